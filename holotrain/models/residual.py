@@ -1,0 +1,49 @@
+"""Residual blocks that store: the plain twin of the reversible sequence."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class ResidualBlock(nn.Module):
+    """``x = x + f(x)``, then ``x = x + g(x)``."""
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        return x + self.g(x)
+
+
+class ResidualSequence(nn.Module):
+    """Residual blocks in a row.
+
+    Args:
+        blocks: the blocks, first to last.
+        backward: ``"autograd"`` stores everything, ``"checkpoint"`` stores what lies between blocks.
+
+    Raises:
+        ValueError: another ``backward``: what is not reversible cannot be rebuilt from its output.
+    """
+
+    SCHEDULES = ("autograd", "checkpoint")
+
+    def __init__(self, blocks: Iterable[ResidualBlock], backward: str = "autograd") -> None:
+        super().__init__()
+        if backward not in self.SCHEDULES:
+            raise ValueError(f"a model that is not reversible takes backward {' or '.join(self.SCHEDULES)}, not {backward!r}")
+        self.blocks = nn.ModuleList(blocks)
+        self.backward = backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.backward == "checkpoint" and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x

@@ -1,0 +1,117 @@
+"""Vision transformers: the reversible one of Mangalam et al. (CVPR 2022) and its plain twin, from the same parts.
+
+Both drop the class token and average over tokens. The reversible one starts both streams from the tokens and fuses them
+at the end: concatenate, LayerNorm(2C), mean, Linear(2C); that doubles the head's width, the one difference in parameters.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holotrain.models.branches import Branches, transformer_branches
+from holotrain.models.patches import PatchEmbedding
+from holotrain.models.residual import ResidualBlock, ResidualSequence
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+
+# Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.
+VIT_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"dim": 96, "depth": 6, "heads": 3},
+    "small": {"dim": 384, "depth": 12, "heads": 6},
+    "base": {"dim": 768, "depth": 12, "heads": 12},
+    "large": {"dim": 1024, "depth": 24, "heads": 16},
+}
+
+
+class ViT(nn.Module):
+    """The plain vision transformer: no class token, mean over tokens, LayerNorm, linear head.
+
+    Args:
+        image_size, patch_size: in pixels; the image is square.
+        channels: of the image.
+        classes: how many the head tells apart.
+        dim, depth, heads: width C, number of blocks, attention heads.
+        mlp_ratio: width of the MLP's hidden layer over C.
+        dropout: on the embedding, the attention's output and in the MLP.
+        attention_dropout: on the attention weights.
+        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
+        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+
+    Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
+
+    Raises:
+        ValueError: sizes that do not divide, a ``backward`` that a plain model cannot have.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 224,
+        patch_size: int = 16,
+        channels: int = 3,
+        classes: int = 1000,
+        dim: int = 384,
+        depth: int = 12,
+        heads: int = 6,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        backward: str = "autograd",
+    ) -> None:
+        super().__init__()
+        self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout)
+        branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
+        self._assemble(branches, dim, classes, backward)
+        _initialise(self)
+
+    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str) -> None:
+        self.blocks = ResidualSequence((ResidualBlock(f, g) for f, g in branches), backward)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(images))
+        return self.head(self.norm(x.mean(dim=1)))
+
+
+class RevViT(ViT):
+    """The reversible vision transformer.
+
+    Takes the keyword arguments of :class:`ViT`, with every schedule of
+    :class:`~holotrain.reversible.ReversibleSequence` as ``backward``. Its twin is the ``ViT`` of the same arguments.
+
+    Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
+    """
+
+    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
+        super().__init__(backward=backward, **arguments)
+
+    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str) -> None:
+        self.blocks = ReversibleSequence((ReversibleBlock(f, g) for f, g in branches), backward)
+        self.fusion = TwoStreamFusion(dim)
+        self.head = nn.Linear(2 * dim, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embedding(images)
+        return self.head(self.fusion(*self.blocks(tokens, tokens)))
+
+
+class TwoStreamFusion(nn.Module):
+    """Concatenates the two streams, normalises, and averages over tokens. 2 x (B, T, C) -> (B, 2C)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2 * dim, eps=1e-6)
+
+    def forward(self, y1: Tensor, y2: Tensor) -> Tensor:
+        return self.norm(torch.cat((y1, y2), dim=-1)).mean(dim=1)
+
+
+def _initialise(model: nn.Module) -> None:
+    """Truncated normal of 0.02 for weights and positions, zero for biases (Dosovitskiy et al., 2021)."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, PatchEmbedding):
+            nn.init.trunc_normal_(module.position, std=0.02)

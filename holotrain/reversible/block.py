@@ -1,0 +1,60 @@
+"""The additive coupling that makes a residual block invertible."""
+
+from torch import Tensor, nn
+
+
+def couple(stream: Tensor, update: Tensor) -> Tensor:
+    """Returns ``stream + update``, which must keep the stream's shape and dtype.
+
+    Raises:
+        ValueError: the update is no tensor of the stream's shape, or would widen the stream's dtype: the inverse could
+            then not give the stream back.
+    """
+    if not isinstance(update, Tensor):
+        raise ValueError(f"f and g of a ReversibleBlock must return one tensor, not {type(update).__name__}")
+    if update.shape != stream.shape:
+        raise ValueError(
+            f"f and g of a ReversibleBlock must preserve the shape: {tuple(stream.shape)} became {tuple(update.shape)}"
+        )
+    coupled = stream + update
+    if coupled.dtype != stream.dtype:
+        raise ValueError(
+            f"a stream of dtype {stream.dtype} cannot hold an update of dtype {update.dtype} without changing its own; "
+            f"cast the streams to {coupled.dtype}"
+        )
+    return coupled
+
+
+class ReversibleBlock(nn.Module):
+    """Two residual branches coupled so that the block's input can be computed from its output.
+
+    ``y1 = x1 + f(x2)``, ``y2 = x2 + g(y1)``; inverse ``x2 = y2 - g(y1)``, ``x1 = y1 - f(x2)``
+    (Gomez et al., "The Reversible Residual Network", 2017, equations 6 and 7).
+
+    Args:
+        f, g: any modules that take a tensor and return one of the same shape; in a transformer the pre-norm attention and
+            the pre-norm MLP.
+
+    Shapes: x1, x2, y1, y2 all alike, any number of dimensions.
+    """
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(
+        self, x1: Tensor, x2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Couples the streams; ``f_kwargs`` and ``g_kwargs`` are handed to f and g."""
+        y1 = couple(x1, self.f(x2, **(f_kwargs or {})))
+        y2 = couple(x2, self.g(y1, **(g_kwargs or {})))
+        return y1, y2
+
+    def inverse(
+        self, y1: Tensor, y2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rebuilds (x1, x2) from (y1, y2), up to rounding; f and g must be deterministic (eval, or no dropout)."""
+        x2 = couple(y2, -self.g(y1, **(g_kwargs or {})))
+        x1 = couple(y1, -self.f(x2, **(f_kwargs or {})))
+        return x1, x2

@@ -1,0 +1,106 @@
+"""Vision transformers against published sizes, and the reversible one against its plain counterpart."""
+
+import pytest
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain.models import VIT_SIZES, RevViT, ViT
+
+# Mangalam et al. (CVPR 2022), table 1; Dosovitskiy et al. (2021) for the large one: parameters and multiply-accumulates.
+# The paper gives parameters in whole millions, so the small model's can only be held to half a million.
+PUBLISHED = {"small": (22e6, 0.5e6, 4.6e9), "base": (87e6, 0.87e6, 17.6e9)}
+
+
+def on_meta(model_class, size, **arguments):
+    with torch.device("meta"):
+        return model_class(**VIT_SIZES[size], **arguments)
+
+
+def parameter_count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_are_the_published_ones(size):
+    parameters, tolerance, macs = PUBLISHED[size]
+    model = on_meta(RevViT, size)
+    assert abs(parameter_count(model) - parameters) <= tolerance
+    with FlopCounterMode(display=False) as counter:
+        model(torch.empty(1, 3, 224, 224, device="meta"))
+    assert counter.get_total_flops() / 2 == pytest.approx(macs, rel=0.02)
+
+
+@pytest.mark.parametrize("size", ["small", "base", "large"])
+def test_the_plain_twin_has_timms_parameters(size):
+    with torch.device("meta"):
+        reference = timm.create_model(f"vit_{size}_patch16_224", class_token=False, global_pool="avg")
+    assert parameter_count(on_meta(ViT, size)) == parameter_count(reference)
+
+
+@pytest.mark.parametrize("size", VIT_SIZES)
+def test_the_twins_differ_in_the_head_alone(size):
+    plain = {name: p.shape for name, p in on_meta(ViT, size).named_parameters()}
+    reversible = {name: p.shape for name, p in on_meta(RevViT, size).named_parameters()}
+    shared = set(plain) & set(reversible)
+    assert {name for name in shared if plain[name] != reversible[name]} == {"head.weight"}
+    assert set(plain) - shared == {"norm.weight", "norm.bias"}
+    assert set(reversible) - shared == {"fusion.norm.weight", "fusion.norm.bias"}
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible"])
+@pytest.mark.parametrize(("image_size", "patch_size", "channels"), [(8, 2, 1), (32, 4, 3)])
+def test_gradients_of_every_schedule_are_equal(image_size, patch_size, channels, backward):
+    grads = []
+    for schedule in ("autograd", backward):
+        torch.manual_seed(0)
+        model = RevViT(
+            image_size=image_size, patch_size=patch_size, channels=channels, classes=7, dim=24, depth=5, heads=3,
+            dropout=0.1, attention_dropout=0.1, drop_path=0.2, backward=schedule,
+        ).double()  # fmt: skip
+        images = torch.randn(6, channels, image_size, image_size, dtype=torch.float64)
+        model(images).logsumexp(-1).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert ((grads[1] - grads[0]).abs().max() / grads[0].abs().max()).item() <= 1e-10
+
+
+def test_plain_checkpointing_changes_nothing():
+    grads = []
+    for schedule in ("autograd", "checkpoint"):
+        torch.manual_seed(0)
+        model = ViT(image_size=8, patch_size=2, channels=1, classes=3, dim=24, depth=3, heads=3, dropout=0.2, backward=schedule)
+        model(torch.ones(2, 1, 8, 8)).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*grads)
+
+
+def test_drop_path_keeps_the_mean_and_drops_whole_samples():
+    model = ViT(image_size=8, patch_size=4, channels=1, dim=8, depth=4, heads=2, drop_path=0.4)
+    drop = model.blocks.blocks[-1].g.drop_path
+    assert drop.probability == pytest.approx(0.4)
+    assert model.blocks.blocks[0].g.drop_path.probability == 0
+    torch.manual_seed(0)
+    out = drop(torch.ones(4000, 3, 2))
+    assert set(out.unique().tolist()) == {0.0, out.max().item()}
+    assert (out.flatten(1).std(dim=1) == 0).all()
+    assert out.mean().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(drop.eval()(torch.ones(3, 2, 2)), torch.ones(3, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dim": 100, "heads": 3}, "100 is none of 3"),
+        ({"image_size": 30}, "30 is none of 16"),
+        ({"drop_path": 1.0}, "drop_path"),
+        ({"backward": "reversible"}, "autograd or checkpoint"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words), torch.device("meta"):
+        ViT(**arguments)
+
+
+def test_an_image_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="224x224 pixels, not 32x32"):
+        on_meta(RevViT, "tiny")(torch.empty(1, 3, 32, 32, device="meta"))
