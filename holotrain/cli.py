@@ -1,0 +1,122 @@
+"""``python -m holotrain COMMAND [overrides]``: reads the command line, lets Hydra compose, hands over to the command.
+
+Exit status: 0; 1 for a defect of ours (with its traceback); 2 for a mistake of the user's (with one line); 128 + n where signal
+n ended the run.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from hydra import main as hydra_main
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from holotrain.config import checkpointed, help
+from holotrain.config.arguments import Arguments, parse
+from holotrain.config.composition import config_folder
+from holotrain.config.explain import CONFIGURATION_ERRORS, explained
+from holotrain.config.register import register
+from holotrain.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(help.overview())
+        return 0
+    if argv[0] == "--version":
+        from holotrain import __version__
+
+        print(f"holotrain {__version__}")
+        return 0
+    try:
+        arguments = parse(argv)
+        register(resume=(arguments.value("resume") or "").lower() == "true")
+        if arguments.help:
+            return _help(arguments)
+        return Launch(arguments).run()
+    except UserError as error:
+        print(f"holotrain: {error}", file=sys.stderr)
+        return 2
+
+
+def _help(arguments: Arguments) -> int:
+    try:
+        print(help.command_help(arguments))
+    except CONFIGURATION_ERRORS as error:
+        raise explained(error, arguments) from error
+    return 0
+
+
+class Launch:
+    """One start of the command line: a single run, or every job of a sweep."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
+        self.origin = checkpointed.origin(arguments)
+        self.folders: list[Path] = []
+        self.statuses: list[int] = []
+
+    def run(self) -> int:
+        """Lets Hydra call ``job`` once, or once a combination. Returns the worst exit status.
+
+        Raises:
+            UserError: the configuration cannot be composed, a folder cannot be written.
+        """
+        arguments = self.arguments
+        choices = self.origin.choices if self.origin else []
+        sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *choices, *arguments.overrides]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come out of Hydra as they are, for us to explain
+        launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.command)(self.job)
+        try:
+            launch()
+        except CONFIGURATION_ERRORS as error:
+            raise explained(error, arguments) from error
+        except ValueError as error:  # Hydra's own answer to group=null and group=3
+            raise UserError(str(error).splitlines()[0]) from error
+        except OSError as error:
+            raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror}") from error
+        if arguments.multirun and self.folders:
+            from holotrain.commands.sweep import show_sweep
+
+            show_sweep(self.folders)
+        return max(self.statuses, default=0)
+
+    def job(self, config: DictConfig) -> None:
+        """One run. Its mistakes end it, not the sweep that it may be part of."""
+        hydra = HydraConfig.get()
+        folder = Path(hydra.runtime.output_dir)
+        folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        overrides = [word for word in hydra.overrides.task if not self.origin or word not in self.origin.choices]
+        self.folders.append(folder)
+        try:
+            typed = self._typed(config, overrides)
+            command = importlib.import_module(f"holotrain.commands.{self.arguments.command}")
+            from holotrain.commands.run import Run
+
+            choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
+            status = command.run(typed, Run(self.arguments.command, folder, list(overrides), choices))
+        except UserError as error:
+            print(f"holotrain: {error}", file=sys.stderr)
+            status = 2
+        except Exception:
+            traceback.print_exc()
+            status = 1
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        self.statuses.append(status)
+
+    def _typed(self, config: DictConfig, overrides: list[str]):
+        command = self.arguments.command
+        try:
+            if self.origin is None:
+                container = OmegaConf.to_container(config, resolve=True)
+            else:
+                container = checkpointed.adopted(command, config, self.origin, overrides)
+            return checkpointed.typed(command, container)
+        except CONFIGURATION_ERRORS as error:
+            raise explained(error, self.arguments) from error

@@ -1,0 +1,11 @@
+"""One file a command, each with ``run(config, run) -> exit status``; the rest is what they share.
+
+fit, validate, test, predict   the commands
+run          one run: its folder and where it came from
+evaluation   measuring a checkpoint
+checkpoint   checkpoints on their way in and out
+summary      summary.json
+screen       what a person sees
+sweep        the table that a sweep leaves
+files        files that are there whole or not at all
+"""

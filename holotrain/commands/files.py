@@ -1,0 +1,22 @@
+"""Files that are there whole or not at all."""
+
+import os
+from pathlib import Path
+
+from holotrain.errors import UserError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes to a temporary name beside ``path`` and renames.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,106 @@
+"""``holotrain fit``: trains, keeps the best and the last checkpoint, tests the best."""
+
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
+
+from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
+from holotrain.commands import screen
+from holotrain.commands.checkpoint import KeepConfiguration, check_continuable
+from holotrain.commands.evaluation import evaluate
+from holotrain.commands.files import write_whole
+from holotrain.commands.run import Run
+from holotrain.commands.summary import Summary
+from holotrain.config.build import build_data, build_task
+from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, check_device
+from holotrain.config.schema import FitConfig
+
+
+def run(config: FitConfig, run: Run) -> int:
+    """Trains one model. Returns the exit status: 0, or 128 + n where signal n ended the training."""
+    started = time.monotonic()
+    check_device(config.trainer)
+    pl.seed_everything(config.seed, verbose=False)
+    data = build_data(config.data, config.seed)
+    task = build_task(config, data)
+    origin = _origin(config, run)
+    if origin is not None:
+        check_continuable(task, config, origin)
+    data.prepare_data()
+    data.setup("fit")
+
+    loggers = build_loggers(config.logger, run.folder)
+    callbacks = [*build_fit_callbacks(config, run.folder, task, data), KeepConfiguration(config, run.choices)]
+    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers)
+    write_whole(run.folder / "config.yaml", yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config)), sort_keys=False))
+    screen.show_start("fit", config, run.choices, task.model, run.folder, origin)
+
+    status, interrupted = "completed", None
+    try:
+        trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
+    except Interrupted as signal:
+        status, interrupted = "interrupted", signal
+    summary = _summary(config, run, trainer, task, status)
+    if interrupted is None and config.test:
+        best = Path(summary.checkpoint) if summary.checkpoint else None
+        summary.metrics |= evaluate("test", config, run, task, data, best, loggers)
+    summary.seconds = time.monotonic() - started
+    summary.write(run.folder)
+    for logger in loggers:
+        logger.log_hyperparams(_flat(config), summary.metrics)
+        logger.finalize("success" if interrupted is None else "aborted")
+    screen.show_end(summary, run.folder)
+    if interrupted is None:
+        return 0
+    print(f"{interrupted}\nresume with: python -m holotrain fit resume=true hydra.run.dir={run.folder}", file=sys.stderr)
+    return 128 + interrupted.signum
+
+
+def _origin(config: FitConfig, run: Run) -> Path | None:
+    """The checkpoint to continue from. A job of a resumed sweep that had not begun starts from nothing."""
+    if config.resume:
+        return run.last_checkpoint if run.last_checkpoint.is_file() else None
+    return Path(config.ckpt_path) if config.ckpt_path else None
+
+
+def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
+    callbacks = {type(callback): callback for callback in trainer.callbacks}
+    throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
+    best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
+    last = str(run.last_checkpoint) if run.last_checkpoint.is_file() else None
+    return Summary(
+        command="fit",
+        status=status,
+        overrides=run.overrides,
+        device=screen.device_name(config.trainer.accelerator),
+        precision=config.trainer.precision,
+        backward=config.backward.kind,
+        synthesis="none",
+        parameters=screen.parameter_count(task.model),
+        seconds=0.0,
+        metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
+        epochs=trainer.current_epoch,
+        steps=trainer.global_step,
+        samples_per_second=throughput and throughput.samples_per_second,
+        step_seconds=throughput and throughput.step_seconds,
+        peak_memory_bytes=memory and memory.peak_bytes,
+        checkpoint=best if best and Path(best).is_file() else last,
+    )
+
+
+def _flat(config: FitConfig) -> dict[str, object]:
+    """The configuration with dotted names, as TensorBoard's HParams wants it."""
+
+    def walk(node: dict, prefix: str):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(walk(OmegaConf.to_container(OmegaConf.structured(config)), ""))

@@ -1,0 +1,66 @@
+"""What a person sees: what a run is about to do, and what came of it."""
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from holotrain.commands.summary import SUMMARY, Summary
+from holotrain.config.build_trainer import device_kind
+from holotrain.config.schema import RunConfig
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def device_name(accelerator: str) -> str:
+    """The device in words: a GPU's name, or how many threads the CPU gives us."""
+    kind = device_kind(accelerator)
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def show_start(command: str, config: RunConfig, choices: dict[str, str], model: nn.Module, folder: Path, origin: Path | None) -> None:
+    """Says what is about to happen."""
+    rows = {
+        "model": f"{choices.get('model', config.model.kind)}, {_large(parameter_count(model))} parameters",
+        "data": f"{choices.get('data', config.data.kind)}, batches of {config.data.batch_size}",
+        "backward": config.backward.kind,
+        "precision": config.trainer.precision,
+        "device": device_name(config.trainer.accelerator),
+        "checkpoint": origin,
+        "folder": folder,
+    }
+    console.print(_table(f"holotrain {command}", {key: value for key, value in rows.items() if value is not None}))
+
+
+def show_end(summary: Summary, folder: Path) -> None:
+    """Says what came of it; the same figures as summary.json."""
+    rows = {name: f"{value:.4f}" for name, value in summary.metrics.items()}
+    if summary.steps is not None:
+        rows["steps"] = f"{summary.steps} in {summary.epochs} epochs"
+    if summary.samples_per_second is not None:
+        rows["throughput"] = f"{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms a step"
+    if summary.peak_memory_bytes is not None:
+        rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB"
+    rows["time"] = f"{summary.seconds:.1f} s"
+    rows["checkpoint"] = summary.checkpoint
+    rows["written to"] = folder / SUMMARY
+    console.print(_table(summary.status, {key: value for key, value in rows.items() if value is not None}))
+
+
+def _table(title: str, rows: dict[str, object]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _large(count: int) -> str:
+    return f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count / 1e3:.1f} k"

@@ -1,0 +1,51 @@
+"""The table that a sweep leaves: a row a job, its overrides, metrics, throughput and peak memory."""
+
+import csv
+import io
+from pathlib import Path
+
+from rich.table import Table
+
+from holotrain.commands import summary
+from holotrain.commands.files import write_whole
+from holotrain.commands.screen import console
+
+FIGURES = ("samples_per_second", "step_seconds", "peak_memory_bytes", "seconds")
+
+
+def show_sweep(folders: list[Path]) -> None:
+    """Prints the table of the jobs in ``folders`` and writes it as sweep.csv above them."""
+    rows = [_row(folder) for folder in folders]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    constant = {name for name in columns if name.startswith("train/") or len({row.get(name) for row in rows}) == 1}
+    path = folders[0].parent / "sweep.csv"
+    write_whole(path, _csv(columns, rows))
+    table = Table(title=f"sweep of {len(rows)} jobs", title_justify="left", title_style="bold")
+    shown = [name for name in columns if name in ("job", "status", *FIGURES) or name not in constant]
+    for name in shown:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(_short(row.get(name, "")) for name in shown))
+    console.print(table)
+    console.print(f"written to {path}")
+
+
+def _row(folder: Path) -> dict[str, object]:
+    found = summary.read(folder)
+    if found is None:
+        return {"job": folder.name, "status": "failed"}
+    overrides = dict(override.lstrip("+").partition("=")[::2] for override in found["overrides"])
+    figures = {name: found[name] for name in FIGURES if found[name] is not None}
+    return {"job": folder.name, "status": found["status"]} | overrides | found["metrics"] | figures
+
+
+def _csv(columns: list[str], rows: list[dict[str, object]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

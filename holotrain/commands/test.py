@@ -1,0 +1,10 @@
+"""``holotrain test``: measures a checkpoint on the test part of the data."""
+
+from holotrain.commands.evaluation import measure_checkpoint
+from holotrain.commands.run import Run
+from holotrain.config.schema import TestConfig
+
+
+def run(config: TestConfig, run: Run) -> int:
+    """Writes the metrics into summary.json."""
+    return measure_checkpoint("test", config, run)

@@ -1,0 +1,10 @@
+"""``holotrain validate``: measures a checkpoint on the validation part of the data."""
+
+from holotrain.commands.evaluation import measure_checkpoint
+from holotrain.commands.run import Run
+from holotrain.config.schema import ValidateConfig
+
+
+def run(config: ValidateConfig, run: Run) -> int:
+    """Writes the metrics into summary.json."""
+    return measure_checkpoint("validate", config, run)

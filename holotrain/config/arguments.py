@@ -1,0 +1,76 @@
+"""The command line taken apart: a command, Hydra's flags, overrides. Flags may stand anywhere; Hydra wants them first."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holotrain.config.checks import did_you_mean
+from holotrain.config.schema import COMMANDS
+from holotrain.errors import UserError
+
+# Hydra's flags, by whether a value follows. --experimental-rerun is missing on purpose: it unpickles a file.
+VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"}
+BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
+HELP = {"--help", "-h"}
+
+
+@dataclass
+class Arguments:
+    command: str
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    help: bool = False
+
+    @property
+    def multirun(self) -> bool:
+        return bool({"-m", "--multirun"} & set(self.flags)) or "hydra.mode=MULTIRUN" in self.overrides
+
+    @property
+    def config_dir(self) -> str | None:
+        for flag, value in zip(self.flags, self.flags[1:], strict=False):
+            if flag in ("--config-dir", "-cd"):
+                return value
+            if flag.startswith("--config-dir="):
+                return flag.partition("=")[2]
+        return None
+
+    def value(self, key: str) -> str | None:
+        """The value of the last override of ``key``, unquoted; None where there is none."""
+        for override in reversed(self.overrides):
+            name, equals, value = override.lstrip("+").partition("=")
+            if equals and name == key:
+                return value.strip("'\"")
+        return None
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Takes the command line apart.
+
+    Raises:
+        UserError: an unknown command or flag, a flag without its value, a word that is no override.
+    """
+    command, *rest = argv
+    if command not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise UserError(f"{command!r} is no command; there are {known}.{did_you_mean(command, COMMANDS)}")
+    arguments = Arguments(command)
+    words = iter(rest)
+    for word in words:
+        flag = word.partition("=")[0]
+        if word in HELP:
+            arguments.help = True
+        elif word in BARE or (flag.startswith("--") and flag in VALUED | BARE and "=" in word):
+            arguments.flags.append(word)
+        elif word in VALUED:
+            value = next(words, None)
+            if value is None:
+                raise UserError(f"{word} needs a value")
+            arguments.flags += [word, value]
+        elif word.startswith("-"):
+            raise UserError(f"{word!r} is no flag.{did_you_mean(flag, VALUED | BARE | HELP)}")
+        elif "=" not in word and not word.startswith("~"):
+            raise UserError(f"{word!r} is no override: write group=option or key=value")
+        else:
+            arguments.overrides.append(word)
+    if arguments.config_dir and not Path(arguments.config_dir).is_dir():
+        raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
+    return arguments

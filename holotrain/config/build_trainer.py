@@ -1,0 +1,162 @@
+"""Configurations to Lightning's Trainer, callbacks and loggers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import loggers
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    RichProgressBar,
+)
+
+from holotrain.callbacks import (
+    EpochLog,
+    MemoryMonitor,
+    RandomState,
+    SaveOnSignal,
+    ThroughputMonitor,
+    peak_flops,
+    training_flops,
+)
+from holotrain.config.build import build_model
+from holotrain.config.checks import one_of
+from holotrain.config.folders import LAST_CHECKPOINT
+from holotrain.config.schema import RunConfig
+from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.data import ImageDataModule
+from holotrain.errors import UserError
+from holotrain.tasks import ImageClassifier
+
+
+def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callback], logger: object) -> pl.Trainer:
+    """A trainer that keeps its files in ``folder``.
+
+    Raises:
+        UserError: the device is not there, or cannot run in that precision.
+    """
+    check_device(config)
+    return pl.Trainer(
+        default_root_dir=folder,
+        devices=1,
+        callbacks=callbacks,
+        logger=logger,
+        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        enable_model_summary=False,
+        **vars(config),
+    )
+
+
+def device_kind(accelerator: str) -> str:
+    """cuda, mps or cpu: what an accelerator of that name comes to on this machine."""
+    if accelerator in ("auto", "gpu") and torch.cuda.is_available():
+        return "cuda"
+    if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
+        return "mps"
+    return "cpu"
+
+
+def check_device(config: TrainerConfig) -> None:
+    """
+    Raises:
+        UserError: the accelerator is not there, or cannot run in that precision.
+    """
+    kind = device_kind(config.accelerator)
+    if config.accelerator in ("gpu", "mps") and kind == "cpu":
+        raise UserError(f"trainer.accelerator={config.accelerator}: this machine has none; take trainer.accelerator=cpu")
+    if config.precision == "16-mixed" and kind == "cpu":
+        raise UserError("trainer.precision=16-mixed scales gradients, which needs a GPU; on the CPU take bf16-mixed or 32-true")
+    if config.precision == "64-true" and kind == "mps":
+        raise UserError("trainer.precision=64-true: this GPU has no 64-bit floats; take 32-true or trainer.accelerator=cpu")
+    if config.precision == "bf16-mixed" and kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"trainer.precision=bf16-mixed: {torch.cuda.get_device_name()} has no bfloat16; take 16-mixed")
+
+
+def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
+    """The run's loggers, none for ``kind: none``.
+
+    Raises:
+        UserError: the logger's library is not installed.
+    """
+    if config.kind == "none":
+        return []
+    if config.kind == "tensorboard":
+        return [loggers.TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)]
+    if config.kind == "csv":
+        return [loggers.CSVLogger(folder, name="csv")]
+    if importlib.util.find_spec(config.kind) is None:
+        raise UserError(f"logger={config.kind}: the library is not installed; pip install 'holotrain[{config.kind}]'")
+    if config.kind == "wandb":
+        return [loggers.WandbLogger(save_dir=folder, project=config.project, name=folder.name)]
+    uri = config.tracking_uri or f"file:{(folder / 'mlflow').resolve()}"
+    return [loggers.MLFlowLogger(experiment_name=config.project, run_name=folder.name, tracking_uri=uri)]
+
+
+def build_progress(config: CallbacksConfig) -> list[pl.Callback]:
+    """What shows a person how far the run is."""
+    style = config.progress
+    if style == "auto":
+        style = "bar" if sys.stdout.isatty() else "lines"
+    return {"bar": [RichProgressBar()], "lines": [EpochLog()], "none": []}[style]
+
+
+def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, data: ImageDataModule) -> list[pl.Callback]:
+    """What accompanies a training: measurements, checkpoints, exact resumption.
+
+    Raises:
+        UserError: a metric to monitor that the task does not have.
+    """
+    settings = config.callbacks
+    checkpoint = settings.checkpoint
+    callbacks: list[pl.Callback] = [*build_progress(settings), RandomState()]
+    if settings.memory:
+        callbacks.append(MemoryMonitor())
+    if settings.throughput.enabled:
+        callbacks.append(_throughput(config, data))
+    if settings.ema.decay is not None:
+        callbacks.append(EMAWeightAveraging(decay=settings.ema.decay, update_every_n_steps=settings.ema.every_n_steps))
+    if config.trainer.limit_val_batches != 0:
+        one_of("callbacks.checkpoint.monitor", checkpoint.monitor, task.monitored)
+        watched = {"monitor": checkpoint.monitor, "mode": checkpoint.mode}
+        if settings.patience is not None:
+            callbacks.append(EarlyStopping(**watched, patience=settings.patience))
+        callbacks.append(
+            ModelCheckpoint(
+                folder / LAST_CHECKPOINT.parent,
+                filename="best-epoch={epoch}-step={step}",
+                auto_insert_metric_name=False,
+                save_top_k=checkpoint.save_top_k,
+                **watched,
+            )
+        )
+    callbacks.append(_last_checkpoint(folder, save_on_train_epoch_end=True))
+    if checkpoint.every_n_train_steps is not None:
+        callbacks.append(_last_checkpoint(folder, every_n_train_steps=checkpoint.every_n_train_steps))
+    return [*callbacks, SaveOnSignal(folder / LAST_CHECKPOINT)]
+
+
+def _last_checkpoint(folder: Path, **when: object) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        folder / LAST_CHECKPOINT.parent, filename=LAST_CHECKPOINT.stem, enable_version_counter=False, **when
+    )
+
+
+def _throughput(config: RunConfig, data: ImageDataModule) -> ThroughputMonitor:
+    """Counts FLOPs only where the device's peak is known: they serve MFU and HFU alone."""
+    kind = device_kind(config.trainer.accelerator)
+    name = torch.cuda.get_device_name() if kind == "cuda" else kind
+    peak = config.callbacks.throughput.peak_flops or peak_flops(name, config.trainer.precision)
+    if peak is None:
+        return ThroughputMonitor()
+    with torch.device("meta"):
+        image = torch.empty(1, *data.image_shape)
+        stored, run = (build_model(config.model, backward, data) for backward in ("autograd", config.backward.kind))
+    return ThroughputMonitor(
+        model_flops_per_sample=training_flops(stored, (image,)),
+        hardware_flops_per_sample=training_flops(run, (image,)),
+        peak_flops=peak,
+    )

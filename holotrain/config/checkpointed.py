@@ -1,0 +1,142 @@
+"""The configuration that travels inside a checkpoint, and how a command line changes it.
+
+A checkpoint keeps the resolved configuration of its run and the option chosen from each group. A command that starts from it
+composes under those choices, so that every key of theirs may be overridden, and then changes the kept configuration exactly
+where the command line does.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from holotrain.config.arguments import Arguments
+from holotrain.config.composition import composed
+from holotrain.config.folders import LAST_CHECKPOINT, run_folder
+from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
+from holotrain.errors import UserError
+
+KEY = "holotrain"
+"""Where a checkpoint holds what ``stamp`` returns."""
+
+
+def stamp(config: RunConfig, choices: dict[str, str]) -> dict[str, Any]:
+    """What a checkpoint keeps of a run's configuration: plain containers only."""
+    container = OmegaConf.to_container(OmegaConf.structured(config))
+    shared = {field.name for field in fields(RunConfig)}
+    return {"config": {key: value for key, value in container.items() if key in shared}, "choices": choices}
+
+
+@dataclass
+class Origin:
+    """The checkpoint a command starts from, and the group choices made in its name."""
+
+    path: Path
+    config: dict[str, Any]
+    choices: list[str]
+
+
+def origin(arguments: Arguments) -> Origin | None:
+    """The checkpoint that ``ckpt_path=`` or ``resume=true`` name on the command line, if any.
+
+    In a sweep there is none: each job composes its own configuration and continues in its own folder.
+
+    Raises:
+        UserError: there is no such file, or it is no checkpoint of holotrain's.
+    """
+    path = None if arguments.multirun else _checkpoint_path(arguments)
+    if path is None:
+        return None
+    kept = load(path)[KEY]
+    given = {override.partition("=")[0] for override in arguments.overrides}
+    choices = [f"{group}={option}" for group, option in kept["choices"].items() if group not in given]
+    return Origin(path, kept["config"], choices)
+
+
+def _checkpoint_path(arguments: Arguments) -> Path | None:
+    if (arguments.value("resume") or "").lower() in ("true", "1", "yes", "on"):
+        folder = arguments.value("hydra.run.dir")
+        return Path(folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)) / LAST_CHECKPOINT
+    path = arguments.value("ckpt_path")
+    return None if path in (None, "null", "") else Path(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint of holotrain's, on the CPU, running nothing that stands in it.
+
+    Raises:
+        UserError: it is missing, damaged, or of another program.
+    """
+    import torch
+
+    if not path.is_file():
+        raise UserError(f"ckpt_path: there is no file {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a different kind for every way in which a file can be damaged
+        raise UserError(f"ckpt_path: {path} is no readable checkpoint; it is damaged, truncated or not one at all") from error
+    if not isinstance(checkpoint, dict) or KEY not in checkpoint:
+        raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
+    return checkpoint
+
+
+def adopted(command: str, config: DictConfig, start: Origin, overrides: list[str]) -> dict[str, Any]:
+    """The checkpoint's configuration, changed where ``overrides`` (this job's) say so.
+
+    Args:
+        config: what Hydra composed under the checkpoint's choices and the overrides.
+    """
+    changed = OmegaConf.to_container(config, resolve=True)
+    before = OmegaConf.to_container(composed(command, start.choices), resolve=True)
+    result = changed | {key: value for key, value in start.config.items() if key in changed}
+    _change(result, before, changed)
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0].replace("/", ".")
+        if override not in start.choices and not key.startswith(("hydra", "~")):
+            _set(result, changed, key.split("."))
+    return result
+
+
+def _change(result: dict, before: dict, after: dict) -> None:
+    """Sets in ``result`` what differs between the two; a group of another kind is replaced whole."""
+    for key, value in after.items():
+        old = before.get(key)
+        if value == old:
+            continue
+        nested = isinstance(value, dict) and isinstance(old, dict) and isinstance(result.get(key), dict)
+        if nested and value.get("kind") == old.get("kind") == result[key].get("kind"):
+            _change(result[key], old, value)
+        else:
+            result[key] = value
+
+
+def _set(result: dict, source: dict, path: list[str]) -> None:
+    """Copies one value, or a whole group; paths that are no part of the configuration (``experiment=``) are passed over."""
+    *parents, name = path
+    for parent in parents:
+        if not isinstance(source.get(parent), dict):
+            return
+        result, source = result.setdefault(parent, {}), source[parent]
+    if name in source:
+        result[name] = source[name]
+
+
+def typed(command: str, container: dict[str, Any]) -> RunConfig:
+    """Checks a configuration against the schemas and returns it as dataclasses.
+
+    Raises:
+        UserError: a value out of range, or a combination that cannot be.
+        OmegaConfBaseException: an unknown key, a value of another type, a value that is missing.
+    """
+    root = OmegaConf.structured(COMMANDS[command])
+    for group, classes in KINDS.items():
+        if not isinstance(container.get(group), dict):
+            raise UserError(f"{group}: an option is needed; give {group}=...")
+        kind = container[group].get("kind")
+        if kind not in classes:
+            raise UserError(f"{group}.kind: {kind!r} is not one of {', '.join(classes)}")
+        root[group] = OmegaConf.structured(classes[kind])
+    for group, schema in PLAIN.items():
+        root[group] = OmegaConf.structured(schema)
+    return OmegaConf.to_object(OmegaConf.merge(root, container))

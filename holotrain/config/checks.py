@@ -1,0 +1,37 @@
+"""The checks that schemas are made of. Each raises a UserError of one line: where, what, what would be right."""
+
+import difflib
+import math
+from collections.abc import Iterable
+
+from holotrain.errors import UserError
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest of the choices, or nothing."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def one_of(where: str, value: str, choices: Iterable[str]) -> None:
+    choices = list(choices)
+    if value not in choices:
+        raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
+
+
+def at_least(where: str, value: float, least: float) -> None:
+    if not math.isfinite(value) or value < least:
+        raise UserError(f"{where}: {value} is out of range; it must be at least {least}")
+
+
+def within(where: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
+    """``low <= value < high``; with ``closed``, ``value <= high``."""
+    if not (low <= value < high or (closed and value == high)):
+        raise UserError(f"{where}: {value} is out of range; it must lie in [{low}, {high}{']' if closed else ')'}")
+
+
+def amount(where: str, value: object) -> None:
+    """A whole number of batches, or a fraction in [0, 1]."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value < 0 or (isinstance(value, float) and value > 1):
+        raise UserError(f"{where}: {value!r} is neither a whole number of batches nor a fraction in [0, 1]")

@@ -1,0 +1,69 @@
+"""Hydra's and OmegaConf's complaints in one line: what is wrong, where, and the nearest valid name."""
+
+import re
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from holotrain.config.arguments import Arguments
+from holotrain.config.checks import did_you_mean
+from holotrain.config.composition import composed, option_names
+from holotrain.errors import UserError
+
+CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def explained(error: Exception, arguments: Arguments) -> UserError:
+    """Turns one of ``CONFIGURATION_ERRORS``, raised while ``arguments`` were composed, into a UserError."""
+    cause = error.__cause__ or error
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(cause, MissingMandatoryValue):
+        return UserError(f"{cause.full_key}: a value is needed; give {cause.full_key}=...")
+    if isinstance(error, OverrideParseException):
+        return UserError(f"{error.override}: {_first_line(error)}")
+    if "Ambiguous value" in str(error):
+        return UserError(f"{_first_line(error)}; to run a sweep over several values, add -m")
+    unknown = re.search(r"Could not (?:override|append to config|append) '?([\w./@-]+)'?", str(error))
+    if unknown:
+        return _unknown_key(unknown[1], arguments)
+    not_in_schema = re.search(r"Key '(\w+)' not in '\w+'", str(cause))
+    key = getattr(cause, "full_key", None) or ""
+    if not_in_schema:
+        return _unknown_key(key or not_in_schema[1], arguments)
+    text = _first_line(cause)
+    return UserError(f"{key}: {text}" if key and key not in text else text)
+
+
+def _missing_option(error: MissingConfigException) -> UserError:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = [name for name in error.options or () if not name.startswith("_")]
+    if not group or not options:
+        return UserError(_first_line(error))
+    return UserError(f"{group}={option}: there is no such option; {group} is one of {', '.join(options)}."
+                     f"{did_you_mean(option, options)}")  # fmt: skip
+
+
+def _unknown_key(key: str, arguments: Arguments) -> UserError:
+    parent, _, name = key.rpartition(".")
+    valid = _keys_beside(parent, key, arguments)
+    where = f"in {parent}" if parent else "among the options"
+    return UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(name, valid)}")
+
+
+def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
+    """The keys that stand where the mistaken one was looked for, under the other group choices of the command line."""
+    groups = option_names(arguments.config_dir)
+    choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
+    try:
+        config = composed(arguments.command, [word for word in choices if word.partition("=")[0] != key], arguments.config_dir)
+    except CONFIGURATION_ERRORS:
+        return []
+    node = OmegaConf.select(config, parent) if parent else config
+    keys = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    return keys if parent else [*keys, *groups]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,36 @@
+"""Where runs go: ``<output_dir>/<command>/<date>_<time>/``, sweeps to ``<output_dir>/<command>/sweeps/<date>_<time>/<n>/``."""
+
+from datetime import datetime
+from pathlib import Path
+
+from holotrain.errors import UserError
+
+LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
+
+
+def run_folder(command: str, root: str, resume: bool) -> str:
+    """A folder that does not exist yet; to resume, that of the latest run that left a checkpoint."""
+    parent = Path(root) / command
+    return str(_latest(parent, LAST_CHECKPOINT, "run") if resume else _fresh(parent))
+
+
+def sweep_folder(command: str, root: str, resume: bool) -> str:
+    """The same for a sweep: its jobs stand in numbered folders."""
+    parent = Path(root) / command / "sweeps"
+    return str(_latest(parent, Path("*"), "sweep") if resume else _fresh(parent))
+
+
+def _fresh(parent: Path) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder, count = parent / stamp, 1
+    while folder.exists():
+        count += 1
+        folder = parent / f"{stamp}-{count}"
+    return folder
+
+
+def _latest(parent: Path, evidence: Path, noun: str) -> Path:
+    found = [folder for folder in parent.glob("*") if any(folder.glob(str(evidence)))]
+    if not found:
+        raise UserError(f"resume=true: there is no {noun} with a checkpoint in {parent}")
+    return max(found, key=lambda folder: max(path.stat().st_mtime for path in folder.glob(str(evidence))))

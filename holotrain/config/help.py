@@ -1,0 +1,85 @@
+"""``holotrain --help`` and ``holotrain COMMAND --help``, from the schemas and the configuration folder alone."""
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+
+from omegaconf import OmegaConf
+
+from holotrain.config.arguments import Arguments
+from holotrain.config.composition import composed, option_names
+from holotrain.config.schema import COMMANDS, KINDS, PLAIN
+
+FLAGS = """\
+Flags, anywhere between overrides:
+  -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
+  --config-dir DIR          look for options in your own folder too
+  --cfg job [--resolve]     print the configuration instead of running
+  --info defaults           print how the configuration comes about"""
+
+
+def overview() -> str:
+    """The commands, a line each."""
+    lines = [f"  {name:<10}{schema.__doc__}" for name, schema in COMMANDS.items()]
+    return "\n".join(
+        [
+            "holotrain trains transformers whose activations do not fit in memory.",
+            "",
+            "Usage: holotrain COMMAND [group=option ...] [key=value ...]",
+            "",
+            *lines,
+            "",
+            "holotrain COMMAND --help lists the options of a command.",
+        ]
+    )
+
+
+def command_help(arguments: Arguments) -> str:
+    """The groups and every option of a command, with the values that the given overrides lead to."""
+    overrides = [word for word in arguments.overrides if not word.startswith("hydra.")]
+    config = composed(arguments.command, overrides, arguments.config_dir)
+    lines = [
+        f"holotrain {arguments.command}: {COMMANDS[arguments.command].__doc__}",
+        "",
+        f"Usage: holotrain {arguments.command} [group=option ...] [key=value ...]",
+        "",
+        "Groups:",
+    ]
+    for group, options in option_names(arguments.config_dir).items():
+        lines += textwrap.wrap(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
+    lines += ["", "Options:"]
+    for key, value, meaning in _options(COMMANDS[arguments.command], OmegaConf.to_container(config), ""):
+        lines.append(f"  {f'{key}={value}':<45} {meaning}".rstrip())
+    return "\n".join([*lines, "", FLAGS])
+
+
+def _options(schema: type, values: dict, prefix: str) -> Iterator[tuple[str, str, str]]:
+    meanings = _meanings(schema)
+    for name, value in values.items():
+        if name == "kind" and prefix:
+            continue
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _options(_schema_of(schema, name, value), value, f"{key}.")
+        else:
+            shown = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            yield key, shown, meanings.get(name, "")
+
+
+def _schema_of(parent: type, name: str, value: dict) -> type:
+    if name in KINDS:
+        return KINDS[name][value["kind"]]
+    return PLAIN.get(name) or parent.__dataclass_fields__[name].type
+
+
+def _meanings(schema: type) -> dict[str, str]:
+    """The string below each field of a dataclass and of those that it extends."""
+    found: dict[str, str] = {}
+    for base in reversed(schema.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for field, below in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[field.target.id] = below.value.value
+    return found

@@ -1,0 +1,24 @@
+"""Tells Hydra what holotrain adds to it: the schemas and the resolvers that name run folders."""
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from holotrain.config.folders import run_folder, sweep_folder
+from holotrain.config.schema import COMMANDS, KINDS, PLAIN
+
+
+def register(resume: bool = False) -> None:
+    """Fills the ConfigStore; ``resume``: folders are those of the latest run or sweep, not new ones."""
+    store = ConfigStore.instance()
+    for command, schema in COMMANDS.items():
+        store.store(group="schema/command", name=command, node=schema)
+    for group, schemas in KINDS.items():
+        for kind, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=kind, node=schema)
+    for group, schema in PLAIN.items():
+        store.store(group="schema", name=group, node=schema)
+    # Cached, as Hydra's own ${now:} is: every use within one launch must name the same folder.
+    for name, resolver in (("run_folder", run_folder), ("sweep_folder", sweep_folder)):
+        OmegaConf.register_new_resolver(
+            name, lambda command, root, make=resolver: make(command, root, resume), replace=True, use_cache=True
+        )

@@ -1,0 +1,111 @@
+"""Every option there is, typed and explained: dataclasses that Hydra checks configurations against.
+
+A polymorphic group (task, data, model, optimizer, scheduler) names its class by ``kind``; the cross-checks of one group stand
+in its ``__post_init__``, those between groups in RunConfig's. Nothing here imports torch, so that ``--help`` is quick.
+"""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from holotrain.config.checks import at_least
+from holotrain.config.schema.data import DATA, DataConfig
+from holotrain.config.schema.model import MODELS, SCHEDULES, BackwardConfig, ModelConfig
+from holotrain.config.schema.optimization import OPTIMIZERS, SCHEDULERS, OptimizerConfig, SchedulerConfig
+from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.config.schema.task import TASKS, TaskConfig
+from holotrain.errors import UserError
+
+KINDS: dict[str, dict[str, type]] = {
+    "task": TASKS,
+    "data": DATA,
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+    "scheduler": SCHEDULERS,
+}
+"""The classes of each polymorphic group by kind."""
+
+PLAIN = {"backward": BackwardConfig, "callbacks": CallbacksConfig, "trainer": TrainerConfig, "logger": LoggerConfig}
+"""The class of each of the other groups."""
+
+
+@dataclass
+class RunConfig:
+    """What every command reads."""
+
+    task: TaskConfig = MISSING
+
+    data: DataConfig = MISSING
+
+    model: ModelConfig = MISSING
+
+    backward: BackwardConfig = MISSING
+
+    optimizer: OptimizerConfig = MISSING
+
+    scheduler: SchedulerConfig = MISSING
+
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    logger: LoggerConfig = MISSING
+
+    seed: int = 0
+    """of weights, batches, augmentation and dropout"""
+
+    compile: bool = False
+    """compile each block with torch.compile"""
+
+    output_dir: str = "runs"
+    """folder that runs are written to"""
+
+    ckpt_path: str | None = None
+    """checkpoint to start from; its configuration is taken too, and overrides change it"""
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        allowed = SCHEDULES[self.model.kind]
+        if self.backward.kind not in allowed:
+            raise UserError(
+                f"backward={self.backward.kind}: model kind {self.model.kind!r} is not reversible; "
+                f"take backward={allowed[0]} or model=rev_{self.model.kind}_..."
+            )
+
+
+@dataclass
+class FitConfig(RunConfig):
+    """Train a model, then test its best checkpoint."""
+
+    resume: bool = False
+    """continue the latest run (or sweep) in output_dir, in its own folder, from its last checkpoint"""
+
+    test: bool = True
+    """test the best checkpoint after training"""
+
+
+@dataclass
+class ValidateConfig(RunConfig):
+    """Measure a checkpoint on the validation part of the data."""
+
+
+@dataclass
+class TestConfig(RunConfig):
+    """Measure a checkpoint on the test part of the data."""
+
+
+@dataclass
+class PredictConfig(RunConfig):
+    """Classify images with a checkpoint; writes predictions.csv."""
+
+    images: str | None = None
+    """image file, or folder of images, to classify; null: the test part of the data"""
+
+
+COMMANDS: dict[str, type[RunConfig]] = {
+    "fit": FitConfig,
+    "validate": ValidateConfig,
+    "test": TestConfig,
+    "predict": PredictConfig,
+}
+"""The configuration of each command."""

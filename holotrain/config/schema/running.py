@@ -1,0 +1,178 @@
+"""How a run goes: Lightning's Trainer, callbacks, loggers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from holotrain.config.checks import amount, at_least, one_of, within
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
+
+
+@dataclass
+class TrainerConfig:
+    accelerator: str = "auto"
+    """auto, cpu, gpu or mps"""
+
+    precision: str = "32-true"
+    """32-true, 64-true, bf16-mixed or 16-mixed (GPU only; scaled gradients)"""
+
+    max_epochs: int = 60
+    """passes over the training data"""
+
+    max_steps: int = -1
+    """optimizer steps after which training ends all the same; -1: no such bound"""
+
+    max_time: str | None = None
+    """time after which it ends all the same, as DD:HH:MM:SS"""
+
+    accumulate_grad_batches: int = 1
+    """batches whose gradients add up to one optimizer step"""
+
+    gradient_clip_val: float | None = 1.0
+    """largest norm (or value) of the gradient, after unscaling; null: none"""
+
+    gradient_clip_algorithm: str = "norm"
+    """norm or value"""
+
+    val_check_interval: Any = 1.0
+    """validate after so many training batches (an integer) or this part of an epoch (a fraction)"""
+
+    check_val_every_n_epoch: int = 1
+    """validate after so many epochs"""
+
+    num_sanity_val_steps: int = 0
+    """validation batches tried before training"""
+
+    log_every_n_steps: int = 20
+    """optimizer steps between two points of a curve"""
+
+    limit_train_batches: Any = 1.0
+    """use so many training batches (an integer) or this part of them (a fraction)"""
+
+    limit_val_batches: Any = 1.0
+    """the same for validation"""
+
+    limit_test_batches: Any = 1.0
+    """the same for the test"""
+
+    limit_predict_batches: Any = 1.0
+    """the same for predictions"""
+
+    overfit_batches: Any = 0.0
+    """train and validate on the same few batches"""
+
+    fast_dev_run: bool = False
+    """one batch of everything, no files"""
+
+    deterministic: bool = False
+    """refuse operations whose result varies from run to run"""
+
+    benchmark: bool = False
+    """let cuDNN choose its fastest algorithms"""
+
+    detect_anomaly: bool = False
+    """find the operation that made a NaN (slow)"""
+
+    profiler: str | None = None
+    """simple or advanced: a table of where the time went"""
+
+    def __post_init__(self) -> None:
+        one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu", "mps"))
+        one_of("trainer.precision", self.precision, PRECISIONS)
+        one_of("trainer.gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
+        if self.profiler is not None:
+            one_of("trainer.profiler", self.profiler, ("simple", "advanced"))
+        at_least("trainer.max_epochs", self.max_epochs, 1)
+        at_least("trainer.max_steps", self.max_steps, -1)
+        at_least("trainer.num_sanity_val_steps", self.num_sanity_val_steps, -1)
+        for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps"):
+            at_least(f"trainer.{name}", getattr(self, name), 1)
+        if self.gradient_clip_val is not None:
+            at_least("trainer.gradient_clip_val", self.gradient_clip_val, 0)
+        for name in ("val_check_interval", "overfit_batches", *(f"limit_{s}_batches" for s in SPLITS)):
+            amount(f"trainer.{name}", getattr(self, name))
+
+
+SPLITS = ("train", "val", "test", "predict")
+
+
+@dataclass
+class CheckpointConfig:
+    monitor: str = "val/accuracy"
+    """metric that tells the best checkpoint"""
+
+    mode: str = "max"
+    """max or min: which end of it is best"""
+
+    save_top_k: int = 1
+    """how many of the best are kept; last.ckpt is kept besides"""
+
+    every_n_train_steps: int | None = None
+    """save last.ckpt after so many optimizer steps too, not only after each validation"""
+
+    def __post_init__(self) -> None:
+        one_of("callbacks.checkpoint.mode", self.mode, ("max", "min"))
+        at_least("callbacks.checkpoint.save_top_k", self.save_top_k, 1)
+        if self.every_n_train_steps is not None:
+            at_least("callbacks.checkpoint.every_n_train_steps", self.every_n_train_steps, 1)
+
+
+@dataclass
+class EMAConfig:
+    decay: float | None = None
+    """keep an exponential moving average of the weights with this decay, validate, test and save with it; null: none"""
+
+    every_n_steps: int = 1
+    """optimizer steps between two updates of the average"""
+
+    def __post_init__(self) -> None:
+        if self.decay is not None:
+            within("callbacks.ema.decay", self.decay, 0, 1)
+        at_least("callbacks.ema.every_n_steps", self.every_n_steps, 1)
+
+
+@dataclass
+class ThroughputConfig:
+    enabled: bool = True
+
+    peak_flops: float | None = None
+    """the device's peak FLOP/s for MFU and HFU; null: from the table of known devices"""
+
+
+@dataclass
+class CallbacksConfig:
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    ema: EMAConfig = field(default_factory=EMAConfig)
+
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+
+    memory: bool = True
+    """watch memory"""
+
+    patience: int | None = None
+    """validations without a better checkpoint.monitor after which training ends; null: never"""
+
+    progress: str = "auto"
+    """bar, lines (one an epoch), none, or auto: a bar on a terminal, lines elsewhere"""
+
+    def __post_init__(self) -> None:
+        one_of("callbacks.progress", self.progress, ("auto", "bar", "lines", "none"))
+        if self.patience is not None:
+            at_least("callbacks.patience", self.patience, 1)
+
+
+@dataclass
+class LoggerConfig:
+    kind: str = MISSING
+
+    project: str = "holotrain"
+    """project (wandb) or experiment (mlflow) that runs belong to"""
+
+    tracking_uri: str | None = None
+    """address of the MLflow server; null: a folder beside the run"""
+
+    def __post_init__(self) -> None:
+        one_of("logger.kind", self.kind, ("tensorboard", "csv", "none", "wandb", "mlflow"))

@@ -1,0 +1,31 @@
+"""Optimizers over a model's two kinds of parameters: those that decay and those that do not."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import SGD, AdamW
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two parameter groups: weight matrices and kernels decay; norms, biases and positions do not.
+
+    Frozen parameters belong to neither.
+    """
+    decayed, exempt = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_position = name.rpartition(".")[2] == "position"
+            (exempt if parameter.ndim <= 1 or is_position else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+
+
+def adamw(
+    model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+) -> AdamW:
+    """AdamW (Loshchilov and Hutter, 2019) over ``decay_groups``."""
+    return AdamW(decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def sgd(model: nn.Module, lr: float, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> SGD:
+    """Stochastic gradient descent over ``decay_groups``."""
+    return SGD(decay_groups(model, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)

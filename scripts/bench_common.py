@@ -1,0 +1,57 @@
+"""What the benches share: a description of the machine, medians, JSON. Needs torch alone."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict[str, object]:
+    """The machine and the versions that a figure belongs to."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def alternating(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Runs the contestants in turn, ``rounds`` times after one warm-up round; each returns its seconds."""
+    for contestant in contestants.values():
+        contestant()
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        for name, contestant in contestants.items():
+            seconds[name].append(contestant())
+        print(f"  round {number + 1} of {rounds}", file=sys.stderr)
+    return seconds
+
+
+def median_ratio(over: list[float], under: list[float]) -> float:
+    """The median of the ratios round by round, which a drifting machine disturbs least."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def save(result: dict, path: Path | None) -> None:
+    """Writes the figures as JSON, if a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"written to {path}")
