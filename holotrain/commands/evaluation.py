@@ -11,10 +11,11 @@ from holotrain.commands.checkpoint import load_weights
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
-from holotrain.config.build_trainer import build_progress, build_trainer, check_device
+from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.schema import RunConfig
 from holotrain.data import ImageDataModule
 from holotrain.errors import UserError
+from holotrain.tasks import ImageClassifier
 
 Split = Literal["validate", "test"]
 
@@ -36,30 +37,27 @@ def evaluate(
     return measure(task, datamodule=data, verbose=False)[0]
 
 
-def needed_checkpoint(config: RunConfig, command: str) -> Path:
-    """
+def prepared(command: str, config: RunConfig) -> tuple[Path, ImageDataModule, ImageClassifier]:
+    """The checkpoint that a command starts from, the data, set up for it, and the task, with weights of its own still.
+
     Raises:
-        UserError: no checkpoint is given.
+        UserError: no checkpoint is given, the device or the data are not there.
     """
     if not config.ckpt_path:
         raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=runs/fit/.../checkpoints/last.ckpt")
-    return Path(config.ckpt_path)
-
-
-def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
-    """The whole of ``holotrain validate`` and ``holotrain test``."""
-    started = time.monotonic()
-    path = needed_checkpoint(config, split)
     check_device(config.trainer)
     pl.seed_everything(config.seed, verbose=False)
     data = build_data(config.data, config.seed)
     task = build_task(config, data)
     data.prepare_data()
-    data.setup(split)
-    screen.show_start(split, config, run.choices, task.model, run.folder, path)
-    metrics = evaluate(split, config, run, task, data, path)
-    summary = Summary(
-        command=split,
+    data.setup(command)
+    return Path(config.ckpt_path), data, task
+
+
+def evaluation_summary(command: str, config: RunConfig, run: Run, task: ImageClassifier, path: Path) -> Summary:
+    """The summary of a command that does not train, without its figures yet."""
+    return Summary(
+        command=command,
         status="completed",
         overrides=run.overrides,
         device=screen.device_name(config.trainer.accelerator),
@@ -67,10 +65,19 @@ def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
         backward=config.backward.kind,
         synthesis="none",
         parameters=screen.parameter_count(task.model),
-        seconds=time.monotonic() - started,
-        metrics=metrics,
+        seconds=0.0,
         checkpoint=str(path),
     )
+
+
+def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
+    """The whole of ``holotrain validate`` and ``holotrain test``."""
+    started = time.monotonic()
+    path, data, task = prepared(split, config)
+    screen.show_start(split, config, run.choices, task.model, run.folder, path)
+    summary = evaluation_summary(split, config, run, task, path)
+    summary.metrics = evaluate(split, config, run, task, data, path)
+    summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     screen.show_end(summary, run.folder)
     return 0

@@ -37,7 +37,9 @@ def run(config: FitConfig, run: Run) -> int:
     loggers = build_loggers(config.logger, run.folder)
     callbacks = [*build_fit_callbacks(config, run.folder, task, data), KeepConfiguration(config, run.choices)]
     trainer = build_trainer(config.trainer, run.folder, callbacks, loggers)
-    write_whole(run.folder / "config.yaml", yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config)), sort_keys=False))
+    write_whole(
+        run.folder / "config.yaml", yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config)), sort_keys=False)
+    )
     screen.show_start("fit", config, run.choices, task.model, run.folder, origin)
 
     status, interrupted = "completed", None

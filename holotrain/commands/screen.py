@@ -26,7 +26,9 @@ def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def show_start(command: str, config: RunConfig, choices: dict[str, str], model: nn.Module, folder: Path, origin: Path | None) -> None:
+def show_start(
+    command: str, config: RunConfig, choices: dict[str, str], model: nn.Module, folder: Path, origin: Path | None
+) -> None:
     """Says what is about to happen."""
     rows = {
         "model": f"{choices.get('model', config.model.kind)}, {_large(parameter_count(model))} parameters",

@@ -47,9 +47,7 @@ def build_model(config: ModelConfig, backward: str, data: datasets.ImageDataModu
     channels, size, _ = data.image_shape
     arguments = _arguments(config) | {"patch_size": config.patch_size or default_patch_size(size)}
     with described_by("model"):
-        return MODELS[config.kind](
-            image_size=size, channels=channels, classes=data.num_classes, backward=backward, **arguments
-        )
+        return MODELS[config.kind](image_size=size, channels=channels, classes=data.num_classes, backward=backward, **arguments)
 
 
 def default_patch_size(image_size: int) -> int:

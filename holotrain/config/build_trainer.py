@@ -140,9 +140,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
 
 
 def _last_checkpoint(folder: Path, **when: object) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        folder / LAST_CHECKPOINT.parent, filename=LAST_CHECKPOINT.stem, enable_version_counter=False, **when
-    )
+    return ModelCheckpoint(folder / LAST_CHECKPOINT.parent, filename=LAST_CHECKPOINT.stem, enable_version_counter=False, **when)
 
 
 def _throughput(config: RunConfig, data: ImageDataModule) -> ThroughputMonitor:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import json
 import textwrap
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def _meanings(schema: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for field, below in zip(body, body[1:], strict=False):
+        for field, below in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
                 found[field.target.id] = below.value.value
     return found

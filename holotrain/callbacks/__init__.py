@@ -1,0 +1,29 @@
+"""What accompanies a training, in any Lightning Trainer.
+
+memory        MemoryMonitor: peak memory phase by phase
+probe         where its figures come from
+throughput    ThroughputMonitor: samples, tokens, MFU and HFU
+clock         CUDA events or the host's clock
+flops         FLOPs of a training step, peaks of known devices
+interrupt     SaveOnSignal: a checkpoint before a signal ends the training
+random_state  RandomState: a resumed training draws the same random numbers
+epoch_log     EpochLog: a line an epoch
+"""
+
+from holotrain.callbacks.epoch_log import EpochLog
+from holotrain.callbacks.flops import peak_flops, training_flops
+from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
+from holotrain.callbacks.memory import MemoryMonitor
+from holotrain.callbacks.random_state import RandomState
+from holotrain.callbacks.throughput import ThroughputMonitor
+
+__all__ = [
+    "EpochLog",
+    "Interrupted",
+    "MemoryMonitor",
+    "RandomState",
+    "SaveOnSignal",
+    "ThroughputMonitor",
+    "peak_flops",
+    "training_flops",
+]

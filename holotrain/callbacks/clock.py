@@ -1,0 +1,46 @@
+"""Two clocks for measuring training: CUDA events, which never make the host wait, and the host's monotonic clock.
+
+``mark()`` notes an instant; ``seconds(earlier, later)`` gives the time between two, or None while the GPU has not reached them.
+"""
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    def mark(self) -> Any: ...
+
+    def seconds(self, earlier: Any, later: Any, wait: bool = False) -> float | None: ...
+
+
+class HostClock:
+    """The host's monotonic clock."""
+
+    def mark(self) -> float:
+        return time.monotonic()
+
+    def seconds(self, earlier: float, later: float, wait: bool = False) -> float:
+        return later - earlier
+
+
+class CudaClock:
+    """CUDA events on the current stream: the time at which the GPU gets there, not the time of launching."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event, wait: bool = False) -> float | None:
+        if wait:
+            later.synchronize()
+        if not later.query():
+            return None
+        return earlier.elapsed_time(later) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for work on a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,21 @@
+"""EpochLog: progress for output that is no terminal."""
+
+import time
+
+import lightning.pytorch as pl
+
+
+class EpochLog(pl.Callback):
+    """Prints one line an epoch, so that the log of a batch job stays readable: epoch, step, metrics, time."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._started = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        epochs = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
+        shown = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(("train/loss", "val/"))}
+        figures = "  ".join(f"{name} {value.item():.4f}" for name, value in sorted(shown.items()))
+        seconds = time.monotonic() - getattr(self, "_started", time.monotonic())
+        print(f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s", flush=True)

@@ -1,0 +1,60 @@
+"""FLOPs: what a device can do a second, and what a training step takes."""
+
+import copy
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+# Dense peaks in TFLOP/s, without sparsity. Sources: NVIDIA's data sheets of each card; for GeForce the Ada and Blackwell
+# whitepapers' rows with FP32 accumulation, which is what PyTorch uses. Tried in order; "float32" is what matrix products reach
+# without TF32.
+PEAKS: list[tuple[str, dict[str, float]]] = [
+    (r"H100 PCIe", {"half": 756, "tf32": 378, "float32": 51}),
+    (r"H100 NVL", {"half": 835, "tf32": 417.5, "float32": 60}),
+    (r"H100|H200", {"half": 989.5, "tf32": 494.7, "float32": 67}),
+    (r"B200", {"half": 2250, "tf32": 1125, "float32": 75}),
+    (r"A100", {"half": 312, "tf32": 156, "float32": 19.5}),
+    (r"L40S", {"half": 362, "tf32": 183, "float32": 91.6}),
+    (r"RTX 4090(?! (?:D|Laptop))", {"half": 165.2, "tf32": 82.6, "float32": 82.6}),
+    (r"RTX 5090(?! (?:D|Laptop))", {"half": 209.5, "tf32": 104.8, "float32": 104.8}),
+]
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """The dense peak of a device in FLOP/s, or None where it is not known.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name()`` gives it.
+        precision: as Lightning names it: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ... Products of 32-bit numbers count
+            as TF32 where ``torch.set_float32_matmul_precision`` allows it; 64-bit ones are not known.
+    """
+    if precision.startswith(("16", "bf16")):
+        kind = "half"
+    elif precision.startswith("32"):
+        kind = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    else:
+        return None
+    for pattern, peaks in PEAKS:
+        if re.search(rf"\b(?:{pattern})(?![A-Za-z0-9])", device_name):
+            return peaks[kind] * 1e12
+    return None
+
+
+def training_flops(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """FLOPs of one forward and backward, two a multiply-accumulate; what the backward recomputes is counted.
+
+    Nothing is computed: a copy of the model runs on the meta device. Counted are matrix products, convolutions and attention,
+    as ``torch.utils.flop_counter`` knows them.
+
+    Args:
+        model: gives one tensor; without ``inputs`` that require grad, the backward of its first layer's input is left out, as
+            it is in training.
+        inputs: of the size that shall be counted; values do not matter.
+    """
+    model = copy.deepcopy(model).to("meta")
+    inputs = tuple(tensor.to("meta") for tensor in inputs)
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).sum().backward()
+    return counter.get_total_flops()

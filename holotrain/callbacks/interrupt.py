@@ -1,0 +1,67 @@
+"""SaveOnSignal: SIGTERM and Ctrl-C end a training only after a checkpoint from which it continues exactly."""
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+
+class Interrupted(Exception):
+    """A signal ended the training, after a checkpoint.
+
+    Attributes:
+        signum: the signal.
+        checkpoint: where the training can continue.
+    """
+
+    def __init__(self, signum: int, checkpoint: Path) -> None:
+        super().__init__(f"{signal.Signals(signum).name} ended the training; its state is in {checkpoint}")
+        self.signum = signum
+        self.checkpoint = checkpoint
+
+
+class SaveOnSignal(Checkpoint):
+    """On SIGTERM or SIGINT finishes the batch (and a validation that runs), saves a checkpoint, raises ``Interrupted``.
+
+    The same signal once more acts as if this callback were not there. It is a ``Checkpoint`` to Lightning, so that it comes
+    after the callbacks whose state it saves.
+
+    Args:
+        path: file of the checkpoint.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.received is not None:
+            trainer.save_checkpoint(self.path)
+            raise Interrupted(self.received, self.path)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        signal.signal(signum, self._previous.pop(signum))
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())

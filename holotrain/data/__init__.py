@@ -1,0 +1,19 @@
+"""What is learned from: one LightningDataModule a data set, and the loaders and transforms they share.
+
+digits, torchvision_sets, imagefolder, fake   the data sets
+images    what they share
+files     image files, and what to do with one that cannot be read
+augment   transforms for training and evaluation
+seeded    augmentation seeded by (seed, epoch, index)
+sampler   the order of an epoch as a function of seed and epoch
+loader    loaders that can be resumed in mid-epoch
+"""
+
+from holotrain.data.digits import Digits
+from holotrain.data.fake import Fake
+from holotrain.data.imagefolder import ImageFolder
+from holotrain.data.images import ImageDataModule
+from holotrain.data.loader import ResumableLoader
+from holotrain.data.torchvision_sets import CIFAR10, CIFAR100, MNIST
+
+__all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "ImageDataModule", "ImageFolder", "ResumableLoader"]

@@ -1,0 +1,54 @@
+"""What happens to images: torchvision's transforms v2, put together for training and for evaluation."""
+
+from collections.abc import Sequence
+
+import torch
+from torchvision.transforms import v2
+
+Statistics = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation of each channel, for values in [0, 1]."""
+
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+SMALL = 64
+"""Up to so many pixels an image is cropped from its padded self, not from a random part of itself."""
+
+
+def normalised(statistics: Statistics) -> list[v2.Transform]:
+    """To float32 in [0, 1], then to zero mean and unit variance."""
+    return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)]
+
+
+def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transform]:
+    """The usual crops for training: of the padded image where it is small, else of a random part, resized; and flips."""
+    if image_size <= SMALL:
+        crop = v2.RandomCrop(image_size, padding=image_size // 8)
+    else:
+        crop = v2.RandomResizedCrop(image_size, antialias=True)
+    return [crop, v2.RandomHorizontalFlip()] if flip else [crop]
+
+
+def resized(channels: int, image_size: int) -> list[v2.Transform]:
+    """Any image to ``channels`` and ``image_size``: its shorter side to 8/7 of the size (small: to it), the middle."""
+    side = image_size if image_size <= SMALL else image_size * 8 // 7
+    return [*coloured(channels), v2.Resize(side, antialias=True), v2.CenterCrop(image_size)]
+
+
+def coloured(channels: int) -> list[v2.Transform]:
+    """Any image to a tensor of one (grey) or three channels."""
+    return [v2.ToImage(), v2.Grayscale(1) if channels == 1 else v2.RGB()]
+
+
+def randaugment(operations: int, magnitude: int) -> list[v2.Transform]:
+    """RandAugment (Cubuk et al., 2020); nothing for no operations."""
+    return [v2.RandAugment(operations, magnitude)] if operations else []
+
+
+def batch_mixing(classes: int, mixup_alpha: float, cutmix_alpha: float) -> v2.Transform | None:
+    """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), one of the two by chance, or None for alphas of 0."""
+    mixings = []
+    if mixup_alpha:
+        mixings.append(v2.MixUp(num_classes=classes, alpha=mixup_alpha))
+    if cutmix_alpha:
+        mixings.append(v2.CutMix(num_classes=classes, alpha=cutmix_alpha))
+    return v2.RandomChoice(mixings) if mixings else None

@@ -1,0 +1,84 @@
+"""Image files: reading them, and what to do with one that cannot be read."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from holotrain.errors import UserError
+
+EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+
+
+def read_image(path: Path) -> Image.Image:
+    """Reads an image file whole.
+
+    Raises:
+        UserError: it cannot be read, or is damaged or truncated.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image
+    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} is no readable image ({error})") from error
+
+
+def image_paths(folder: Path) -> list[Path]:
+    """The image files below a folder, in order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+
+
+class ImageFiles(Dataset):
+    """The image at a path, or all images below it: (transformed image, path).
+
+    Raises:
+        UserError: there is none.
+    """
+
+    def __init__(self, path: Path, transform: Callable[[Image.Image], Tensor]) -> None:
+        if not path.exists():
+            raise UserError(f"images: there is no file or folder {path}")
+        self.paths = [path] if path.is_file() else image_paths(path)
+        if not self.paths:
+            raise UserError(f"images: there is no image in {path}; known are {', '.join(sorted(EXTENSIONS))}")
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        path = self.paths[index]
+        return self.transform(read_image(path)), str(path)
+
+
+class LabelledFiles(Dataset):
+    """Image files with labels: (image, label).
+
+    Args:
+        samples: (path, label) of each.
+        on_corrupt: ``"error"`` raises a UserError that names the file; ``"skip"`` warns and gives the next readable image in
+            its place (the first one after the last), so that the length, and with it batches and resumption, stay as they
+            are.
+    """
+
+    def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error") -> None:
+        self.samples = samples
+        self.on_corrupt = on_corrupt
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        for offset in range(len(self.samples)):
+            path, label = self.samples[(index + offset) % len(self.samples)]
+            try:
+                return read_image(path), label
+            except UserError as error:
+                if self.on_corrupt == "error":
+                    raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
+                warnings.warn(f"skipped: {error}", stacklevel=2)  # shown once a file
+        raise UserError("data: there is no readable image at all")

@@ -1,0 +1,78 @@
+"""Images in folders by class, as ImageNet is laid out."""
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from holotrain.data.augment import IMAGENET, coloured, cropped_at_random, resized
+from holotrain.data.files import LabelledFiles, image_paths
+from holotrain.data.images import ImageDataModule
+from holotrain.errors import UserError
+
+
+class ImageFolder(ImageDataModule):
+    """``root/train/<class>/*``, ``root/val/<class>/*``, and ``root/test/<class>/*``; without the last, val is the test too.
+
+    Args:
+        root: the folder.
+        image_size: pixels along an image after cropping.
+        on_corrupt: ``"error"`` or ``"skip"``; see :class:`LabelledFiles`.
+        options: those of :class:`ImageDataModule`.
+
+    Raises:
+        UserError: a folder is missing, a class is empty, or val and test have classes that train has not.
+    """
+
+    statistics = IMAGENET
+
+    def __init__(self, root: str, image_size: int = 224, on_corrupt: str = "error", **options: Any) -> None:
+        super().__init__(**options)
+        self.root = Path(root)
+        self.on_corrupt = on_corrupt
+        self.image_shape = (3, image_size, image_size)
+        self.class_names = self._classes(self._folder("train"))
+        self.num_classes = len(self.class_names)
+
+    def geometry(self) -> list[v2.Transform]:
+        size = self.image_shape[1]
+        framed = self.framing() if size <= 64 else coloured(3)
+        return [*framed, *cropped_at_random(size)]
+
+    def framing(self) -> list[v2.Transform]:
+        return resized(*self.image_shape[:2])
+
+    def setup(self, stage: str | None = None) -> None:
+        test = "test" if (self.root / "test").is_dir() else "val"
+        folders = {"train": "train", "val": "val", "test": test}
+        self._splits = {name: LabelledFiles(self._samples(folder), self.on_corrupt) for name, folder in folders.items()}
+
+    def split(self, name: str) -> Dataset:
+        return self._splits[name]
+
+    def _folder(self, name: str) -> Path:
+        folder = self.root / name
+        if not folder.is_dir():
+            raise UserError(f"data.root: there is no folder {folder}; images belong into {folder}/<class>/")
+        return folder
+
+    @staticmethod
+    def _classes(folder: Path) -> list[str]:
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if not names:
+            raise UserError(f"data.root: there is no class in {folder}; images belong into {folder}/<class>/")
+        return names
+
+    def _samples(self, name: str) -> list[tuple[Path, int]]:
+        folder = self._folder(name)
+        label = {known: index for index, known in enumerate(self.class_names)}
+        samples = []
+        for found in self._classes(folder):
+            if found not in label:
+                raise UserError(f"data.root: {folder / found} is of a class that {self.root / 'train'} does not have")
+            paths = image_paths(folder / found)
+            if not paths:
+                raise UserError(f"data.root: there is no image in {folder / found}")
+            samples += [(path, label[found]) for path in paths]
+        return samples

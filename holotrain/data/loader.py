@@ -1,0 +1,61 @@
+"""Data loaders that leave the global random state alone, and one that knows where it is."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from holotrain.data.sampler import EpochBatchSampler
+from holotrain.errors import UserError
+
+
+class Loader(DataLoader):
+    """A DataLoader with a generator of its own, whose workers live on between epochs and whose UserErrors stay one line."""
+
+    def __init__(self, dataset: Dataset, **options: Any) -> None:
+        alive = options.get("num_workers", 0) > 0
+        super().__init__(dataset, generator=torch.Generator(), persistent_workers=alive, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: workers start, and the sampler is read, at the first batch. Lightning makes the iterator before it
+        # tells the sampler which epoch it is.
+        try:
+            yield from super().__iter__()
+        except UserError as error:
+            # A worker's exception arrives with the worker's whole traceback as its text.
+            raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
+
+
+class ResumableLoader(Loader):
+    """A training loader whose position in the epoch can be saved and taken up again.
+
+    Lightning stores ``state_dict`` in its checkpoints. It counts the batches that were handed out, not those that workers
+    have ready, so a resumed epoch continues with the next one, for any number of workers.
+
+    Args:
+        dataset: takes keys ``(epoch, index)``.
+        batch_size: samples a batch.
+        seed: of the order of the epochs.
+        options: DataLoader's others, such as ``num_workers`` and ``pin_memory``.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, seed: int = 0, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=EpochBatchSampler(len(dataset), batch_size, seed), **options)
+        self._epoch, self._consumed = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler: EpochBatchSampler = self.batch_sampler
+        self._epoch, self._consumed = sampler.epoch, sampler.start
+        for batch in super().__iter__():
+            self._consumed += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were handed out."""
+        return {"epoch": self._epoch, "batches": self._consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration continues from there."""
+        self._epoch, self._consumed = state["epoch"], state["batches"]
+        self.batch_sampler.resume(state["epoch"], state["batches"])

@@ -1,0 +1,98 @@
+"""MNIST, CIFAR-10 and CIFAR-100, as torchvision reads them from their published files."""
+
+import contextlib
+import io
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import Dataset
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from holotrain.data.augment import cropped_at_random
+from holotrain.data.images import ImageDataModule, held_out
+from holotrain.errors import UserError
+
+
+class TorchvisionData(ImageDataModule):
+    """A data set of torchvision's: its training part, less a fixed share for validation, and its test part.
+
+    Args:
+        root: folder that holds it, or will.
+        download: fetch it where it is missing.
+        val_fraction: share of every class of the training part that validates.
+        options: those of :class:`ImageDataModule`.
+    """
+
+    source: ClassVar[type]
+    files: ClassVar[str]
+
+    def __init__(self, root: str = "data", download: bool = True, val_fraction: float = 0.1, **options: Any) -> None:
+        super().__init__(**options)
+        self.root = root
+        self.download = download
+        self.val_fraction = val_fraction
+
+    def prepare_data(self) -> None:
+        """
+        Raises:
+            UserError: the files are missing and cannot be fetched, or damaged.
+        """
+        for train in (True, False):
+            self._load(train, self.download)
+
+    def setup(self, stage: str | None = None) -> None:
+        train = self._load(True, False)
+        kept, val = held_out(train, torch.as_tensor(train.targets), self.val_fraction)
+        self._splits = {"train": kept, "val": val, "test": self._load(False, False)}
+
+    def split(self, name: str) -> Dataset:
+        return self._splits[name]
+
+    def _load(self, train: bool, download: bool) -> Dataset:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # torchvision narrates its attempts
+                return self.source(self.root, train=train, download=download)
+        except Exception as error:  # a missing, a damaged and an unreachable file each raise differently
+            asked = "could not be downloaded" if download else "are missing or damaged, and data.download is false"
+            raise UserError(f"data: the files of {self.source.__name__} {asked}; put {self.files} into {self.root}") from error
+
+
+class MNIST(TorchvisionData):
+    """70,000 handwritten digits, 28x28, one channel (LeCun et al., 1998). Augmentation shifts; it does not mirror."""
+
+    source = datasets.MNIST
+    files = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
+    num_classes = 10
+    image_shape = (1, 28, 28)
+    class_names = [str(digit) for digit in range(10)]
+    statistics = ((0.1307,), (0.3081,))
+
+    def geometry(self) -> list[v2.Transform]:
+        return cropped_at_random(28, flip=False)
+
+
+class CIFAR10(TorchvisionData):
+    """60,000 photographs of ten classes, 32x32 (Krizhevsky, 2009)."""
+
+    source = datasets.CIFAR10
+    files = "cifar-10-batches-py/ (or cifar-10-python.tar.gz)"
+    num_classes = 10
+    image_shape = (3, 32, 32)
+    class_names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+class CIFAR100(TorchvisionData):
+    """60,000 photographs of a hundred classes, 32x32 (Krizhevsky, 2009)."""
+
+    source = datasets.CIFAR100
+    files = "cifar-100-python/ (or cifar-100-python.tar.gz)"
+    num_classes = 100
+    image_shape = (3, 32, 32)
+    class_names = [str(index) for index in range(100)]
+    statistics = ((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762))
+
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        self.class_names = list(self.split("test").classes)
