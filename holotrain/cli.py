@@ -96,8 +96,10 @@ class Launch:
         try:
             typed = self._typed(config, overrides)
             command = importlib.import_module(f"holotrain.commands.{self.arguments.command}")
+            from holotrain.commands.quiet import quieten
             from holotrain.commands.run import Run
 
+            quieten()
             choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
             status = command.run(typed, Run(self.arguments.command, folder, list(overrides), choices))
         except UserError as error:

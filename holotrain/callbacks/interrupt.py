@@ -25,9 +25,9 @@ class Interrupted(Exception):
 
 
 class SaveOnSignal(Checkpoint):
-    """On SIGTERM or SIGINT finishes the batch (and a validation that runs), saves a checkpoint, raises ``Interrupted``.
+    """On SIGTERM or SIGINT finishes the batch, or the epoch at its last one, saves a checkpoint and raises ``Interrupted``.
 
-    The same signal once more acts as if this callback were not there. It is a ``Checkpoint`` to Lightning, so that it comes
+    The same signal once more ends the process at once. It is a ``Checkpoint`` to Lightning, so that it comes
     after the callbacks whose state it saves.
 
     Args:
@@ -48,6 +48,14 @@ class SaveOnSignal(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # From a checkpoint made at an epoch's last batch Lightning would lose an epoch: the epoch's end is near enough.
+        if not trainer.is_last_batch:
+            self._save_and_raise(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save_and_raise(trainer)
+
+    def _save_and_raise(self, trainer: pl.Trainer) -> None:
         if self.received is not None:
             trainer.save_checkpoint(self.path)
             raise Interrupted(self.received, self.path)
@@ -60,7 +68,7 @@ class SaveOnSignal(Checkpoint):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received = signum
-        signal.signal(signum, self._previous.pop(signum))
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
     def _restore(self) -> None:
         while self._previous:

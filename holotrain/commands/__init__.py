@@ -7,5 +7,6 @@ checkpoint   checkpoints on their way in and out
 summary      summary.json
 screen       what a person sees
 sweep        the table that a sweep leaves
+quiet        what Lightning need not say
 files        files that are there whole or not at all
 """

@@ -91,7 +91,7 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
         samples_per_second=throughput and throughput.samples_per_second,
         step_seconds=throughput and throughput.step_seconds,
         peak_memory_bytes=memory and memory.peak_bytes,
-        checkpoint=best if best and Path(best).is_file() else last,
+        checkpoint=str(run.checkpoints / Path(best).name) if best and Path(best).is_file() else last,
     )
 
 

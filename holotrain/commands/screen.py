@@ -11,7 +11,7 @@ from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config.build_trainer import device_kind
 from holotrain.config.schema import RunConfig
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False)
 
 
 def device_name(accelerator: str) -> str:
@@ -59,6 +59,8 @@ def show_end(summary: Summary, folder: Path) -> None:
 
 def _table(title: str, rows: dict[str, object]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table

@@ -10,16 +10,17 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
-    ModelCheckpoint,
     RichProgressBar,
 )
 
 from holotrain.callbacks import (
     EpochLog,
+    ExactCheckpoint,
     MemoryMonitor,
     RandomState,
     SaveOnSignal,
     ThroughputMonitor,
+    last_checkpoint,
     peak_flops,
     training_flops,
 )
@@ -125,7 +126,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
         if settings.patience is not None:
             callbacks.append(EarlyStopping(**watched, patience=settings.patience))
         callbacks.append(
-            ModelCheckpoint(
+            ExactCheckpoint(
                 folder / LAST_CHECKPOINT.parent,
                 filename="best-epoch={epoch}-step={step}",
                 auto_insert_metric_name=False,
@@ -133,14 +134,11 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
                 **watched,
             )
         )
-    callbacks.append(_last_checkpoint(folder, save_on_train_epoch_end=True))
+    last = folder / LAST_CHECKPOINT
+    callbacks.append(last_checkpoint(last))
     if checkpoint.every_n_train_steps is not None:
-        callbacks.append(_last_checkpoint(folder, every_n_train_steps=checkpoint.every_n_train_steps))
-    return [*callbacks, SaveOnSignal(folder / LAST_CHECKPOINT)]
-
-
-def _last_checkpoint(folder: Path, **when: object) -> ModelCheckpoint:
-    return ModelCheckpoint(folder / LAST_CHECKPOINT.parent, filename=LAST_CHECKPOINT.stem, enable_version_counter=False, **when)
+        callbacks.append(last_checkpoint(last, checkpoint.every_n_train_steps))
+    return [*callbacks, SaveOnSignal(last)]
 
 
 def _throughput(config: RunConfig, data: ImageDataModule) -> ThroughputMonitor:

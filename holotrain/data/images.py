@@ -84,6 +84,9 @@ class ImageDataModule(pl.LightningDataModule):
     def eval_transform(self) -> v2.Compose:
         return v2.Compose([*self.framing(), *normalised(self.statistics)])
 
+    def setup(self, stage: str | None = None) -> None:
+        """Nothing to read, unless a data set says so."""
+
     def train_dataloader(self) -> ResumableLoader:
         seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)
         return ResumableLoader(seeded, self.batch_size, self.seed, **self.loading)

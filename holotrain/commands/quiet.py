@@ -1,0 +1,23 @@
+"""Lightning's remarks that tell a user of holotrain nothing, kept off the screen; warnings that do tell something stay."""
+
+import logging
+import warnings
+
+REMARKS = (
+    ".*does not have many workers.*",  # small data in memory need none
+    ".*smaller than the logging interval.*",
+    ".*exists and is not empty.*",  # a resumed run continues in its folder
+    ".*dirpath has changed.*",  # a run that continues in a folder of its own
+    ".*LeafSpec.*",  # Lightning's use of a deprecated part of torch
+    ".*Found .* module.* in eval mode.*",
+    ".*lr_scheduler.step.*before.*optimizer.step.*",  # SequentialLR does this to itself
+    ".*The epoch parameter in `scheduler.step.*",
+)
+
+
+def quieten() -> None:
+    """Silences them for this process."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for remark in REMARKS:
+        warnings.filterwarnings("ignore", message=remark)

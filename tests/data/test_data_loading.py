@@ -1,0 +1,87 @@
+"""The order of epochs, seeded augmentation, and taking up an epoch in its middle."""
+
+import pytest
+import torch
+
+from holotrain.data import Digits
+from holotrain.data.sampler import EpochBatchSampler, mixed_seed
+
+
+def digits(**options) -> Digits:
+    data = Digits(**{"batch_size": 256, **options})
+    data.setup()
+    return data
+
+
+def stream(loader, epochs=(0, 1)):
+    """All batches of some epochs."""
+    batches = []
+    for epoch in epochs:
+        loader.batch_sampler.set_epoch(epoch)
+        batches += list(loader)
+    return batches
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    orders = {}
+    for seed in (0, 1):
+        for epoch in (0, 1):
+            sampler = EpochBatchSampler(10, 3, seed)
+            sampler.set_epoch(epoch)
+            keys = [key for batch in sampler for key in batch]
+            assert keys == [key for batch in sampler for key in batch]
+            assert {key[0] for key in keys} == {epoch}
+            assert len({key[1] for key in keys}) == 9
+            orders[seed, epoch] = tuple(index for _, index in keys)
+    assert len(set(orders.values())) == 4
+
+
+def test_mixed_seeds_differ_and_are_stable():
+    seeds = {mixed_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert mixed_seed(1, 2) == mixed_seed(1, 2) != mixed_seed(2, 1)
+
+
+def test_a_batch_larger_than_the_data_is_the_data():
+    assert [len(batch) for batch in EpochBatchSampler(5, 100)] == [5]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_at_any_batch_continues_the_stream(workers):
+    reference = stream(digits().train_dataloader())
+    per_epoch = len(digits().train_dataloader())
+    positions = range(per_epoch + 1) if workers == 0 else (2,)
+    for position in positions:
+        first = digits(num_workers=workers).train_dataloader()
+        first.batch_sampler.set_epoch(0)
+        iterator = iter(first)
+        head = [next(iterator) for _ in range(position)]
+        state = first.state_dict()
+        assert state == {"epoch": 0, "batches": position}
+        second = digits(num_workers=workers).train_dataloader()
+        second.load_state_dict(state)
+        assert second.state_dict() == state
+        assert same(head + stream(second), reference)
+
+
+def test_seeds_and_epochs_change_what_is_seen():
+    per_epoch = len(digits().train_dataloader())
+    reference = stream(digits().train_dataloader())
+    assert not same(reference[:per_epoch], reference[per_epoch:])
+    assert not same(stream(digits(seed=1).train_dataloader()), reference)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_global_random_state_is_left_alone(workers):
+    data = digits(num_workers=workers)
+    state = torch.get_rng_state()
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        list(loader)
+    assert torch.equal(torch.get_rng_state(), state)

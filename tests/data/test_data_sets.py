@@ -1,0 +1,271 @@
+"""Each data set, read from files in its true format that the tests write."""
+
+import gzip
+import hashlib
+import pickle
+import struct
+import tarfile
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder
+from holotrain.data.files import read_image
+from holotrain.errors import UserError
+
+
+def one_line(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def ready(data):
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def test_digits_are_split_the_same_for_every_seed():
+    parts = {}
+    for seed in (0, 7):
+        data = ready(Digits(seed=seed))
+        parts[seed] = {name: set(data.split(name).indices) for name in ("train", "val", "test")}
+        labels = torch.cat([labels for _, labels in data.test_dataloader()])
+        counts = labels.bincount()
+        assert abs(len(labels) - 1797 / 5) <= 5
+        assert counts.max() - counts.min() <= 3
+    assert parts[0] == parts[7]
+    sizes = [len(ready(Digits()).split(name)) for name in ("train", "val", "test")]
+    assert sum(sizes) == 1797
+
+
+def test_digits_are_normalised_and_augmented_in_training_alone():
+    data = ready(Digits(batch_size=2000))
+    (images, _), (tests, _) = next(iter(data.train_dataloader())), next(iter(data.test_dataloader()))
+    assert images.shape[1:] == (1, 8, 8) and images.dtype == torch.float32
+    assert abs(tests.mean()) < 0.05 and abs(tests.std() - 1) < 0.05
+    plain = ready(Digits(batch_size=2000, augment=False))
+    unaugmented, _ = next(iter(plain.train_dataloader()))
+    assert not torch.equal(images, unaugmented)
+
+
+def write_mnist(root, count=40):
+    folder = root / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        images = np.arange(count * 28 * 28, dtype=np.uint32).astype(np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + images.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.tobytes())
+
+
+def test_mnist_from_idx_files(tmp_path):
+    write_mnist(tmp_path)
+    data = ready(MNIST(root=str(tmp_path), batch_size=8, val_fraction=0.25, download=False))
+    assert [len(data.split(name)) for name in ("train", "val", "test")] == [30, 10, 40]
+    images, labels = next(iter(data.test_dataloader()))
+    assert images.shape == (8, 1, 28, 28) and labels.tolist() == list(range(8))
+    raw = (np.arange(28 * 28) % 256).reshape(28, 28) / 255
+    assert torch.allclose(images[0, 0], torch.tensor((raw - 0.1307) / 0.3081, dtype=torch.float32), atol=1e-5)
+
+
+def write_cifar(root, kind, monkeypatch, per_file=20):
+    source = {10: datasets.CIFAR10, 100: datasets.CIFAR100}[kind]
+    folder = root / source.base_folder
+    folder.mkdir(parents=True)
+    names = [f"c{index}" for index in range(kind)]
+    label_key = {10: "labels", 100: "fine_labels"}[kind]
+
+    def write(name, content):
+        (folder / name).write_bytes(pickle.dumps(content))
+        return [name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
+
+    def batch(seed):
+        pixels = np.random.default_rng(seed).integers(0, 256, (per_file, 3072), dtype=np.uint8)
+        return {"data": pixels, label_key: [index % kind for index in range(per_file)]}
+
+    listed = {"train_list": [write(name, batch(1)) for name, _ in source.train_list]}
+    listed["test_list"] = [write(name, batch(2)) for name, _ in source.test_list]
+    entry = write(source.meta["filename"], {source.meta["key"]: names})
+    listed["meta"] = {"filename": entry[0], "key": source.meta["key"], "md5": entry[1]}
+    for name, value in listed.items():
+        monkeypatch.setattr(source, name, value)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "module", "files"), [(10, CIFAR10, 5), (100, CIFAR100, 1)])
+def test_cifar_from_its_batches(tmp_path, monkeypatch, kind, module, files):
+    folder = write_cifar(tmp_path, kind, monkeypatch)
+    data = ready(module(root=str(tmp_path), batch_size=4, val_fraction=0.0, mixup_alpha=0.2, randaugment_ops=2))
+    assert len(data.split("train")) == 20 * files and len(data.split("test")) == 20
+    images, labels = next(iter(data.train_dataloader()))
+    assert images.shape == (4, 3, 32, 32) and labels.max() < kind
+    assert len(data.class_names) == kind
+    archive = next(iter(folder.glob("*test*")))
+    archive.write_bytes(archive.read_bytes()[:100])
+    with pytest.raises(UserError) as error:
+        ready(module(root=str(tmp_path), download=False))
+    assert str(tmp_path) in one_line(error)
+
+
+@pytest.mark.parametrize("module", [MNIST, CIFAR10, CIFAR100])
+def test_missing_files_are_asked_for_in_one_line(tmp_path, module):
+    with pytest.raises(UserError, match="put .* into") as error:
+        ready(module(root=str(tmp_path / "nowhere"), download=False))
+    assert str(tmp_path / "nowhere") in one_line(error)
+
+
+def test_a_failed_download_says_where_files_belong(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    with pytest.raises(UserError, match="could not be downloaded; put") as error:
+        ready(CIFAR10(root=str(tmp_path)))
+    assert "cifar-10-python.tar.gz" in one_line(error)
+
+
+def test_a_damaged_archive_is_said_in_one_line(tmp_path):
+    with gzip.open(tmp_path / "cifar-10-python.tar.gz", "wb") as file:
+        file.write(b"no tar")
+    assert not tarfile.is_tarfile(tmp_path / "cifar-10-python.tar.gz")
+    with pytest.raises(UserError) as error:
+        ready(CIFAR10(root=str(tmp_path), download=False))
+    one_line(error)
+
+
+def write_folder(root, parts=("train", "val"), classes=("cat", "dog"), each=6, size=40):
+    rng = np.random.default_rng(0)
+    for part in parts:
+        for name in classes:
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for index in range(each):
+                pixels = rng.integers(0, 256, (size + index, size, 3), dtype=np.uint8)
+                image = Image.fromarray(pixels if index % 2 else pixels[..., 0])
+                image.save(folder / f"{index}.{'jpg' if index % 2 else 'png'}")
+    return root
+
+
+def test_imagefolder_reads_colour_and_grey_of_any_size(tmp_path):
+    data = ready(ImageFolder(str(write_folder(tmp_path)), image_size=96, batch_size=5))
+    assert data.class_names == ["cat", "dog"] and data.image_shape == (3, 96, 96)
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        images, labels = next(iter(loader))
+        assert images.shape == (5, 3, 96, 96) and images.dtype == torch.float32
+    assert torch.cat([labels for _, labels in data.val_dataloader()]).tolist() == [0] * 6 + [1] * 6
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_imagefolder_evaluates_the_middle_of_the_image(tmp_path, size):
+    """Against Pillow's own resizing of the same file."""
+    data = ready(ImageFolder(str(write_folder(tmp_path, each=1, size=200)), image_size=size, batch_size=2))
+    images, _ = next(iter(data.val_dataloader()))
+    side = size if size <= 64 else size * 8 // 7
+    image = Image.open(tmp_path / "val" / "cat" / "0.png").convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
+    edge = round((side - size) / 2)
+    expected = torch.tensor(np.asarray(image.crop((edge, edge, edge + size, edge + size)))).permute(2, 0, 1) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
+    assert torch.allclose(images[0] * std + mean, expected, atol=2.5 / 255)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_truncated_image_is_named(tmp_path, workers):
+    write_folder(tmp_path)
+    bad = tmp_path / "train" / "dog" / "3.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    data = ready(ImageFolder(str(tmp_path), image_size=32, batch_size=4, num_workers=workers))
+    with pytest.raises(UserError) as error:
+        list(data.train_dataloader())
+    assert str(bad) in one_line(error) and "on_corrupt=skip" in one_line(error)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_truncated_image_is_skipped_and_its_place_filled(tmp_path, workers):
+    write_folder(tmp_path)
+    bad = tmp_path / "train" / "dog" / "3.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    data = ready(ImageFolder(str(tmp_path), image_size=32, batch_size=4, num_workers=workers, on_corrupt="skip", augment=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = list(data.train_dataloader())
+    assert [len(labels) for _, labels in batches] == [4, 4, 4]
+    if workers == 0:
+        assert [str(bad) in str(warning.message) for warning in caught] == [True]
+        images = torch.cat([images for images, _ in batches])
+        twice = sum(torch.equal(images[i], images[j]) for i in range(12) for j in range(i))
+        assert twice == 1
+
+
+def test_only_broken_images_end_the_search(tmp_path):
+    write_folder(tmp_path, each=1)
+    for path in (tmp_path / "train").rglob("*.png"):
+        path.write_bytes(b"nothing")
+    data = ready(ImageFolder(str(tmp_path), image_size=32, on_corrupt="skip"))
+    with warnings.catch_warnings(), pytest.raises(UserError, match="no readable image at all"):
+        warnings.simplefilter("ignore")
+        list(data.train_dataloader())
+
+
+def test_a_layout_that_is_wrong_is_said_in_one_line(tmp_path):
+    with pytest.raises(UserError, match="no folder .*train"):
+        ImageFolder(str(tmp_path))
+    (tmp_path / "train").mkdir()
+    with pytest.raises(UserError, match="no class in"):
+        ImageFolder(str(tmp_path))
+    (tmp_path / "train" / "cat").mkdir()
+    with pytest.raises(UserError, match="no image in"):
+        ready(ImageFolder(str(tmp_path)))
+    write_folder(tmp_path / "other")
+    (tmp_path / "other" / "val" / "zebra").mkdir()
+    with pytest.raises(UserError, match="zebra is of a class that"):
+        ready(ImageFolder(str(tmp_path / "other")))
+
+
+def test_images_that_are_none_are_refused(tmp_path):
+    path = tmp_path / "x.png"
+    path.write_bytes(b"GIF89a")
+    with pytest.raises(UserError, match=r"x\.png is no readable image"):
+        read_image(path)
+
+
+def test_fake_images_have_the_shape_asked_for():
+    data = ready(Fake(image_size=20, channels=2, num_classes=3, train_size=10, val_size=4, test_size=2, batch_size=4))
+    sizes = [sum(len(y) for _, y in loader) for loader in (data.train_dataloader(), data.val_dataloader())]
+    assert sizes == [8, 4]
+    images, labels = next(iter(data.test_dataloader()))
+    assert images.shape == (2, 2, 20, 20) and labels.max() < 3
+    assert abs(images.mean()) < 0.1 and abs(images.std() - 1) < 0.1
+
+
+def test_loose_files_are_brought_to_the_data_sets_form(tmp_path):
+    write_folder(tmp_path, parts=("in",), classes=("a",))
+    data = ready(Digits(batch_size=4))
+    images, paths = next(iter(data.files_dataloader(tmp_path / "in")))
+    assert images.shape == (4, 1, 8, 8) and paths[0].endswith("0.png")
+    with pytest.raises(UserError, match="no file or folder"):
+        data.files_dataloader(tmp_path / "missing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no image in"):
+        data.files_dataloader(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("alphas", [{"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.4, "cutmix_alpha": 1.0}])
+def test_mixing_happens_in_training_alone(alphas):
+    class Trainer:
+        training = True
+
+    data = ready(Digits(batch_size=16, **alphas))
+    batch = next(iter(data.train_dataloader()))
+    data.trainer = Trainer()
+    mixed, targets = data.on_after_batch_transfer(batch, 0)
+    assert targets.shape == (16, 10) and torch.allclose(targets.sum(1), torch.ones(16))
+    assert not torch.equal(mixed, batch[0])
+    Trainer.training = False
+    same_images, labels = data.on_after_batch_transfer(batch, 0)
+    assert same_images is batch[0] and labels is batch[1]
