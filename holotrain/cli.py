@@ -52,6 +52,10 @@ def _help(arguments: Arguments) -> int:
     return 0
 
 
+class Ended(BaseException):
+    """A signal ended a run, and with it the sweep that it may be part of. No Exception, so that Hydra lets it through."""
+
+
 class Launch:
     """One start of the command line: a single run, or every job of a sweep."""
 
@@ -74,6 +78,8 @@ class Launch:
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.command)(self.job)
         try:
             launch()
+        except Ended:
+            pass
         except CONFIGURATION_ERRORS as error:
             raise explained(error, arguments) from error
         except ValueError as error:  # Hydra's own answer to group=null and group=3
@@ -111,6 +117,8 @@ class Launch:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         self.statuses.append(status)
+        if status > 128:
+            raise Ended
 
     def _typed(self, config: DictConfig, overrides: list[str]):
         command = self.arguments.command

@@ -6,6 +6,7 @@ evaluation   measuring a checkpoint
 checkpoint   checkpoints on their way in and out
 summary      summary.json
 screen       what a person sees
+hparams      options and results, for TensorBoard's HParams
 sweep        the table that a sweep leaves
 quiet        what Lightning need not say
 files        files that are there whole or not at all

@@ -14,6 +14,7 @@ from holotrain.commands import screen
 from holotrain.commands.checkpoint import KeepConfiguration, check_continuable
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
+from holotrain.commands.hparams import log_options
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
@@ -54,7 +55,7 @@ def run(config: FitConfig, run: Run) -> int:
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     for logger in loggers:
-        logger.log_hyperparams(_flat(config), summary.metrics)
+        log_options(logger, config, summary.metrics)
         logger.finalize("success" if interrupted is None else "aborted")
     screen.show_end(summary, run.folder)
     if interrupted is None:
@@ -93,16 +94,3 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
         peak_memory_bytes=memory and memory.peak_bytes,
         checkpoint=str(run.checkpoints / Path(best).name) if best and Path(best).is_file() else last,
     )
-
-
-def _flat(config: FitConfig) -> dict[str, object]:
-    """The configuration with dotted names, as TensorBoard's HParams wants it."""
-
-    def walk(node: dict, prefix: str):
-        for key, value in node.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    return dict(walk(OmegaConf.to_container(OmegaConf.structured(config)), ""))

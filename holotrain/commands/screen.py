@@ -53,6 +53,7 @@ def show_end(summary: Summary, folder: Path) -> None:
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB"
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
+    rows["profile"] = next(folder.glob("fit-profile.txt"), None)
     rows["written to"] = folder / SUMMARY
     console.print(_table(summary.status, {key: value for key, value in rows.items() if value is not None}))
 

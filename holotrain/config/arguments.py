@@ -1,5 +1,6 @@
 """The command line taken apart: a command, Hydra's flags, overrides. Flags may stand anywhere; Hydra wants them first."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from holotrain.errors import UserError
 VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"}
 BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
 HELP = {"--help", "-h"}
+
+PATHS = {"ckpt_path", "images", "output_dir", "data.root", "hydra.run.dir", "hydra.sweep.dir"}
+"""Overrides whose values are paths: Hydra's grammar would trip over signs that a path may well hold."""
 
 
 @dataclass
@@ -42,6 +46,13 @@ class Arguments:
         return None
 
 
+def _quoted_path(override: str) -> str:
+    key, _, value = override.partition("=")
+    if key in PATHS and re.search(r"[=\s()\[\]{}:]", value) and value[0] not in "'\"$":
+        return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
+    return override
+
+
 def parse(argv: list[str]) -> Arguments:
     """Takes the command line apart.
 
@@ -70,7 +81,7 @@ def parse(argv: list[str]) -> Arguments:
         elif "=" not in word and not word.startswith("~"):
             raise UserError(f"{word!r} is no override: write group=option or key=value")
         else:
-            arguments.overrides.append(word)
+            arguments.overrides.append(_quoted_path(word))
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
     return arguments

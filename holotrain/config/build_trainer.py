@@ -12,12 +12,13 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     RichProgressBar,
 )
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 
 from holotrain.callbacks import (
     EpochLog,
     ExactCheckpoint,
+    ExactResume,
     MemoryMonitor,
-    RandomState,
     SaveOnSignal,
     ThroughputMonitor,
     last_checkpoint,
@@ -48,8 +49,13 @@ def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callba
         logger=logger,
         enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
         enable_model_summary=False,
-        **vars(config),
+        **vars(config) | {"profiler": _profiler(config.profiler, folder)},
     )
+
+
+def _profiler(name: str | None, folder: Path) -> Profiler | None:
+    kind = {None: None, "simple": SimpleProfiler, "advanced": AdvancedProfiler}[name]
+    return kind and kind(dirpath=folder, filename="profile")
 
 
 def device_kind(accelerator: str) -> str:
@@ -113,7 +119,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
     """
     settings = config.callbacks
     checkpoint = settings.checkpoint
-    callbacks: list[pl.Callback] = [*build_progress(settings), RandomState()]
+    callbacks: list[pl.Callback] = [*build_progress(settings), ExactResume()]
     if settings.memory:
         callbacks.append(MemoryMonitor())
     if settings.throughput.enabled:
@@ -128,7 +134,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
         callbacks.append(
             ExactCheckpoint(
                 folder / LAST_CHECKPOINT.parent,
-                filename="best-epoch={epoch}-step={step}",
+                filename="best-epoch{epoch}-step{step}",  # no =: Hydra would want it quoted
                 auto_insert_metric_name=False,
                 save_top_k=checkpoint.save_top_k,
                 **watched,

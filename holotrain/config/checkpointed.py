@@ -20,6 +20,9 @@ from holotrain.errors import UserError
 KEY = "holotrain"
 """Where a checkpoint holds what ``stamp`` returns."""
 
+BRINGS = {"task": ("data", "model", "backward"), "model": ("backward",)}
+"""The groups whose default an option of another group brings along."""
+
 
 def stamp(config: RunConfig, choices: dict[str, str]) -> dict[str, Any]:
     """What a checkpoint keeps of a run's configuration: plain containers only."""
@@ -50,6 +53,7 @@ def origin(arguments: Arguments) -> Origin | None:
         return None
     kept = load(path)[KEY]
     given = {override.partition("=")[0] for override in arguments.overrides}
+    given |= {brought for group in given for brought in BRINGS.get(group, ())}
     choices = [f"{group}={option}" for group, option in kept["choices"].items() if group not in given]
     return Origin(path, kept["config"], choices)
 

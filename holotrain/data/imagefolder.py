@@ -22,7 +22,8 @@ class ImageFolder(ImageDataModule):
         options: those of :class:`ImageDataModule`.
 
     Raises:
-        UserError: a folder is missing, a class is empty, or val and test have classes that train has not.
+        UserError: a folder is missing, a class is empty, there is one class only, or val and test have classes that train
+            has not.
     """
 
     statistics = IMAGENET
@@ -34,6 +35,8 @@ class ImageFolder(ImageDataModule):
         self.image_shape = (3, image_size, image_size)
         self.class_names = self._classes(self._folder("train"))
         self.num_classes = len(self.class_names)
+        if self.num_classes < 2:
+            raise UserError(f"data.root: {self.root / 'train'} holds one class; at least two are needed to tell apart")
 
     def geometry(self) -> list[v2.Transform]:
         size = self.image_shape[1]

@@ -28,6 +28,11 @@ class EpochBatchSampler(Sampler[list[Key]]):
         self.epoch = 0
         self.start = 0
 
+    @property
+    def sampler(self) -> "EpochBatchSampler":
+        """Itself: Lightning looks for ``set_epoch`` on a batch sampler's ``sampler``, not on the batch sampler."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch; from its first batch, unless it is the epoch to resume in."""
         if epoch != self.epoch:

@@ -76,7 +76,8 @@ class Half:
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         parameters, call = self._differentiable()
         with torch.enable_grad(), self.autocast.replayed(), self.random.replayed():
-            update = call(source, **self.kwargs.put_together(tensors))
+            # A view, so that the module sees no leaf: hooks over several gradients cannot be told of leaves in here.
+            update = call(source.view_as(source), **self.kwargs.put_together(tensors))
         target = coupled - update.detach()
 
         wanted = [source, *(tensor for tensor in tensors if tensor.requires_grad), *parameters]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from holotrain.callbacks import ExactCheckpoint, Interrupted, RandomState, SaveOnSignal
+from holotrain.callbacks import ExactCheckpoint, ExactResume, Interrupted, SaveOnSignal
 from holotrain.data import ResumableLoader
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -51,6 +51,7 @@ class Noisy(pl.LightningModule):
         self.log("val/loss", self.layers(batch.float()).mean())
 
     def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 0  # it makes Lightning forget the loader's position
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
@@ -63,7 +64,7 @@ def fit(callbacks=(), checkpoint=None, workers=0, **options):
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,
-        callbacks=[RandomState(), *callbacks],
+        callbacks=[ExactResume(), *callbacks],
         enable_checkpointing=bool(callbacks),
         **QUIET,
         **options,
@@ -87,6 +88,7 @@ def every_step(folder):
 def test_resuming_from_every_step(tmp_path, workers):
     reference = fit([every_step(tmp_path)], workers=workers)
     assert len(reference[0]) == STEPS == len(list(tmp_path.glob("*.ckpt")))
+    assert [int(batch[0][0]) for batch in reference[0]] == [0] * 4 + [1] * 4 + [2] * 4  # noise below 1 is on the epoch
     for step in range(1, STEPS + 1) if workers == 0 else (2, 4, 5):
         assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt", workers=workers), reference, step)
 

@@ -219,6 +219,9 @@ def test_a_layout_that_is_wrong_is_said_in_one_line(tmp_path):
     with pytest.raises(UserError, match="no class in"):
         ImageFolder(str(tmp_path))
     (tmp_path / "train" / "cat").mkdir()
+    with pytest.raises(UserError, match="one class"):
+        ImageFolder(str(tmp_path))
+    (tmp_path / "train" / "dog").mkdir()
     with pytest.raises(UserError, match="no image in"):
         ready(ImageFolder(str(tmp_path)))
     write_folder(tmp_path / "other")

@@ -120,8 +120,9 @@ class FakeConfig(ImageDataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("image_size", "channels", "num_classes", "train_size", "val_size", "test_size"):
+        for name in ("image_size", "channels", "train_size", "val_size", "test_size"):
             at_least(f"data.{name}", getattr(self, name), 1)
+        at_least("data.num_classes", self.num_classes, 2)
 
 
 DATA = {

@@ -18,7 +18,7 @@ class TrainerConfig:
     precision: str = "32-true"
     """32-true, 64-true, bf16-mixed or 16-mixed (GPU only; scaled gradients)"""
 
-    max_epochs: int = 60
+    max_epochs: int = 20
     """passes over the training data"""
 
     max_steps: int = -1
@@ -76,7 +76,7 @@ class TrainerConfig:
     """find the operation that made a NaN (slow)"""
 
     profiler: str | None = None
-    """simple or advanced: a table of where the time went"""
+    """simple or advanced: a table of where the time went, as fit-profile.txt in the run's folder"""
 
     def __post_init__(self) -> None:
         one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu", "mps"))

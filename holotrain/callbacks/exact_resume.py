@@ -1,0 +1,62 @@
+"""ExactResume: a resumed training continues as if it had not been interrupted."""
+
+import random
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+KEY = "exact_resume"
+
+
+class ExactResume(pl.Callback):
+    """Keeps in checkpoints what Lightning leaves out, and restores it on resuming.
+
+    That is the global random states (torch on CPU and GPUs, NumPy, Python), and the training loader's position in the epoch,
+    if the loader has a ``state_dict``: Lightning (2.6) stores it, but forgets to restore it where the module asked for
+    ``trainer.estimated_stepping_batches``. Both are restored when training starts, before the first batch is fetched, for
+    mixing on the way to the device draws random numbers as dropout does. Plain containers, as
+    ``torch.load(weights_only=True)`` wants them.
+    """
+
+    def __init__(self) -> None:
+        self._to_restore: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        loader = trainer.train_dataloader
+        position = loader.state_dict() if hasattr(loader, "state_dict") else None
+        checkpoint[KEY] = {"random": random_states(), "loader": position}
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._to_restore = checkpoint.get(KEY)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        kept, self._to_restore = self._to_restore, None
+        if kept is None:
+            return
+        restore_random_states(kept["random"])
+        if kept["loader"] is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
+            trainer.train_dataloader.load_state_dict(kept["loader"])
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all global generators, in plain containers and tensors."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": {"name": name, "keys": keys.tolist(), "rest": [position, has_gauss, gauss]},
+        "python": {"version": version, "internal": list(internal), "gauss_next": gauss_next},
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Sets the global generators to what ``random_states`` returned; GPUs that are not there are passed over."""
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)
+    numpy, python = states["numpy"], states["python"]
+    np.random.set_state((numpy["name"], np.array(numpy["keys"], dtype=np.uint32), *numpy["rest"]))
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss_next"]))

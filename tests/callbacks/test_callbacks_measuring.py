@@ -1,0 +1,304 @@
+"""Memory, throughput and FLOPs as the monitors report them."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from holotrain.callbacks import MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
+from holotrain.callbacks.probe import LinuxProbe, PortableProbe
+from holotrain.models import RevViT
+
+MIB = 2**20
+
+
+class Memo(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.rows = []
+
+    @property
+    def name(self):
+        return "memo"
+
+    @property
+    def version(self):
+        return "0"
+
+    def log_hyperparams(self, params):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def of(self, tag):
+        return [(step, row[tag]) for step, row in self.rows if tag in row]
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(module, callback, samples=8, batch=2, validation=False, **options):
+    memo = Memo()
+    trainer = pl.Trainer(
+        **{"max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **options},
+        accelerator="cpu",
+        logger=memo,
+        callbacks=[callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = [DataLoader(torch.ones(samples, 1), batch_size=batch)]
+    if validation:
+        loaders.append(DataLoader(torch.ones(2, 1)))
+    trainer.fit(module, *loaders)
+    return memo
+
+
+class Hungry(Module):
+    """Takes 200 MiB for a moment in the training batch or the validation of one's choice."""
+
+    def __init__(self, phase, batch):
+        super().__init__()
+        self.phase, self.batch = phase, batch
+
+    def eat(self, phase, batch_idx):
+        if (phase, batch_idx) == (self.phase, self.batch):
+            torch.ones(200 * MIB // 4).sum()
+
+    def training_step(self, batch, batch_idx):
+        self.eat("forward_backward", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.eat("validation", batch_idx)
+
+
+@pytest.mark.skipif(not LinuxProbe.works(), reason="the kernel does not let a process reset its peak")
+def test_the_peak_of_a_window_is_seen_in_its_phase_and_forgotten_after():
+    memo = fit(Hungry("forward_backward", 1), MemoryMonitor())
+    phase = dict(memo.of("memory/forward_backward_peak_bytes"))
+    optimizer = dict(memo.of("memory/optimizer_peak_bytes"))
+    assert list(phase) == [1, 2, 3, 4]
+    assert phase[2] - phase[1] > 150 * MIB and phase[2] - phase[3] > 150 * MIB
+    assert phase[2] - optimizer[2] > 150 * MIB
+    assert dict(memo.of("memory/peak_bytes"))[2] == phase[2]
+    assert not memo.of("memory/reserved_bytes")
+
+
+@pytest.mark.skipif(not LinuxProbe.works(), reason="the kernel does not let a process reset its peak")
+def test_validation_has_a_peak_of_its_own():
+    monitor = MemoryMonitor()
+    memo = fit(Hungry("validation", 0), monitor, validation=True)
+    validation = memo.of("memory/validation_peak_bytes")[-1][1]
+    training = max(value for _, value in memo.of("memory/forward_backward_peak_bytes"))
+    assert validation - training > 150 * MIB
+    assert monitor.peak_bytes == validation
+
+
+def test_windows_count_optimizer_steps():
+    memo = fit(Module(), MemoryMonitor(every_n_steps=2), samples=16, accumulate_grad_batches=2)
+    assert [step for step, _ in memo.of("memory/peak_bytes")] == [2, 4]
+
+
+def test_the_portable_probe_only_grows():
+    probe = PortableProbe()
+    before = probe.peak()
+    torch.ones(100 * MIB // 4).sum()
+    assert probe.current() == probe.peak() >= before > MIB
+    assert probe.reserved() is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_cuda_probe_reads_the_allocator():
+    from holotrain.callbacks.probe import CudaProbe
+
+    probe = CudaProbe(torch.device("cuda", 0))
+    probe.reset()
+    before = probe.current()
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    assert probe.current() - before == block.nbytes
+    del block
+    assert probe.current() == before and probe.peak() - before == 64 * MIB
+    assert probe.reserved() >= 64 * MIB
+    probe.reset()
+    assert probe.peak() == before
+
+
+class Ticks:
+    """A clock that advances by what the training says that it took; it may lag behind, as a GPU does."""
+
+    def __init__(self, lag=0):
+        self.now, self.lag, self.asked = 0.0, lag, 0
+
+    def mark(self):
+        return self.now
+
+    def seconds(self, earlier, later, wait=False):
+        self.asked += 1
+        return None if not wait and self.asked <= self.lag else later - earlier
+
+
+class Timed(Module):
+    """Every training batch takes 2 s, every validation batch 100 s."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch, batch_idx):
+        self.clock.now += 2
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.clock.now += 100
+
+
+def timed_fit(lag=0, monitor=None, **options):
+    clock = Ticks(lag)
+    monitor = monitor or ThroughputMonitor()
+    monitor.clock = clock
+    return monitor, fit(Timed(clock), monitor, **options)
+
+
+@pytest.mark.parametrize("lag", [0, 3, 1000])
+def test_throughput_is_what_the_clock_says(lag):
+    monitor, memo = timed_fit(lag, samples=12, batch=3)
+    assert memo.of("throughput/samples_per_second") == [(step, 1.5) for step in (1, 2, 3, 4)]
+    assert memo.of("throughput/step_seconds") == [(step, 2.0) for step in (1, 2, 3, 4)]
+    assert (monitor.samples_per_second, monitor.step_seconds, monitor.tokens_per_second) == (1.5, 2.0, None)
+    assert not memo.of("throughput/mfu") and not memo.of("throughput/tokens_per_second")
+
+
+def test_validation_does_not_count():
+    monitor, memo = timed_fit(samples=12, batch=3, validation=True, val_check_interval=2, max_epochs=2, log_every_n_steps=3)
+    assert {value for _, value in memo.of("throughput/step_seconds")} == {2.0}
+    assert [step for step, _ in memo.of("throughput/step_seconds")] == [2, 4, 6, 8]
+    assert monitor.samples_per_second == 1.5
+
+
+def test_accumulated_batches_all_count():
+    monitor, memo = timed_fit(samples=12, batch=2, accumulate_grad_batches=3)
+    assert memo.of("throughput/samples_per_second") == [(1, 1.0), (2, 1.0)]
+    assert memo.of("throughput/step_seconds") == [(1, 6.0), (2, 6.0)]
+
+
+def test_tokens_and_utilisation():
+    monitor = ThroughputMonitor(
+        count_tokens=lambda batch: 7 * len(batch),
+        model_flops_per_sample=100,
+        hardware_flops_per_sample=130,
+        peak_flops=1000,
+    )
+    monitor, memo = timed_fit(monitor=monitor, samples=8, batch=4)
+    assert memo.of("throughput/tokens_per_second")[0] == (1, 14.0)
+    assert memo.of("throughput/mfu")[0] == (1, pytest.approx(0.2))
+    assert memo.of("throughput/hfu")[0] == (1, pytest.approx(0.26))
+    assert monitor.tokens_per_second == 14.0
+
+
+def test_a_batch_without_a_tensor_needs_its_size():
+    with pytest.raises(ValueError, match="batch_size="):
+        ThroughputMonitor().batch_size({"text": "a"})
+    assert ThroughputMonitor().batch_size({"a": [torch.zeros(5, 2)], "b": torch.zeros(3)}) == 5
+
+
+def test_flops_of_a_linear_layer():
+    """2 B I O forward, the same for the gradient in the weight; the gradient in the input is not needed."""
+    assert training_flops(nn.Linear(30, 50), (torch.zeros(4, 30),)) == 2 * (2 * 4 * 30 * 50)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x * self.scale, x * self.scale, x * self.scale)
+
+
+def test_flops_of_attention():
+    """Two products of 2 B H T T D forward, twice that backward."""
+    batch, heads, tokens, width = 2, 3, 16, 8
+    flops = training_flops(SelfAttention(), (torch.zeros(batch, heads, tokens, width),))
+    assert flops == 3 * 2 * (2 * batch * heads * tokens * tokens * width)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.rest = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return checkpoint(self.rest, self.first(x), use_reentrant=False)
+
+
+def test_recomputation_counts_as_hardware_flops():
+    """The checkpoint recomputes its first layer for the second's input; the second's output is not needed again."""
+    unit = 2 * 4 * 8 * 8
+    stored = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    assert training_flops(stored, (torch.zeros(4, 8),)) == 8 * unit
+    assert training_flops(Checkpointed(), (torch.zeros(4, 8),)) == 9 * unit
+
+
+def test_a_reversible_model_recomputes_its_blocks_once():
+    def flops(backward, depth):
+        with torch.device("meta"):
+            model = RevViT(image_size=32, patch_size=8, dim=24, depth=depth, heads=3, classes=5, backward=backward)
+        return training_flops(model, (torch.zeros(1, 3, 32, 32),))
+
+    block_step = (flops("autograd", 4) - flops("autograd", 2)) / 2
+    assert flops("reversible", 4) - flops("autograd", 4) == pytest.approx(4 * block_step / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5),
+        ("NVIDIA H100 PCIe", "16-mixed", 756),
+        ("NVIDIA H100 NVL", "bf16-true", 835),
+        ("NVIDIA H200", "bf16-mixed", 989.5),
+        ("NVIDIA B200", "bf16-mixed", 2250),
+        ("NVIDIA A100-SXM4-80GB", "32-true", 19.5),
+        ("NVIDIA L40S", "bf16-mixed", 362),
+        ("NVIDIA GeForce RTX 4090", "16-mixed", 165.2),
+        ("NVIDIA GeForce RTX 5090", "bf16-mixed", 209.5),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed", None),
+        ("NVIDIA GeForce RTX 4090 D", "bf16-mixed", None),
+        ("NVIDIA GH200 480GB", "bf16-mixed", None),
+        ("NVIDIA A1000", "bf16-mixed", None),
+        ("NVIDIA H100", "64-true", None),
+        ("cpu", "32-true", None),
+    ],
+)
+def test_peaks_are_of_the_card_named(name, precision, tera):
+    assert peak_flops(name, precision) == (None if tera is None else tera * 1e12)
+
+
+def test_tf32_has_a_peak_of_its_own():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert peak_flops("NVIDIA A100-PCIE-40GB", "32-true") == 156e12
+    finally:
+        torch.set_float32_matmul_precision(before)

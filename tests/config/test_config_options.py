@@ -1,0 +1,139 @@
+"""Every option under conf/ composes and builds; every mistake is answered in one line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from holotrain.config.build import build_data, build_model, build_task
+from holotrain.config.build_trainer import build_loggers, check_device
+from holotrain.config.checkpointed import typed
+from holotrain.config.composition import composed, config_folder, option_names
+from holotrain.config.register import register
+from holotrain.config.schema import COMMANDS
+from holotrain.errors import UserError
+
+GROUPS = option_names()
+IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
+NEEDS = {("data", "imagefolder"): IMAGENET, ("experiment", "imagenet_rev_vit_small"): IMAGENET}
+
+
+def configuration(command, *overrides):
+    register()
+    return typed(command, OmegaConf.to_container(composed(command, list(overrides)), resolve=True))
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """An image folder where the options that need one look for it."""
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            Image.new("RGB", (40, 30)).save(tmp_path / "images" / part / name / "0.png")
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in GROUPS.items() for o in options])
+def test_every_option_builds(group, option, images):
+    config = configuration("fit", f"{group}={option}", *NEEDS.get((group, option), []))
+    data = build_data(config.data, config.seed)
+    with torch.device("meta"):
+        task = build_task(config, data)
+        assert task.model(torch.empty(1, *data.image_shape)).shape == (1, data.num_classes)
+    if config.trainer.accelerator == "cpu" or torch.cuda.is_available() or option != "gpu":
+        check_device(config.trainer)
+
+
+def test_every_file_under_conf_is_an_option():
+    files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
+    options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names}
+    assert files == options | {f"{command}.yaml" for command in COMMANDS} | {"_common.yaml"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_composes(command):
+    config = configuration(command)
+    assert type(config) is COMMANDS[command]
+    assert (config.model.kind, config.data.kind, config.backward.kind) == ("rev_vit", "digits", "reversible")
+
+
+def test_a_plain_model_brings_its_own_backward():
+    assert configuration("fit", "model=vit_tiny").backward.kind == "autograd"
+    assert configuration("fit", "model=vit_tiny", "backward=checkpoint").backward.kind == "checkpoint"
+
+
+@pytest.mark.parametrize(("size", "patch"), [(8, 2), (28, 4), (32, 4), (112, 16), (224, 16)])
+def test_patches_suit_the_image(size, patch):
+    config = configuration("fit", "data=fake", f"data.image_size={size}", "data.num_classes=3")
+    model = build_model(config.model, "autograd", build_data(config.data, 0))
+    assert model.embedding.project.kernel_size == (patch, patch)
+    config = configuration("fit", "model.patch_size=1")
+    assert build_model(config.model, "autograd", build_data(config.data, 0)).embedding.position.shape[1] == 64
+
+
+def test_options_reach_what_they_describe():
+    config = configuration(
+        "fit", "optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.25", "task.label_smoothing=0.1",
+        "model.drop_path=0.2", "data.batch_size=5", "data.augment=false", "model.mlp_ratio=2", "backward=checkpoint",
+    )  # fmt: skip
+    data = build_data(config.data, 3)
+    task = build_task(config, data)
+    optimizer = task.make_optimizer(task.model)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["lr"]) == (0.5, 0.25)
+    assert task.label_smoothing == 0.1 and task.model.blocks.backward == "checkpoint"
+    assert task.model.blocks.blocks[-1].g.drop_path.probability == 0.2
+    assert task.model.blocks.blocks[0].g.widen.out_features == 2 * 96
+    assert (data.batch_size, data.augment, data.seed) == (5, False, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.precision=banana"], "trainer.precision: 'banana' is not one of 32-true"),
+        (["data.batch_size=-3"], "data.batch_size: -3 is out of range"),
+        (["optimizer.lr=nan"], "optimizer.lr"),
+        (["optimizer.betas=[0.9]"], "two numbers"),
+        (["optimizer.betas=[0.9,1.5]"], "optimizer.betas: 1.5"),
+        (["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"], "momentum above 0"),
+        (["scheduler.warmup=1"], "scheduler.warmup"),
+        (["scheduler=multistep", "scheduler.milestones=[2]"], "scheduler.milestones"),
+        (["trainer.limit_train_batches=1.5"], "neither a whole number of batches nor a fraction"),
+        (["trainer.val_check_interval=often"], "neither a whole number"),
+        (["model=vit_tiny", "backward=reversible"], "not reversible; take backward=autograd"),
+        (["callbacks.progress=fancy"], "callbacks.progress"),
+        (["callbacks.ema.decay=1"], "callbacks.ema.decay"),
+        (["callbacks.checkpoint.mode=most"], "callbacks.checkpoint.mode"),
+        (["data=imagefolder", "data.root=x", "data.on_corrupt=shrug"], "data.on_corrupt"),
+        (["task.label_smoothing=2"], "task.label_smoothing"),
+        (["model.drop_path=1"], "model.drop_path"),
+        (["seed=-1"], "seed"),
+    ],
+)
+def test_values_out_of_range_are_named(overrides, words):
+    with pytest.raises(UserError) as error:
+        configuration("fit", *overrides)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_sizes_that_do_not_divide_are_named():
+    config = configuration("fit", "model.heads=5")
+    with pytest.raises(UserError, match="model: dim must be a multiple of heads, but 96 is none of 5"):
+        build_model(config.model, "autograd", build_data(config.data, 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="for a machine without a GPU")
+@pytest.mark.parametrize("override", ["trainer.precision=16-mixed", "trainer=gpu", "trainer.accelerator=mps"])
+def test_what_the_machine_cannot_do_is_refused(override):
+    with pytest.raises(UserError, match="GPU|none"):
+        check_device(configuration("fit", override).trainer)
+
+
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+def test_a_logger_that_is_not_installed_says_what_to_install(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"pip install 'holotrain\[{kind}\]'"):
+        build_loggers(configuration("fit", f"logger={kind}").logger, tmp_path)

@@ -1,0 +1,369 @@
+"""The command line as a user meets it: what it prints, what it leaves, how it fails."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from small_run import SMALL
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+COMMON_KEYS = {
+    "command", "status", "metrics", "steps", "samples_per_second", "peak_memory_bytes", "seconds", "checkpoint", "device",
+    "precision", "backward", "synthesis",
+}  # fmt: skip
+
+
+def only(folder: Path) -> Path:
+    (path,) = (entry for entry in folder.iterdir() if entry.name != "sweeps")
+    return path
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    one, other = weights(left), weights(right)
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_shows_and_leaves_what_it_should(holotrain):
+    status, out, err = holotrain("fit", *SMALL)
+    assert (status, err) == (0, "")
+    folder = only(Path("runs/fit"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", folder.name)
+    for word in ("model", "rev_vit_tiny", "digits", "reversible", "32-true", "cpu", str(folder), "epoch 2/2", "test/accuracy"):
+        assert word in out, word
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "tensorboard", "config.yaml", "summary.json"}
+    left = summary(folder)
+    assert left.keys() >= COMMON_KEYS
+    assert (left["status"], left["steps"], left["epochs"], left["synthesis"]) == ("completed", 6, 2, "none")
+    assert left["samples_per_second"] > 0 and left["peak_memory_bytes"] > 2**20
+    assert {"train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy"} <= left["metrics"].keys()
+    assert left["overrides"] == SMALL
+    assert Path(left["checkpoint"]).is_file() and Path(left["checkpoint"]).name.startswith("best-")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["dim"] == 16
+    seen = scalars(folder)
+    assert len(seen["train/loss"]) == 6 and len(seen["val/accuracy"]) == 2
+    assert {"memory/peak_bytes", "memory/current_bytes", "throughput/samples_per_second", "throughput/step_seconds"} <= set(
+        seen
+    )
+    assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
+
+
+def test_hparams_hold_options_and_real_metrics(holotrain):
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    holotrain("fit", *SMALL)
+    events = EventAccumulator(str(only(Path("runs/fit")) / "tensorboard")).Reload()
+    content = {}
+    for tag, raw in events.summary_metadata.items():
+        if raw.plugin_data.plugin_name == "hparams":
+            content[tag] = plugin_data_pb2.HParamsPluginData.FromString(raw.plugin_data.content)
+    metrics = {info.name.tag for info in content["_hparams_/experiment"].experiment.metric_infos}
+    assert {"val/accuracy", "test/accuracy"} <= metrics
+    options = content["_hparams_/session_start_info"].session_start_info.hparams
+    assert options["model.dim"].number_value == 16 and options["optimizer.kind"].string_value == "adamw"
+
+
+def test_the_same_losses_from_every_schedule(holotrain):
+    """64-bit, dropout and drop-path on: equal step by step."""
+    losses = {}
+    for backward in ("autograd", "checkpoint", "reversible"):
+        status, _, _ = holotrain(
+            "fit", *SMALL, f"backward={backward}", "logger=csv", "trainer.precision=64-true", "model.dropout=0.1",
+            "model.drop_path=0.1", "test=false", f"output_dir={backward}", "data.mixup_alpha=0.2",
+        )  # fmt: skip
+        assert status == 0
+        rows = csv.DictReader((only(Path(backward) / "fit") / "csv" / "version_0" / "metrics.csv").open())
+        losses[backward] = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert len(losses["autograd"]) == 6
+    for backward in ("checkpoint", "reversible"):
+        assert losses[backward] == pytest.approx(losses["autograd"], rel=1e-9)
+
+
+@pytest.fixture
+def trained(holotrain):
+    """A finished run, and the best checkpoint in it."""
+    status, _, _ = holotrain("fit", *SMALL, "optimizer=sgd", "logger=none", "data.val_fraction=0.2")
+    assert status == 0
+    folder = only(Path("runs/fit"))
+    return folder, Path(summary(folder)["checkpoint"])
+
+
+def test_evaluation_needs_the_checkpoint_alone(holotrain, trained):
+    folder, checkpoint = trained
+    expected = summary(folder)["metrics"]
+    for command, metric in (("test", "test/accuracy"), ("validate", "val/accuracy")):
+        status, out, err = holotrain(command, f"ckpt_path={checkpoint}")
+        assert (status, err) == (0, "")
+        left = summary(only(Path("runs") / command))
+        assert left["metrics"][metric] == pytest.approx(expected[metric])
+        assert left["checkpoint"] == str(checkpoint) and metric in out
+    # overrides change what the checkpoint brings
+    status, _, _ = holotrain("test", f"ckpt_path={checkpoint}", "trainer.limit_test_batches=1.0", "output_dir=other")
+    assert status == 0
+    assert summary(only(Path("other/test")))["metrics"] != expected
+
+
+def test_predictions_of_the_test_part_and_of_files(holotrain, trained):
+    from PIL import Image
+
+    _, checkpoint = trained
+    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "data.batch_size=100", "output_dir=test_part")
+    assert (status, err) == (0, "")
+    rows = list(csv.DictReader((only(Path("test_part/predict")) / "predictions.csv").open()))
+    assert len(rows) == 359 and rows[3]["image"] == "3"
+    assert all(row["class"] in set("0123456789") and 0.1 <= float(row["probability"]) <= 1 for row in rows)
+    Path("mine").mkdir()
+    for name in ("a.png", "b.jpg"):
+        Image.new("RGB", (30, 50), "white").save(Path("mine") / name)
+    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "images=mine", "output_dir=files")
+    assert (status, err) == (0, "")
+    rows = list(csv.DictReader((only(Path("files/predict")) / "predictions.csv").open()))
+    assert [row["image"] for row in rows] == ["mine/a.png", "mine/b.jpg"]
+    Path("mine/b.jpg").write_bytes(b"broken")
+    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "images=mine")
+    assert status == 2 and "mine/b.jpg is no readable image" in err and err.count("\n") == 1
+
+
+def test_average_weights_are_what_is_tested_and_saved(holotrain):
+    status, _, _ = holotrain("fit", *SMALL, "callbacks=ema", "callbacks.ema.decay=0.5", "trainer.limit_test_batches=1.0")
+    assert status == 0
+    left = summary(only(Path("runs/fit")))
+    status, _, _ = holotrain("test", f"ckpt_path={left['checkpoint']}")
+    assert summary(only(Path("runs/test")))["metrics"]["test/loss"] == pytest.approx(left["metrics"]["test/loss"])
+    checkpoint = torch.load(left["checkpoint"], weights_only=True)
+    pairs = zip(checkpoint["state_dict"].values(), checkpoint["current_model_state"].values(), strict=True)
+    assert any(not torch.equal(average, current) for average, current in pairs)
+
+
+STUBBORN = [
+    *SMALL, "model.dropout=0.2", "data.mixup_alpha=0.3", "trainer.max_epochs=3", "trainer.limit_train_batches=5",
+    "callbacks.checkpoint.every_n_train_steps=2", "test=false", "trainer.accumulate_grad_batches=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [[], ["callbacks=ema", "trainer.precision=bf16-mixed", "data.num_workers=1"]])
+def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, extra):
+    """kill -9 in the middle of the second epoch, in a process of its own; resumed in this one."""
+    status, _, _ = holotrain("fit", *STUBBORN, *extra, "output_dir=whole")
+    assert status == 0
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, *STUBBORN, *extra, "output_dir=killed"], cwd=tmp_path, env=os.environ
+    )
+    assert process.wait(200) == -signal.SIGKILL
+    folder = only(Path("killed/fit"))
+    assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
+    assert not (folder / "summary.json").exists()
+    status, out, err = holotrain("fit", "resume=true", "output_dir=killed")
+    assert (status, err) == (0, "")
+    assert only(Path("killed/fit")) == folder and "last.ckpt" in out
+    assert_same_weights(only(Path("whole/fit")) / "checkpoints/last.ckpt", folder / "checkpoints/last.ckpt")
+    assert summary(folder)["steps"] == 9
+
+
+KILLED = """
+import os, signal, sys
+import lightning.pytorch as pl
+from holotrain.callbacks import ExactResume
+def kill(self, trainer, module, outputs, batch, index):
+    if trainer.current_epoch == 1 and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+ExactResume.on_train_batch_end = kill
+from holotrain.cli import main
+main(["fit", *sys.argv[1:]])
+"""
+
+
+def test_sigterm_saves_says_how_to_resume_and_ends_a_sweep(holotrain, monkeypatch):
+    from holotrain.callbacks import ExactResume
+
+    def terminate(self, trainer, module, batch, index):
+        if trainer.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ExactResume, "on_train_batch_start", terminate)
+    status, _, err = holotrain("fit", "-m", *SMALL, "seed=1,2")
+    assert status == 128 + signal.SIGTERM
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    assert "SIGTERM" in err and f"holotrain fit resume=true hydra.run.dir={sweep}/0" in err
+    assert summary(sweep / "0")["status"] == "interrupted" and not (sweep / "1").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(sweep.absolute().parents[3])
+    status, _, err = holotrain("fit", "resume=true", f"hydra.run.dir={sweep}/0")
+    assert (status, err) == (0, "")
+    assert summary(sweep / "0")["steps"] == 6
+
+
+def test_training_can_be_carried_further_in_a_new_folder(holotrain, trained):
+    folder, _ = trained
+    time.sleep(1)  # folders are named by the second
+    status, _, err = holotrain("fit", f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=3", "output_dir=more")
+    assert (status, err) == (0, "")
+    left = summary(only(Path("more/fit")))
+    assert (left["epochs"], left["steps"]) == (3, 9)
+    kept = yaml.safe_load((only(Path("more/fit")) / "config.yaml").read_text())
+    assert kept["optimizer"]["kind"] == "sgd" and kept["model"]["dim"] == 16 and kept["data"]["val_fraction"] == 0.2
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_a_sweep_wherever_its_flag_stands(holotrain, position):
+    words = ["optimizer.lr=1e-3,1e-4", "data=digits", "model=rev_vit_tiny", *SMALL]
+    words.insert(position if position < 3 else len(words), "-m")
+    status, out, err = holotrain("fit", *words)
+    assert (status, err) == (0, "")
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    rows = list(csv.DictReader((sweep / "sweep.csv").open()))
+    jobs = [(row["job"], row["status"], float(row["optimizer.lr"])) for row in rows]
+    assert jobs == [("0", "completed", 1e-3), ("1", "completed", 1e-4)]
+    assert all(float(row["test/accuracy"]) >= 0 and float(row["samples_per_second"]) > 0 for row in rows)
+    assert all(int(row["peak_memory_bytes"]) > 0 for row in rows)
+    assert "sweep of 2 jobs" in out and str(sweep / "sweep.csv") in out.replace("\n", "")
+
+
+def test_a_failing_job_does_not_take_the_sweep_with_it(holotrain):
+    status, out, err = holotrain("fit", "-m", *SMALL, "model.heads=3,2")
+    assert status == 2
+    assert "16 is none of 3" in err and "Traceback" not in err
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    rows = list(csv.DictReader((sweep / "sweep.csv").open()))
+    assert [row["status"] for row in rows] == ["failed", "completed"]
+
+
+def test_a_sweep_file_and_an_overlay_folder(holotrain, tmp_path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "narrow.yaml").write_text("# @package _global_\nmodel:\n  dim: 8\n")
+    words = [word for word in SMALL if "model.dim" not in word]
+    status, _, err = holotrain("fit", *words, "--config-dir", "mine", "experiment=narrow", "-m", "sweep=backward", "test=false")
+    assert (status, err) == (0, "")
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    assert [summary(sweep / str(job))["backward"] for job in range(3)] == ["autograd", "checkpoint", "reversible"]
+    assert yaml.safe_load((sweep / "2" / "config.yaml").read_text())["model"]["dim"] == 8
+
+
+@pytest.mark.parametrize("debug", ["fast", "overfit", "limit", "profiler"])
+def test_debugging_runs(holotrain, debug):
+    words = [word for word in SMALL if word.startswith("model.")]
+    extra = ["trainer.max_epochs=2"] if debug == "overfit" else []
+    status, out, _ = holotrain("fit", *words, f"debug={debug}", *extra)
+    assert status == 0
+    folder = only(Path("runs/fit"))
+    assert (folder / "checkpoints").exists() == (debug != "fast")
+    if debug == "profiler":
+        assert "run_training_batch" in (folder / "fit-profile.txt").read_text() and "fit-profile.txt" in out
+
+
+def test_compiled_blocks_train(holotrain):
+    status, _, _ = holotrain("fit", *SMALL, "compile=true", "trainer.max_epochs=1", "test=false")
+    assert status == 0
+    names = weights(only(Path("runs/fit")) / "checkpoints/last.ckpt")
+    assert not any("_orig_mod" in name for name in names)
+
+
+MISTAKES = [
+    (["fitt"], "Did you mean 'fit'?"),
+    (["fit", "optimizer.lrr=1"], "Did you mean 'lr'?"),
+    (["fit", "model=rev_vit_tinny"], "Did you mean 'rev_vit_tiny'?"),
+    (["fit", "modle=rev_vit_tiny"], "Did you mean 'model'?"),
+    (["fit", "+trainer.precison=32-true"], "Did you mean 'precision'?"),
+    (["fit", "trainer.precision=banana"], "32-true"),
+    (["fit", "data.batch_size=-3"], "at least 1"),
+    (["fit", "data.batch_size=many"], "data.batch_size"),
+    (["fit", "ckpt_path=nowhere.ckpt"], "no file nowhere.ckpt"),
+    (["fit", "resume=true"], "no run with a checkpoint in runs/fit"),
+    (["fit", "data=imagefolder"], "data.root: a value is needed"),
+    (["fit", "data=imagefolder", "data.root=nowhere"], "no folder nowhere/train"),
+    (["fit", "optimizer=null"], "must be a string"),
+    (["fit", "~optimizer"], "optimizer"),
+    (["fit", "a=["], "a=["),
+    (["fit", "--hlp"], "Did you mean '--help'?"),
+    (["fit", "--config-dir", "nowhere"], "no folder nowhere"),
+    (["fit", "word"], "no override"),
+    (["fit", "data=digits,cifar10"], "add -m"),
+    (["fit", "output_dir=/proc/nothing"], "cannot write to /proc/nothing"),
+    (["fit", "output_dir=occupied"], "cannot write to"),
+    (["fit", "callbacks.checkpoint.monitor=val/acuracy"], "Did you mean 'val/accuracy'?"),
+    (["fit", "-m", "optimizer.lr=1e-3,banana"], "optimizer.lr"),
+    (["test"], "give ckpt_path="),
+    (["predict", "ckpt_path=text.ckpt"], "no readable checkpoint"),
+    (["fit", "--experimental-rerun", "x"], "no flag"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
+    Path("occupied").write_text("a file")
+    Path("text.ckpt").write_text("no checkpoint")
+    status, out, err = holotrain(*words)
+    assert (status, out) == (2, "")
+    assert expected in err and err.startswith("holotrain: ")
+    assert 1 <= err.count("\n") <= 3 and "Traceback" not in err
+    assert not list(Path(".").glob("runs/fit/20*"))  # a run that did not begin leaves no folder
+
+
+def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
+    folder, checkpoint = trained
+    truncated = Path("truncated.ckpt")
+    truncated.write_bytes(checkpoint.read_bytes()[:-2000])
+    torch.save({"state_dict": {}}, "foreign.ckpt")
+    before = checkpoint.read_bytes()
+    for words, expected in [
+        (["fit", f"ckpt_path={truncated}"], "truncated"),
+        (["test", "ckpt_path=foreign.ckpt"], "not written by holotrain"),
+        (["fit", f"ckpt_path={checkpoint}", "model.dim=32"], "another model"),
+        (["fit", f"ckpt_path={checkpoint}", "model=vit_tiny"], "another model"),
+        (["test", f"ckpt_path={checkpoint}", "data=fake", "data.num_classes=3"], "another model"),
+        (["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"], "trained with optimizer=sgd"),
+    ]:
+        status, _, err = holotrain(*words)
+        assert status == 2 and expected in err, (words, err)
+        assert err.count("\n") <= 3 and "Traceback" not in err
+    assert checkpoint.read_bytes() == before
+
+
+class Payload:
+    def __reduce__(self):
+        return (os.system, ("touch ran",))
+
+
+def test_nothing_in_a_checkpoint_is_run(holotrain):
+    torch.save({"holotrain": Payload()}, "evil.ckpt")
+    status, _, err = holotrain("test", "ckpt_path=evil.ckpt")
+    assert status == 2 and "no readable checkpoint" in err and not Path("ran").exists()
+
+
+def test_help_lists_commands_groups_and_options(holotrain):
+    status, out, _ = holotrain("--help")
+    assert status == 0 and all(command in out for command in ("fit", "validate", "test", "predict"))
+    status, out, _ = holotrain("fit", "--help", "data=imagefolder")
+    assert status == 0
+    for word in ("rev_vit_tiny", "imagefolder", "data.on_corrupt=error", "optimizer.lr=", "--multirun", "named and left out"):
+        assert word in out, word
+
+
+def test_the_module_starts_and_prints_its_configuration(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-m", "holotrain", "fit", "seed=7", "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert yaml.safe_load(process.stdout)["seed"] == 7

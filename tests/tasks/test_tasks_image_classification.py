@@ -1,0 +1,87 @@
+"""The task: losses, schedules, and which parameters decay."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from holotrain.models import VIT_SIZES, RevViT
+from holotrain.tasks import ImageClassifier, optimizers, schedules
+
+
+def test_norms_biases_and_positions_do_not_decay():
+    model = RevViT(image_size=8, patch_size=2, channels=1, classes=10, **VIT_SIZES["tiny"])
+    frozen = model.head.weight.requires_grad_(False)
+    decayed, exempt = optimizers.decay_groups(model, 0.3)
+    assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in exempt["params"]:
+        name = names[id(parameter)]
+        assert name.endswith("bias") or "norm" in name or name == "embedding.position"
+    assert all(names[id(parameter)].endswith("weight") for parameter in decayed["params"])
+    grouped = {id(parameter) for group in (decayed, exempt) for parameter in group["params"]}
+    assert grouped == set(names) - {id(frozen)}
+
+
+def rates(make, steps, **arguments):
+    """The learning rate at each optimizer step."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = make(optimizer, steps, **arguments)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_cosine_rises_then_falls_along_half_a_cosine():
+    seen = rates(schedules.cosine, 100, warmup=0.1, final=0.02)
+    assert seen[:10] == pytest.approx([0.5 * (1 + step) / 11 for step in range(10)], rel=0.11)
+    assert seen[:11] == sorted(seen[:11])
+    expected = [0.01 + 0.49 * (1 + math.cos(math.pi * step / 90)) / 2 for step in range(90)]
+    assert seen[10:] == pytest.approx(expected, rel=1e-6)
+
+
+def test_multistep_falls_at_its_milestones():
+    seen = rates(schedules.multistep, 20, warmup=0.1, milestones=[0.5, 0.75], gamma=0.1)
+    assert seen[2:10] == pytest.approx([0.5] * 8)
+    assert seen[10:15] == pytest.approx([0.05] * 5)
+    assert seen[15:] == pytest.approx([0.005] * 5)
+
+
+def test_constant_stays():
+    assert rates(schedules.constant, 10) == [0.5] * 10
+    assert rates(schedules.constant, 10, warmup=0.2)[2:] == pytest.approx([0.5] * 8)
+
+
+def classifier(**options):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 12))
+    return ImageClassifier(model, 12, **options)
+
+
+def test_the_loss_is_smoothed_cross_entropy_of_classes_or_probabilities():
+    task = classifier(label_smoothing=0.2)
+    task.log = lambda *args, **kwargs: None
+    task.optimizers = lambda: torch.optim.SGD(task.parameters(), lr=0.1)
+    images, labels = torch.randn(6, 1, 2, 2), torch.arange(6)
+    log_p = task(images).log_softmax(-1)
+    smooth = 0.8 * nn.functional.one_hot(labels, 12) + 0.2 / 12
+    expected = -(smooth * log_p).sum(-1).mean()
+    assert torch.allclose(task.training_step((images, labels), 0), expected)
+    assert torch.allclose(task.training_step((images, nn.functional.one_hot(labels, 12).float()), 0), expected)
+
+
+def test_predictions_are_the_likeliest_class_and_its_probability():
+    task = classifier()
+    images = torch.randn(5, 1, 2, 2)
+    predicted = task.predict_step((images,), 0)
+    probability = task(images).softmax(-1)
+    assert torch.equal(predicted["class"], probability.argmax(-1))
+    assert torch.allclose(predicted["probability"], probability.max(-1).values)
+
+
+def test_what_can_be_monitored():
+    assert classifier().monitored == ["val/loss", "val/accuracy", "val/accuracy_top5"]
+    assert ImageClassifier(nn.Identity(), 10).monitored == ["val/loss", "val/accuracy"]
