@@ -14,8 +14,8 @@ class Loader(DataLoader):
     """A DataLoader with a generator of its own, whose workers live on between epochs and whose UserErrors stay one line."""
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
-        alive = options.get("num_workers", 0) > 0
-        super().__init__(dataset, generator=torch.Generator(), persistent_workers=alive, **options)
+        defaults = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
+        super().__init__(dataset, **defaults | options)
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: workers start, and the sampler is read, at the first batch. Lightning makes the iterator before it
