@@ -54,28 +54,13 @@ def prepared(command: str, config: RunConfig) -> tuple[Path, ImageDataModule, Im
     return Path(config.ckpt_path), data, task
 
 
-def evaluation_summary(command: str, config: RunConfig, run: Run, task: ImageClassifier, path: Path) -> Summary:
-    """The summary of a command that does not train, without its figures yet."""
-    return Summary(
-        command=command,
-        status="completed",
-        overrides=run.overrides,
-        device=screen.device_name(config.trainer.accelerator),
-        precision=config.trainer.precision,
-        backward=config.backward.kind,
-        synthesis="none",
-        parameters=screen.parameter_count(task.model),
-        seconds=0.0,
-        checkpoint=str(path),
-    )
-
-
 def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
     """The whole of ``holotrain validate`` and ``holotrain test``."""
     started = time.monotonic()
     path, data, task = prepared(split, config)
     screen.show_start(split, config, run.choices, task.model, run.folder, path)
-    summary = evaluation_summary(split, config, run, task, path)
+    summary = Summary.of(run, config, task.model)
+    summary.checkpoint = str(path)
     summary.metrics = evaluate(split, config, run, task, data, path)
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)

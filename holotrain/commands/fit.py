@@ -76,21 +76,12 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
     throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
     best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
     last = str(run.last_checkpoint) if run.last_checkpoint.is_file() else None
-    return Summary(
-        command="fit",
-        status=status,
-        overrides=run.overrides,
-        device=screen.device_name(config.trainer.accelerator),
-        precision=config.trainer.precision,
-        backward=config.backward.kind,
-        synthesis="none",
-        parameters=screen.parameter_count(task.model),
-        seconds=0.0,
-        metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
-        epochs=trainer.current_epoch,
-        steps=trainer.global_step,
-        samples_per_second=throughput and throughput.samples_per_second,
-        step_seconds=throughput and throughput.step_seconds,
-        peak_memory_bytes=memory and memory.peak_bytes,
-        checkpoint=str(run.checkpoints / Path(best).name) if best and Path(best).is_file() else last,
-    )
+    summary = Summary.of(run, config, task.model, status)
+    summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
+    if throughput is not None:
+        summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds
+    if memory is not None:
+        summary.peak_memory_bytes = memory.peak_bytes
+    summary.checkpoint = str(run.checkpoints / Path(best).name) if best and Path(best).is_file() else last
+    return summary

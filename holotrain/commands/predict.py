@@ -7,9 +7,10 @@ from pathlib import Path
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import load_weights
-from holotrain.commands.evaluation import evaluation_summary, prepared
+from holotrain.commands.evaluation import prepared
 from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
+from holotrain.commands.summary import Summary
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.schema import PredictConfig
 
@@ -41,7 +42,8 @@ def run(config: PredictConfig, run: Run) -> int:
     writer.writerows((name, label, f"{probability:.6f}") for name, (label, probability) in rows)
     write_whole(run.folder / PREDICTIONS, text.getvalue())
 
-    summary = evaluation_summary("predict", config, run, task, path)
+    summary = Summary.of(run, config, task.model)
+    summary.checkpoint = str(path)
     summary.metrics = {"images": len(predicted)}
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)

@@ -2,28 +2,15 @@
 
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.config.build_trainer import device_kind
+from holotrain.commands.summary import SUMMARY, Summary, parameter_count
+from holotrain.config.build_trainer import device_name
 from holotrain.config.schema import RunConfig
 
 console = Console(highlight=False)
-
-
-def device_name(accelerator: str) -> str:
-    """The device in words: a GPU's name, or how many threads the CPU gives us."""
-    kind = device_kind(accelerator)
-    if kind == "cuda":
-        return torch.cuda.get_device_name()
-    return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
-
-
-def parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def show_start(
@@ -44,7 +31,7 @@ def show_start(
 
 def show_end(summary: Summary, folder: Path) -> None:
     """Says what came of it; the same figures as summary.json."""
-    rows = {name: f"{value:.4f}" for name, value in summary.metrics.items()}
+    rows = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in summary.metrics.items()}
     if summary.steps is not None:
         rows["steps"] = f"{summary.steps} in {summary.epochs} epochs"
     if summary.samples_per_second is not None:

@@ -1,12 +1,19 @@
 """What a run leaves in figures: summary.json."""
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from holotrain.commands.files import write_whole
+from holotrain.commands.run import Run
+from holotrain.config.build_trainer import device_name
+from holotrain.config.schema import RunConfig
 
 SUMMARY = "summary.json"
 
@@ -32,6 +39,21 @@ class Summary:
     peak_memory_bytes: int | None = None
     checkpoint: str | None = None
 
+    @classmethod
+    def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed") -> Summary:
+        """The summary of a run, without its figures yet."""
+        return cls(
+            command=run.command,
+            status=status,
+            overrides=run.overrides,
+            device=device_name(config.trainer.accelerator),
+            precision=config.trainer.precision,
+            backward=config.backward.kind,
+            synthesis="none",
+            parameters=parameter_count(model),
+            seconds=0.0,
+        )
+
     def write(self, folder: Path) -> None:
         """Writes ``summary.json`` into the run's folder, whole or not at all."""
         write_whole(folder / SUMMARY, json.dumps(_finite(asdict(self)), indent=2) + "\n")
@@ -41,6 +63,11 @@ def read(folder: Path) -> dict[str, Any] | None:
     """A run's summary; None where it left none."""
     path = folder / SUMMARY
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def parameter_count(model: nn.Module) -> int:
+    """How many numbers a model learns."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _finite(value: Any) -> Any:

@@ -67,6 +67,14 @@ def device_kind(accelerator: str) -> str:
     return "cpu"
 
 
+def device_name(accelerator: str) -> str:
+    """The device in words: a GPU's name, or how many threads the CPU gives us."""
+    kind = device_kind(accelerator)
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
+
+
 def check_device(config: TrainerConfig) -> None:
     """
     Raises:
@@ -149,8 +157,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
 
 def _throughput(config: RunConfig, data: ImageDataModule) -> ThroughputMonitor:
     """Counts FLOPs only where the device's peak is known: they serve MFU and HFU alone."""
-    kind = device_kind(config.trainer.accelerator)
-    name = torch.cuda.get_device_name() if kind == "cuda" else kind
+    name = device_name(config.trainer.accelerator)
     peak = config.callbacks.throughput.peak_flops or peak_flops(name, config.trainer.precision)
     if peak is None:
         return ThroughputMonitor()
