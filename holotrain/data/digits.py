@@ -13,8 +13,8 @@ from holotrain.data.images import ImageDataModule, held_out
 class Digits(ImageDataModule):
     """1,797 digits of 8x8 pixels, one channel (Alpaydin and Kaynak, 1998).
 
-    The test part is a fixed fifth of every class, whatever ``seed``. Augmentation turns them a little:
-    at this size a shift by a pixel is as good as another digit.
+    The test part is a fixed fifth of every class, whatever ``seed``. Augmentation turns digits by up to
+    ten degrees.
 
     Args:
         val_fraction: share of the rest that validates.

@@ -18,7 +18,7 @@ class TrainerConfig:
     precision: str = "32-true"
     """32-true, 64-true, bf16-mixed or 16-mixed (GPU only; scaled gradients)"""
 
-    max_epochs: int = 20
+    max_epochs: int = 16
     """passes over the training data"""
 
     max_steps: int = -1
