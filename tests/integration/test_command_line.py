@@ -86,20 +86,22 @@ def test_hparams_hold_options_and_real_metrics(holotrain):
     assert options["model.dim"].number_value == 16 and options["optimizer.kind"].string_value == "adamw"
 
 
-def test_the_same_losses_from_every_schedule(holotrain):
-    """64-bit, dropout and drop-path on: equal step by step."""
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-9), ("32-true", 1e-3)])
+def test_the_same_losses_from_every_schedule(holotrain, precision, tolerance):
+    """Fifty steps with dropout, drop-path and MixUp on."""
     losses = {}
     for backward in ("autograd", "checkpoint", "reversible"):
         status, _, _ = holotrain(
-            "fit", *SMALL, f"backward={backward}", "logger=csv", "trainer.precision=64-true", "model.dropout=0.1",
-            "model.drop_path=0.1", "test=false", f"output_dir={backward}", "data.mixup_alpha=0.2",
+            "fit", *SMALL, f"backward={backward}", "logger=csv", f"trainer.precision={precision}", "model.dropout=0.1",
+            "model.drop_path=0.1", "test=false", f"output_dir={backward}", "data.mixup_alpha=0.2", "trainer.max_epochs=5",
+            "trainer.limit_train_batches=10",
         )  # fmt: skip
         assert status == 0
         rows = csv.DictReader((only(Path(backward) / "fit") / "csv" / "version_0" / "metrics.csv").open())
         losses[backward] = [float(row["train/loss"]) for row in rows if row["train/loss"]]
-    assert len(losses["autograd"]) == 6
+    assert len(losses["autograd"]) == 50
     for backward in ("checkpoint", "reversible"):
-        assert losses[backward] == pytest.approx(losses["autograd"], rel=1e-9)
+        assert losses[backward] == pytest.approx(losses["autograd"], rel=tolerance)
 
 
 @pytest.fixture
