@@ -10,8 +10,6 @@ REMARKS = (
     ".*dirpath has changed.*",  # a run that continues in a folder of its own
     ".*LeafSpec.*",  # Lightning's use of a deprecated part of torch
     ".*Found .* module.* in eval mode.*",
-    ".*lr_scheduler.step.*before.*optimizer.step.*",  # SequentialLR does this to itself
-    ".*The epoch parameter in `scheduler.step.*",
 )
 
 

@@ -4,13 +4,21 @@ import csv
 import io
 from pathlib import Path
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from holotrain.commands import summary
 from holotrain.commands.files import write_whole
 from holotrain.commands.screen import console
 
-FIGURES = ("samples_per_second", "step_seconds", "peak_memory_bytes", "seconds")
+FIGURES = {
+    "samples_per_second": "samples/s",
+    "step_seconds": "s/step",
+    "peak_memory_bytes": "peak bytes",
+    "seconds": "seconds",
+}
+"""The figures of a summary that a table shows, and their headings on the screen."""
 
 
 def show_sweep(folders: list[Path]) -> None:
@@ -20,13 +28,14 @@ def show_sweep(folders: list[Path]) -> None:
     constant = {name for name in columns if name.startswith("train/") or len({row.get(name) for row in rows}) == 1}
     path = folders[0].parent / "sweep.csv"
     write_whole(path, _csv(columns, rows))
-    table = Table(title=f"sweep of {len(rows)} jobs", title_justify="left", title_style="bold")
+    table = Table(title=f"sweep of {len(rows)} jobs", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     shown = [name for name in columns if name in ("job", "status", *FIGURES) or name not in constant]
     for name in shown:
-        table.add_column(name, overflow="fold")
+        table.add_column(FIGURES.get(name, name), no_wrap=True)
     for row in rows:
         table.add_row(*(_short(row.get(name, "")) for name in shown))
-    console.print(table)
+    # Wider than the screen rather than cut or folded: a row stays a line, in a log too.
+    Console(highlight=False, width=max(console.width, 240)).print(table)
     console.print(f"written to {path}")
 
 

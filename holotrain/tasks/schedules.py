@@ -1,12 +1,16 @@
-"""Learning-rate schedules over a known number of optimizer steps, each after a linear warm-up."""
+"""Learning-rate schedules over a known number of optimizer steps, each after a linear warm-up.
 
-from collections.abc import Sequence
+Each is a function of the step alone, so a training that is resumed with more steps ahead follows the longer schedule.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR
 
 
-def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float = 0.0) -> LRScheduler:
+def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float = 0.0) -> LambdaLR:
     """Half a cosine from the optimizer's rate down to ``final`` times it.
 
     Args:
@@ -14,31 +18,28 @@ def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float =
         warmup: the part of them, in [0, 1), over which the rate first rises linearly from (almost) nothing.
         final: the last rate over the highest.
     """
-    rest = steps - _warmup_steps(steps, warmup)
-    return _warmed_up(optimizer, steps, warmup, CosineAnnealingLR(optimizer, rest, final * optimizer.param_groups[0]["lr"]))
+    rise = round(warmup * steps)
+
+    def factor(step: int) -> float:
+        done = min((step - rise) / max(steps - rise, 1), 1.0)
+        return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+
+    return _warmed_up(optimizer, rise, factor)
 
 
 def multistep(
     optimizer: Optimizer, steps: int, warmup: float = 0.0, milestones: Sequence[float] = (0.6, 0.8), gamma: float = 0.1
-) -> LRScheduler:
+) -> LambdaLR:
     """Multiplies the rate by ``gamma`` at each milestone, given as a part of the training, in (0, 1)."""
-    skipped = _warmup_steps(steps, warmup)
-    at = [max(round(part * steps) - skipped, 1) for part in milestones]
-    return _warmed_up(optimizer, steps, warmup, MultiStepLR(optimizer, at, gamma))
+    return _warmed_up(
+        optimizer, round(warmup * steps), lambda step: gamma ** sum(step >= round(part * steps) for part in milestones)
+    )
 
 
-def constant(optimizer: Optimizer, steps: int, warmup: float = 0.0) -> LRScheduler:
+def constant(optimizer: Optimizer, steps: int, warmup: float = 0.0) -> LambdaLR:
     """The optimizer's rate throughout."""
-    return _warmed_up(optimizer, steps, warmup, ConstantLR(optimizer, factor=1.0, total_iters=0))
+    return _warmed_up(optimizer, round(warmup * steps), lambda step: 1.0)
 
 
-def _warmup_steps(steps: int, warmup: float) -> int:
-    return min(round(warmup * steps), steps - 1)
-
-
-def _warmed_up(optimizer: Optimizer, steps: int, warmup: float, schedule: LRScheduler) -> LRScheduler:
-    length = _warmup_steps(steps, warmup)
-    if length == 0:
-        return schedule
-    rise = LinearLR(optimizer, start_factor=1 / (length + 1), total_iters=length)
-    return SequentialLR(optimizer, [rise, schedule], milestones=[length])
+def _warmed_up(optimizer: Optimizer, rise: int, factor: Callable[[int], float]) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: (step + 1) / (rise + 1) if step < rise else factor(step))
