@@ -3,12 +3,21 @@
 block      the coupling and its inverse
 sequence   a run of blocks: the public entrance
 schedules  the backward schedules by name
-recompute  the reversible schedule: one autograd Function a block on a shared tape
+recompute  the recomputing schedules: one autograd Function a block on a shared tape
 half       half a coupling forwards and backwards, the unit of recomputation
-ambient    random state and autocast, replayed in the recomputation
+lanes      where a recomputation runs while gradients are computed: in turn, a second stream, a second thread
+trial      whether overlap pays, measured
+grid       the fixed-point grid of an exact sequence
+kept       results that a recomputation reuses
+drift      how far a rebuilt input is from the true one
+ambient    random state, autocast and attention kernels, replayed in the recomputation
+buffers    buffers that a branch writes, written once
+keywords   keyword arguments through an autograd Function
+refusals   what cannot be right, refused by name
 """
 
+from holotrain.reversible.ambient import recomputing
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.sequence import ReversibleSequence
 
-__all__ = ["ReversibleBlock", "ReversibleSequence"]
+__all__ = ["ReversibleBlock", "ReversibleSequence", "recomputing"]

@@ -1,15 +1,35 @@
-"""What a forward takes from its surroundings, kept so that a recomputation can be given the same: random state, autocast.
+"""What a forward takes from its surroundings, kept so that a recomputation can be given the same.
 
-Both are kept per call, never on a module: two forwards before one backward each replay their own.
+Random state, autocast and the choice of attention kernels. All are kept per call, never on a module: two forwards before one
+backward each replay their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+from torch.backends import cuda as attention_kernels
+
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def recomputing() -> bool:
+    """Whether the code that asks runs in a recomputation: a forward hook can thus tell the second run from the first."""
+    return _recomputing.get()
+
+
+@contextmanager
+def recomputation() -> Iterator[None]:
+    """Inside, :func:`recomputing` is true."""
+    token = _recomputing.set(True)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
 
 
 @dataclass(frozen=True)
@@ -24,6 +44,13 @@ class RandomState:
     def capture(cls, device: torch.device) -> RandomState:
         accelerator = torch.get_device_module(device).get_rng_state(device) if _has_generator(device) else None
         return cls(device, torch.get_rng_state(), accelerator)
+
+    def moved(self) -> bool:
+        """Whether random numbers were drawn since."""
+        now = RandomState.capture(self.device)
+        if not torch.equal(now.cpu, self.cpu):
+            return True
+        return self.accelerator is not None and not torch.equal(now.accelerator, self.accelerator)
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -67,20 +94,49 @@ class AutocastState:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache)
 
 
-@dataclass(frozen=True)
-class Autocast:
-    """Autocast of the streams' device and of the CPU, where f and g may also work."""
+ATTENTION_KERNELS = {
+    attention_kernels.flash_sdp_enabled: attention_kernels.enable_flash_sdp,
+    attention_kernels.mem_efficient_sdp_enabled: attention_kernels.enable_mem_efficient_sdp,
+    attention_kernels.math_sdp_enabled: attention_kernels.enable_math_sdp,
+    attention_kernels.cudnn_sdp_enabled: attention_kernels.enable_cudnn_sdp,
+}
 
-    states: tuple[AutocastState, ...]
+
+@contextmanager
+def _attention_kernels(allowed: tuple[bool, ...]) -> Iterator[None]:
+    """Inside, scaled_dot_product_attention chooses among these kernels: another rounds, and draws its dropout, differently."""
+    ambient = tuple(enabled() for enabled in ATTENTION_KERNELS)
+    changes = [(enable, new, old) for enable, new, old in zip(ATTENTION_KERNELS.values(), allowed, ambient, strict=True)]
+    changes = [change for change in changes if change[1] != change[2]]
+    for enable, new, _ in changes:
+        enable(new)
+    try:
+        yield
+    finally:
+        for enable, _, old in changes:
+            enable(old)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Autocast of the streams' device and of the CPU, where f and g may also work, and the attention kernels allowed."""
+
+    autocast: tuple[AutocastState, ...]
+    kernels: tuple[bool, ...]
 
     @classmethod
-    def capture(cls, device: torch.device) -> Autocast:
+    def capture(cls, device: torch.device) -> Surroundings:
         kinds = {"cpu", device.type} - {"meta"}
-        return cls(tuple(AutocastState.capture(kind) for kind in sorted(kinds)))
+        return cls(
+            tuple(AutocastState.capture(kind) for kind in sorted(kinds)),
+            tuple(enabled() for enabled in ATTENTION_KERNELS),
+        )
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for state in self.states:
+            stack.enter_context(recomputation())
+            stack.enter_context(_attention_kernels(self.kernels))
+            for state in self.autocast:
                 stack.enter_context(state.replayed())
             yield

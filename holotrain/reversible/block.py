@@ -1,10 +1,14 @@
 """The additive coupling that makes a residual block invertible."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
+from holotrain.reversible.grid import Grid
 
-def couple(stream: Tensor, update: Tensor) -> Tensor:
-    """Returns ``stream + update``, which must keep the stream's shape and dtype.
+
+def couple(stream: Tensor, update: Tensor, grid: Grid | None = None) -> Tensor:
+    """Returns ``stream + update``, which must keep the stream's shape and dtype; with a grid, the update is rounded to it.
 
     Raises:
         ValueError: the update is no tensor of the stream's shape, or would widen the stream's dtype: the inverse could
@@ -16,12 +20,16 @@ def couple(stream: Tensor, update: Tensor) -> Tensor:
         raise ValueError(
             f"f and g of a ReversibleBlock must preserve the shape: {tuple(stream.shape)} became {tuple(update.shape)}"
         )
+    if grid is not None and update.dtype.itemsize <= stream.dtype.itemsize:
+        update = grid.round(update.to(stream.dtype))
     coupled = stream + update
     if coupled.dtype != stream.dtype:
         raise ValueError(
             f"a stream of dtype {stream.dtype} cannot hold an update of dtype {update.dtype} without changing its own; "
             f"cast the streams to {coupled.dtype}"
         )
+    if grid is not None:
+        grid.watch(coupled)
     return coupled
 
 
@@ -44,17 +52,39 @@ class ReversibleBlock(nn.Module):
         self.g = g
 
     def forward(
-        self, x1: Tensor, x2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
+        self,
+        x1: Tensor,
+        x2: Tensor,
+        f_kwargs: dict | None = None,
+        g_kwargs: dict | None = None,
+        *,
+        grid: Grid | None = None,
+        through: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Couples the streams; ``f_kwargs`` and ``g_kwargs`` are handed to f and g."""
-        y1 = couple(x1, self.f(x2, **(f_kwargs or {})))
-        y2 = couple(x2, self.g(y1, **(g_kwargs or {})))
+        """Couples the streams.
+
+        Args:
+            f_kwargs, g_kwargs: handed to f and g.
+            grid: to which the outputs of f and g are rounded; a :class:`ReversibleSequence` gives it.
+            through: runs the block in place of this method, within the hooks of its call (FSDP2's, a user's); a backward
+                schedule gives it.
+        """
+        if through is not None:
+            return through(x1, x2, f_kwargs or {}, g_kwargs or {})
+        y1 = couple(x1, self.f(x2, **(f_kwargs or {})), grid)
+        y2 = couple(x2, self.g(y1, **(g_kwargs or {})), grid)
         return y1, y2
 
     def inverse(
-        self, y1: Tensor, y2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
+        self,
+        y1: Tensor,
+        y2: Tensor,
+        f_kwargs: dict | None = None,
+        g_kwargs: dict | None = None,
+        *,
+        grid: Grid | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rebuilds (x1, x2) from (y1, y2), up to rounding; f and g must be deterministic (eval, or no dropout)."""
-        x2 = couple(y2, -self.g(y1, **(g_kwargs or {})))
-        x1 = couple(y1, -self.f(x2, **(f_kwargs or {})))
+        """Rebuilds (x1, x2) from (y1, y2), up to rounding, exactly on a grid; f and g must be deterministic (no dropout)."""
+        x2 = couple(y2, -self.g(y1, **(g_kwargs or {})), grid)
+        x1 = couple(y1, -self.f(x2, **(f_kwargs or {})), grid)
         return x1, x2

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from holotrain.reversible.ambient import Autocast, RandomState
+from holotrain.reversible.ambient import RandomState, Surroundings
 from holotrain.reversible.block import couple
+from holotrain.reversible.buffers import Buffers
+from holotrain.reversible.grid import Grid
+from holotrain.reversible.keywords import Keywords
+
+Kept = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 
 @dataclass(frozen=True)
-class Kwargs:
-    """Keyword arguments taken apart: tensors can then be inputs of an autograd Function, the rest is kept as it is."""
+class Call:
+    """What all halves of one call share.
 
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-    slots: tuple[int, ...]
+    Args:
+        surroundings: autocast and attention kernels as they stood.
+        grid: the fixed-point grid of an exact sequence.
+        kept: gives, for a half, the context that keeps chosen results in the forward and the one that reuses them.
+    """
 
-    @classmethod
-    def take_apart(cls, kwargs: dict) -> tuple[Kwargs, list[Tensor]]:
-        leaves, spec = tree_flatten(kwargs)
-        slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        kept = tuple(None if i in slots else leaf for i, leaf in enumerate(leaves))
-        return cls(kept, spec, slots), [leaves[i] for i in slots]
-
-    def put_together(self, tensors: list[Tensor]) -> dict:
-        leaves = list(self.leaves)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            leaves[slot] = tensor
-        return tree_unflatten(leaves, self.spec)
+    surroundings: Surroundings
+    grid: Grid | None = None
+    kept: Kept | None = None
 
 
 @dataclass
@@ -41,66 +40,146 @@ class Half:
 
     Args:
         module: f or g.
-        parameters: those of its parameters that require grad.
-        kwargs: its keyword arguments, less the tensors.
-        autocast: autocast as it stood at the call.
+        keywords: its keyword arguments, less the tensors.
+        call: what it shares with the others.
     """
 
     module: nn.Module
-    parameters: list[nn.Parameter]
-    kwargs: Kwargs
-    autocast: Autocast
-    random: RandomState | None = field(default=None, init=False)
+    keywords: Keywords
+    call: Call
+    parameters: list[nn.Parameter] = field(init=False)
+    replays: RandomState | None = field(default=None, init=False)
+    buffers: Buffers | None = field(default=None, init=False)
+    reuse: AbstractContextManager = field(default_factory=nullcontext, init=False)
 
-    def forward(self, target: Tensor, source: Tensor, tensors: list[Tensor]) -> Tensor:
-        """Returns ``target + module(source)``; remembers the random state it started from."""
-        self.random = RandomState.capture(source.device)
-        return couple(target, self.module(source, **self.kwargs.put_together(tensors)))
+    def __post_init__(self) -> None:
+        parameters = list(self.module.parameters())
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._read = [(parameter, parameter._version) for parameter in parameters]
 
-    def backward(
-        self, coupled: Tensor, source: Tensor, tensors: list[Tensor], grad: Tensor
-    ) -> tuple[Tensor, Tensor | None, list[Tensor | None], list[Tensor | None]]:
-        """Undoes the half and differentiates it, on one recomputation of the module.
+    @property
+    def draws(self) -> bool:
+        """Whether the forward drew random numbers."""
+        return self.replays is not None
+
+    def forward(self, target: Tensor, source: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Returns ``target + module(source)``; remembers what its recomputation must be given again."""
+        random = RandomState.capture(source.device)
+        buffers = Buffers(self.module)
+        keywords = self.keywords.put_together(tensors)
+        recorded, self.keywords = self.keywords, self.keywords.by_value()
+        with ExitStack() as stack:
+            if self.call.kept is not None:
+                keep, self.reuse = self.call.kept()
+                stack.enter_context(keep)
+            if self.call.kept is not None or is_compiled(self.module):
+                # Compiled code and the choice of kernels may differ between a forward that is differentiated and one that
+                # is not: the two runs must be the same code to round, and draw, the same.
+                stack.enter_context(torch.enable_grad())
+                source = source.detach().requires_grad_()
+            version = source._version
+            update = self.module(source, **keywords)
+        if source._version != version:
+            raise ValueError(
+                "f or g changed its input in place, so that the other stream is no longer what it was coupled with; "
+                "let its first operation make a new tensor (inplace=False)"
+            )
+        recorded.require_unchanged(keywords, tensors)
+        self.replays = random if random.moved() else None
+        self.buffers = buffers.written()
+        return couple(target, update.detach() if isinstance(update, Tensor) else update, self.call.grid)
+
+    def recompute(self, coupled: Tensor, source: Tensor, tensors: Sequence[Tensor], overwrite: bool = False) -> Rebuilt:
+        """Runs the module once more, with a graph, and undoes the half.
 
         Args:
             coupled: ``target + module(source)``.
             source: the other stream, which this half leaves as it is.
             tensors: the tensors among its keyword arguments.
-            grad: the gradient of the loss in ``coupled``; it is the gradient in ``target`` too.
+            overwrite: the target may take the memory of ``coupled``.
 
-        Returns:
-            target, the gradient in source (None where the module does not use it), the gradients in ``tensors`` and those
-            in ``parameters``.
+        Raises:
+            RuntimeError: a parameter was changed in place since the forward.
         """
+        if any(parameter._version != version for parameter, version in self._read):
+            raise RuntimeError(
+                "a parameter of f or g was changed in place between the forward and its recomputation in the backward, so "
+                "the activations can no longer be rebuilt; step the optimizer after the backward"
+            )
         source = source.detach().requires_grad_()
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        parameters, call = self._differentiable()
-        with torch.enable_grad(), self.autocast.replayed(), self.random.replayed():
-            # A view, so that the module sees no leaf: hooks over several gradients cannot be told of leaves in here.
-            update = call(source.view_as(source), **self.kwargs.put_together(tensors))
-        target = coupled - update.detach()
+        keywords = self.keywords.by_value().put_together(tensors)
+        parameters, run = self._differentiable()
+        with torch.enable_grad():
+            seen = source.view_as(source)  # no leaf: hooks over several gradients cannot be told of leaves in here
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.call.surroundings.replayed())
+            if self.replays is not None:
+                stack.enter_context(self.replays.replayed())
+            if self.buffers is not None:
+                stack.enter_context(self.buffers.replayed())
+            stack.enter_context(self.reuse)  # last: it counts every operation from here
+            update = run(seen, **keywords)
+        added = update.detach()
+        if self.call.grid is not None:
+            added = self.call.grid.round(added.to(coupled.dtype))
+        target = coupled.sub_(added) if overwrite else coupled - added
+        return Rebuilt(target, update, source, tensors, parameters)
 
-        wanted = [source, *(tensor for tensor in tensors if tensor.requires_grad), *parameters]
-        if not update.requires_grad:
-            grads = [None] * len(wanted)
-        else:
-            grads = list(torch.autograd.grad(update, wanted, grad.to(update.dtype), allow_unused=True))
-        of_source, rest = grads[0], iter(grads[1:])
-        of_tensors = [next(rest) if tensor.requires_grad else None for tensor in tensors]
-        return target, of_source, of_tensors, list(rest)
-
-    def _differentiable(self):
+    def _differentiable(self) -> tuple[list[Tensor], Callable[..., Tensor]]:
         """The leaves to differentiate in, and the module as a function of them.
 
         They are the parameters themselves, unless one carries a tensor hook: differentiating in it would run the hook here
         and again when the gradient reaches the parameter. Then the module runs on aliases, which carry none.
         """
-        if not any(parameter._backward_hooks for parameter in self.parameters):
+        if not self.hooked:
             return self.parameters, self.module
         alias = {id(parameter): parameter.detach().requires_grad_() for parameter in self.parameters}
         named = {name: alias[id(p)] for name, p in self.module.named_parameters() if id(p) in alias}
 
-        def call(source: Tensor, **kwargs: Any) -> Tensor:
-            return torch.func.functional_call(self.module, named, (source,), kwargs, tie_weights=True)
+        def run(source: Tensor, **keywords: Any) -> Tensor:
+            return torch.func.functional_call(self.module, named, (source,), keywords, tie_weights=True)
 
-        return [alias[id(parameter)] for parameter in self.parameters], call
+        return [alias[id(parameter)] for parameter in self.parameters], run
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a parameter carries a tensor hook."""
+        return any(parameter._backward_hooks for parameter in self.parameters)
+
+
+@dataclass
+class Rebuilt:
+    """A half recomputed: its target, and the graph of its module, to be differentiated once."""
+
+    target: Tensor
+    update: Tensor
+    source: Tensor
+    tensors: list[Tensor]
+    parameters: list[Tensor]
+
+    def differentiate(self, grad: Tensor | None) -> Gradients:
+        """The gradients behind ``grad``, that of the coupled stream; frees the graph."""
+        wanted = [self.source, *(tensor for tensor in self.tensors if tensor.requires_grad), *self.parameters]
+        if grad is None or not self.update.requires_grad:
+            grads = [None] * len(wanted)
+        else:
+            grads = list(torch.autograd.grad(self.update, wanted, grad.to(self.update.dtype), allow_unused=True))
+        of_source, rest = grads[0], iter(grads[1:])
+        of_tensors = [next(rest) if tensor.requires_grad else None for tensor in self.tensors]
+        return Gradients(of_source, of_tensors, list(rest))
+
+
+@dataclass
+class Gradients:
+    """Of one half, None where it does not depend: in its source, its keyword tensors and its parameters."""
+
+    source: Tensor | None
+    tensors: list[Tensor | None]
+    parameters: list[Tensor | None]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has hold of the module or a part of it."""
+    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules())

@@ -1,8 +1,13 @@
-"""The sequential reversible schedule: each block's backward rebuilds the block's input and hands it to the block before.
+"""The recomputing schedules: each block's backward rebuilds the block's input and hands it to the block before.
 
 One autograd Function a block, with the parameters among its inputs: their gradients reach them one block after the other
-during the backward, so whatever listens there (DDP's all-reduce, hooks, ``torch.autograd.grad``) works as in plain training.
-The blocks of one call share a tape, on which the streams travel backwards; between calls nothing is shared.
+during the backward, so whatever listens there (DDP's all-reduce, FSDP2's reduce-scatter, hooks, ``torch.autograd.grad``) works
+as in plain training. The Function is applied within the block's own call, so that hooks on the block bracket it.
+
+The blocks of one call share a tape, on which the streams travel backwards; between calls nothing is shared. With lanes that
+overlap (:mod:`holotrain.reversible.lanes`) the half blocks form a pipeline: while one half is differentiated, the next is
+recomputed, and no more than two of their graphs are alive. This is PaReprop (arXiv 2306.09342) by halves, where the published
+form works by whole blocks and keeps four.
 """
 
 from __future__ import annotations
@@ -11,35 +16,78 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from holotrain.reversible.ambient import Autocast
 from holotrain.reversible.block import ReversibleBlock
-from holotrain.reversible.half import Half, Kwargs
+from holotrain.reversible.drift import Witness
+from holotrain.reversible.half import Call, Half
+from holotrain.reversible.keywords import Keywords
+from holotrain.reversible.lanes import Lanes, Started
+from holotrain.reversible.refusals import require_untouched, shards_itself
+from holotrain.reversible.trial import Overlap
 
 
 class Tape:
-    """The streams of one call on their way back: ``streams[i]`` is the output of block i, rebuilt by block i + 1."""
+    """What the blocks of one call share.
 
-    def __init__(self, depth: int) -> None:
-        self.last = depth - 1
+    ``streams[i]`` is the output of block i, rebuilt by block i + 1; ``ahead[i]`` is the recomputation of its g, where one was
+    started before block i's turn.
+    """
+
+    def __init__(self, overlap: Overlap | None, witness: Witness | None) -> None:
+        self.steps: list[_Step] = []
         self.streams: dict[int, tuple[Tensor, Tensor]] = {}
+        self.ahead: dict[int, Started] = {}
+        self.lanes = Lanes()
+        self.clock = None
+        self.overlap = overlap
+        self.witness = witness
+
+    def begin(self, stream: Tensor) -> None:
+        """At the last block's backward: forgets what an earlier one left, chooses the lanes."""
+        self.streams.clear()
+        self.ahead.clear()
+        self.lanes, self.clock = Lanes(), None
+        if self.overlap is not None:
+            movable = not any(step.sharded for step in self.steps)
+            self.lanes, self.clock = self.overlap.begin(stream, movable)
+
+    def end(self, x1: Tensor, x2: Tensor) -> None:
+        """At the first block's backward, with its rebuilt input."""
+        if self.clock is not None:
+            self.clock.stop()
+        if self.witness is not None:
+            self.witness.compare(x1, x2)
 
 
 class _Step:
-    """One block in one call: what its Function needs that is no tensor."""
+    """One block in one call; what its Function needs that is no tensor."""
 
-    def __init__(self, tape: Tape, index: int, f: Half, g: Half) -> None:
-        self.tape, self.index, self.f, self.g = tape, index, f, g
+    def __init__(self, tape: Tape, block: ReversibleBlock, call: Call) -> None:
+        self.tape, self.block, self.call = tape, block, call
+        self.sharded = shards_itself(block)
+        self.index = len(tape.steps)
+        tape.steps.append(self)
 
     @property
     def is_last(self) -> bool:
-        return self.index == self.tape.last
+        return self.index == len(self.tape.steps) - 1
+
+    def __call__(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> tuple[Tensor, Tensor]:
+        """Runs the block: called from within its ``forward``."""
+        f_keywords, f_tensors = Keywords.take_apart(f_kwargs)
+        g_keywords, g_tensors = Keywords.take_apart(g_kwargs)
+        self.f = Half(self.block.f, f_keywords, self.call)
+        self.g = Half(self.block.g, g_keywords, self.call)
+        self.entered, self.left = (
+            (x1, x2),
+            _ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *self.f.parameters, *self.g.parameters),
+        )
+        return self.left
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Parts the keyword tensors, f's first, then g's."""
-        count = len(self.f.kwargs.slots)
-        return list(tensors[:count]), list(tensors[count : count + len(self.g.kwargs.slots)])
+        count = len(self.f.keywords.slots)
+        return list(tensors[:count]), list(tensors[count : count + len(self.g.keywords.slots)])
 
 
 class _ReversibleFunction(torch.autograd.Function):
@@ -51,40 +99,93 @@ class _ReversibleFunction(torch.autograd.Function):
         y1 = step.f.forward(x1, x2, f_tensors)
         y2 = step.g.forward(x2, y1, g_tensors)
         ctx.step = step
+        ctx.set_materialize_grads(False)
         # Only the last block keeps its streams; saving the keyword tensors lets autograd notice in-place edits of them.
         ctx.save_for_backward(*((y1, y2) if step.is_last else ()), *f_tensors, *g_tensors)
         return y1, y2
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y1: Tensor, grad_y2: Tensor):
-        step: _Step = ctx.step
-        saved = ctx.saved_tensors
-        y1, y2 = saved[:2] if step.is_last else step.tape.streams.pop(step.index)
-        f_tensors, g_tensors = step.split(saved[2:] if step.is_last else saved)
+    def backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "second derivatives (create_graph=True) do not pass through a block that is recomputed; "
+                'use backward="autograd" or "checkpoint"'
+            )
+        with torch.no_grad():
+            return _backward(ctx, grad_y1, grad_y2)
 
-        x2, through_g, of_g_tensors, of_g = step.g.backward(y2, y1, g_tensors, grad_y2)
-        grad_x1 = grad_y1 if through_g is None else grad_y1 + through_g
-        del y2, grad_y1, through_g
-        x1, through_f, of_f_tensors, of_f = step.f.backward(y1, x2, f_tensors, grad_x1)
-        grad_x2 = grad_y2 if through_f is None else grad_y2 + through_f
 
-        if step.index > 0:
-            step.tape.streams[step.index - 1] = (x1, x2)
-        return None, grad_x1, grad_x2, *of_f_tensors, *of_g_tensors, *of_f, *of_g
+def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
+    step: _Step = ctx.step
+    tape, saved = step.tape, ctx.saved_tensors
+    if step.is_last:
+        y1, y2, *saved = saved
+        tape.begin(y1)
+    elif step.index in tape.streams:
+        y1, y2 = tape.streams.pop(step.index)
+    else:
+        raise RuntimeError(
+            f"the loss depends on the output of block {step.index} but not on that of the last block, from which it is "
+            f"rebuilt; let block {step.index} be the last of a sequence of its own"
+        )
+    f_tensors, g_tensors = step.split(saved)
+    lanes = tape.lanes
+    owned = not (step.is_last or lanes.overlapped)  # streams on the tape are nobody else's: targets may take their place
+    first = step.index == 0 or not any(ctx.needs_input_grad[1:3])
+
+    lanes.enter()
+    of_g = tape.ahead.pop(step.index, None) or lanes.start_g(
+        step.g, lambda: step.g.recompute(y2, y1, g_tensors, overwrite=owned)
+    )
+    g = of_g.result()
+    x2 = g.target
+    of_f = lanes.start_f(step.f, lambda: step.f.recompute(y1, x2, f_tensors, overwrite=owned))
+    g_gradients = g.differentiate(grad_y2)
+    grad_x1 = _sum(grad_y1, g_gradients.source)
+    mark = lanes.mark()
+    f = of_f.result()
+    x1 = f.target
+    del g, of_g, of_f, y1, y2
+
+    if not first:
+        tape.streams[step.index - 1] = (x1, x2)
+        if lanes.overlapped:
+            before = tape.steps[step.index - 1].g  # it shares this block's keyword tensors
+            tape.ahead[step.index - 1] = lanes.start_g(before, lambda: before.recompute(x2, x1, g_tensors))
+    with lanes.differentiating_f(mark):
+        f_gradients = f.differentiate(grad_x1)
+        grad_x2 = _sum(grad_y2, f_gradients.source)
+    if first:
+        tape.end(x1, x2)
+
+    gradients = (*f_gradients.tensors, *g_gradients.tensors, *f_gradients.parameters, *g_gradients.parameters)
+    return None, grad_x1, grad_x2, *gradients
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b
 
 
 def run_recomputing(
-    blocks: Sequence[ReversibleBlock], x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict
+    blocks: Sequence[ReversibleBlock],
+    x1: Tensor,
+    x2: Tensor,
+    f_kwargs: dict,
+    g_kwargs: dict,
+    call: Call,
+    overlap: Overlap | None = None,
+    witness: Witness | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the blocks and stores nothing between them; the backward recomputes one half block at a time."""
-    tape = Tape(len(blocks))
-    autocast = Autocast.capture(x1.device)
-    f_call, f_tensors = Kwargs.take_apart(f_kwargs)
-    g_call, g_tensors = Kwargs.take_apart(g_kwargs)
-    for index, block in enumerate(blocks):
-        f = Half(block.f, [p for p in block.f.parameters() if p.requires_grad], f_call, autocast)
-        g = Half(block.g, [p for p in block.g.parameters() if p.requires_grad], g_call, autocast)
-        step = _Step(tape, index, f, g)
-        x1, x2 = _ReversibleFunction.apply(step, x1, x2, *f_tensors, *g_tensors, *f.parameters, *g.parameters)
+    """Runs the blocks and stores nothing between them; the backward recomputes them half by half."""
+    tape = Tape(overlap, witness)
+    steps = [_Step(tape, block, call) for block in blocks]
+    if witness is not None:
+        witness.remember(x1, x2)
+    for step in steps:
+        given = x1, x2
+        x1, x2 = step.block(x1, x2, f_kwargs, g_kwargs, through=step)
+        require_untouched(step.block, given, step.entered, step.left, (x1, x2))
+        del step.entered, step.left
     return x1, x2

@@ -1,12 +1,24 @@
 """A run of reversible blocks and the schedule of its backward."""
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
+from holotrain.reversible.ambient import RandomState, Surroundings
 from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.buffers import Buffers
+from holotrain.reversible.checkpointing import run_checkpointing
+from holotrain.reversible.drift import Witness
+from holotrain.reversible.grid import FixedPointGrid, Grid
+from holotrain.reversible.half import Call
+from holotrain.reversible.kept import Keeper
+from holotrain.reversible.recompute import run_recomputing
 from holotrain.reversible.schedules import SCHEDULES, run_storing
+from holotrain.reversible.trial import Overlap
 
 
 class ReversibleSequence(nn.Module):
@@ -16,20 +28,47 @@ class ReversibleSequence(nn.Module):
         blocks: the blocks, first to last.
         backward: ``"autograd"`` stores everything (the reference), ``"checkpoint"`` stores the two streams between blocks
             (torch.utils.checkpoint), ``"reversible"`` stores nothing between blocks and rebuilds each block's input from its
-            output. It is a plain attribute: it may be changed between calls and is no part of the ``state_dict``.
+            output, ``"pareprop"`` does so while the gradients of the block behind are computed (arXiv 2306.09342) and falls
+            back to ``"reversible"`` where it measures that this does not pay.
+        store: blocks that keep their activations all the same: how many of the last, or their indices.
+        exact: rounds the outputs of f and g, and the streams at the entrance, to a fixed-point grid, on which the streams are
+            rebuilt bit for bit however deep the stack. True chooses the grid from the first batch and keeps it in the
+            ``state_dict``; a number k asks for multiples of 2^-k, which hold magnitudes below 2^(24-k) (fp64: 2^(53-k)).
+        keep: results that the recomputation reuses instead: ``"attention"`` (the output of scaled_dot_product_attention) or
+            names of operators such as ``"aten.mm.default"``. For ``"reversible"`` and ``"pareprop"``.
+
+    ``backward``, ``store`` and ``keep`` are plain attributes: they may be changed between calls and are no part of the
+    ``state_dict``.
 
     Raises:
-        ValueError: an unknown ``backward``; an f or g that does not preserve shape and dtype (at the call).
+        ValueError: an unknown ``backward`` or ``keep``, a ``store`` that names no block; an f or g that does not preserve shape
+            and dtype, a combination that cannot be right (at the call).
+        TypeError: something else than a ReversibleBlock among the blocks.
 
     Without gradients (``torch.no_grad``, ``torch.inference_mode``, nothing that requires grad) the blocks simply run. Under
     autocast half-precision streams are widened to fp32: only f and g run in half precision, since streams that are rounded
     at every addition cannot be rebuilt.
     """
 
-    def __init__(self, blocks: Iterable[ReversibleBlock], backward: str = "reversible") -> None:
+    def __init__(
+        self,
+        blocks: Iterable[ReversibleBlock],
+        backward: str = "reversible",
+        store: int | Collection[int] = 0,
+        exact: bool | int = False,
+        keep: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        for block in self.blocks:
+            _require_block(block)
         self.backward = backward
+        self.store = store
+        self.keep = keep
+        self.exact = exact
+        self.grid = None if exact is False else FixedPointGrid(None if exact is True else exact)
+        self.witnesses: list[Witness] | None = None
+        self._overlap = Overlap()
 
     @property
     def backward(self) -> str:
@@ -40,6 +79,27 @@ class ReversibleSequence(nn.Module):
         if name not in SCHEDULES:
             raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
         self._backward = name
+
+    @property
+    def store(self) -> int | Collection[int]:
+        return self._store
+
+    @store.setter
+    def store(self, store: int | Collection[int]) -> None:
+        depth = len(self.blocks)
+        self._stored = frozenset(range(depth - store, depth) if isinstance(store, int) else store)
+        if not self._stored <= set(range(depth)):
+            raise ValueError(f"store must be a number of blocks up to {depth} or indices below {depth}, not {store!r}")
+        self._store = store
+
+    @property
+    def keep(self) -> Collection[str]:
+        return self._keep
+
+    @keep.setter
+    def keep(self, keep: Collection[str]) -> None:
+        self._keeper = Keeper((keep,) if isinstance(keep, str) else keep) if keep else None
+        self._keep = keep
 
     def forward(
         self, x1: Tensor, x2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
@@ -60,19 +120,83 @@ class ReversibleSequence(nn.Module):
                 f"{tuple(x1.shape)} {x1.dtype} on {x1.device} and {tuple(x2.shape)} {x2.dtype} on {x2.device}"
             )
         x1, x2 = _widened(x1), _widened(x2)
-        run = SCHEDULES[self.backward] if torch.is_grad_enabled() else run_storing
-        return run(self.blocks, x1, x2, f_kwargs or {}, g_kwargs or {})
+        f_kwargs, g_kwargs = f_kwargs or {}, g_kwargs or {}
+        grid = None
+        if self.grid is not None:
+            grid = self.grid.in_call(x1.dtype)
+            if not self.grid.known:
+                self._choose_grid(x1, x2, f_kwargs, g_kwargs)
+            x1, x2 = grid.entered(x1), grid.entered(x2)
+        if self.witnesses is not None:
+            self.witnesses.clear()
+        for stored, blocks in self._runs():
+            if stored:
+                x1, x2 = run_storing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+            elif self.backward == "checkpoint":
+                x1, x2 = run_checkpointing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+            elif torch.compiler.is_compiling():
+                x1, x2 = torch.compiler.disable(self._run_recomputing)(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+            else:
+                x1, x2 = self._run_recomputing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+        if self.grid is not None:
+            self.grid.report(x1.dtype)
+        return x1, x2
+
+    def _runs(self) -> Iterator[tuple[bool, list[ReversibleBlock]]]:
+        """Runs of blocks in a row that are all stored, or all not."""
+        everything = self.backward == "autograd" or not torch.is_grad_enabled()
+        numbered = enumerate(self.blocks)
+        for stored, run in groupby(numbered, lambda pair: everything or pair[0] in self._stored):
+            yield stored, [block for _, block in run]
+
+    def _run_recomputing(
+        self, blocks: list[ReversibleBlock], x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict, grid: Grid | None
+    ) -> tuple[Tensor, Tensor]:
+        witness = None
+        if self.witnesses is not None:
+            self.witnesses.append(witness := Witness())
+        call = Call(Surroundings.capture(x1.device), grid, self._keeper)
+        overlap = self._overlap if self.backward == "pareprop" else None
+        return run_recomputing(blocks, x1, x2, f_kwargs, g_kwargs, call, overlap, witness)
+
+    def _choose_grid(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> None:
+        """Runs the blocks once, without a trace, to see how large the streams become."""
+        streams = [x1, x2]
+        with torch.no_grad(), RandomState.capture(x1.device).replayed(), Buffers(self).replayed():
+            largest = torch.stack([x1, x2]).abs().amax()
+            for block in self.blocks:
+                streams = block(*streams, f_kwargs, g_kwargs)
+                largest = torch.maximum(largest, torch.stack(streams).abs().amax())
+        self.grid.choose(largest.item(), x1.dtype)
 
     def inverse(
         self, y1: Tensor, y2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rebuilds (x1, x2) from (y1, y2), up to rounding; f and g must be deterministic (eval, or no dropout)."""
+        """Rebuilds (x1, x2) from (y1, y2), up to rounding, exactly if ``exact``; f and g must be deterministic (no dropout)."""
+        grid = None if self.grid is None else self.grid.in_call(y1.dtype)
         for block in reversed(self.blocks):
-            y1, y2 = block.inverse(y1, y2, f_kwargs, g_kwargs)
+            y1, y2 = block.inverse(y1, y2, f_kwargs, g_kwargs, grid=grid)
         return y1, y2
 
+    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+        if self.grid is None:
+            state_dict.pop(prefix + "grid.step", None)  # a checkpoint of an exact sequence
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def extra_repr(self) -> str:
-        return f"backward={self.backward!r}"
+        options = {"backward": self.backward, "store": self.store, "keep": self.keep}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items() if value or name == "backward")
+
+
+def _require_block(block: nn.Module) -> None:
+    plain = getattr(block, "_orig_mod", block)
+    if not isinstance(plain, ReversibleBlock):
+        raise TypeError(f"a ReversibleSequence takes ReversibleBlocks, not {type(block).__name__}")
+    if type(plain).forward is not ReversibleBlock.forward:
+        raise TypeError(
+            f"{type(plain).__name__} has a forward of its own, which the recomputation would not know; "
+            "put the change into f or g"
+        )
 
 
 def _widened(stream: Tensor) -> Tensor:

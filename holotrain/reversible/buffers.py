@@ -1,0 +1,58 @@
+"""Buffers that a branch writes in its forward (running statistics, power iterations): written once, read as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+@dataclass
+class _Buffer:
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    before: Tensor
+
+    def written(self) -> bool:
+        return self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version
+
+
+class Buffers:
+    """The buffers of a module in training, copied before its forward.
+
+    A batch norm updates its statistics in place; a recomputation must not do so again, and a module whose output depends on
+    a buffer that it also writes (spectral norm) must find the value that it found the first time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [
+            _Buffer(owner, name, tensor, tensor._version, tensor.clone())
+            for owner in module.modules()
+            if owner.training
+            for name, tensor in owner._buffers.items()
+            if tensor is not None
+        ]
+
+    def written(self) -> Buffers | None:
+        """Keeps the copies of those that the forward wrote; None if there are none."""
+        # torch's normalisations write their statistics without counting it as a version.
+        writers = {id(b.owner) for b in self._buffers if b.written() or isinstance(b.owner, _NormBase)}
+        self._buffers = [buffer for buffer in self._buffers if id(buffer.owner) in writers]
+        return self if self._buffers else None
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, the module has buffers of its own with the values of before; afterwards its real ones, untouched."""
+        present = [(buffer, buffer.owner._buffers[buffer.name]) for buffer in self._buffers]
+        for buffer in self._buffers:
+            buffer.owner._buffers[buffer.name] = buffer.before.clone()
+        try:
+            yield
+        finally:
+            for buffer, tensor in present:
+                buffer.owner._buffers[buffer.name] = tensor

@@ -1,0 +1,68 @@
+"""``torch.utils.checkpoint`` block by block, with what it leaves out: buffers written once, keyword arguments by value."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from holotrain.reversible.ambient import recomputation
+from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.buffers import Buffers
+from holotrain.reversible.grid import Grid
+from holotrain.reversible.keywords import Keywords
+
+
+def run_checkpointing(
+    blocks: Sequence[ReversibleBlock], x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict, grid: Grid | None = None
+) -> tuple[Tensor, Tensor]:
+    """The two streams between blocks are stored, the inside is recomputed."""
+    keywords, tensors = Keywords.take_apart({"f_kwargs": f_kwargs, "g_kwargs": g_kwargs})
+    for block in blocks:
+        x1, x2 = _Checkpointed(block, keywords, grid)(x1, x2, *tensors)
+    return x1, x2
+
+
+class _Checkpointed:
+    """One block in one call."""
+
+    def __init__(self, block: ReversibleBlock, keywords: Keywords, grid: Grid | None) -> None:
+        self.block, self.grid = block, grid
+        self.keywords, self.as_given = keywords, keywords.by_value()
+        self.buffers: Buffers | None = Buffers(block)
+
+    def __call__(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        contexts = self._recorded(), _Reusable(self._replayed)
+        return checkpoint(self._run, x1, x2, *tensors, use_reentrant=False, context_fn=lambda: contexts)
+
+    def _run(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block(x1, x2, **self.keywords.put_together(tensors), grid=self.grid)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        yield
+        self.buffers = self.buffers.written()
+        self.keywords = self.as_given
+
+    @contextmanager
+    def _replayed(self) -> Iterator[None]:
+        with recomputation():
+            if self.buffers is None:
+                yield
+            else:
+                with self.buffers.replayed():
+                    yield
+
+
+class _Reusable(AbstractContextManager):
+    """A context entered anew each time: a retained graph is recomputed more than once."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager]) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._entered = self._context()
+        self._entered.__enter__()
+
+    def __exit__(self, *error) -> bool | None:
+        return self._entered.__exit__(*error)

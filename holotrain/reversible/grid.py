@@ -1,0 +1,135 @@
+"""The fixed-point grid of an exact sequence: streams on multiples of one step, which additions keep without rounding.
+
+A sum of two multiples of 2^-k that stays below 2^(m-k), m the bits of the significand, is itself a multiple that the
+floating-point format holds: the coupling then undoes itself bit for bit. The streams at the entrance and every output of f
+and g are rounded to the grid; the gradient passes the rounding straight through.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+HEADROOM_BITS = 5
+"""How far the streams may outgrow the magnitudes of the first batch, 2^5-fold, on a grid chosen from the data."""
+
+
+def significand_bits(dtype: torch.dtype) -> int:
+    """24 for fp32, 53 for fp64."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, step: Tensor) -> Tensor:
+        return torch.round(x / step).mul_(step)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Grid:
+    """The grid in one call.
+
+    Args:
+        step: 0-dim tensor, the power of two 2^-k whose multiples the streams are.
+        largest: 0-dim tensor that gathers the largest magnitude of the streams.
+    """
+
+    def __init__(self, step: Tensor, largest: Tensor) -> None:
+        self._step = step
+        self._largest = largest
+
+    def round(self, x: Tensor) -> Tensor:
+        """The nearest multiples of the step; the gradient passes straight through."""
+        return _Round.apply(x, self._step.to(x.dtype))
+
+    def entered(self, stream: Tensor) -> Tensor:
+        """A stream at the entrance, on the grid."""
+        self.watch(stream)
+        return self.round(stream)
+
+    def watch(self, stream: Tensor) -> None:
+        """Gathers the stream's largest magnitude, on the device."""
+        largest = torch.linalg.vector_norm(stream.detach(), ord=torch.inf)
+        self._largest.copy_(torch.maximum(self._largest, largest))
+
+
+class FixedPointGrid(nn.Module):
+    """The grid of a sequence, chosen by the user or from the first batch.
+
+    Args:
+        bits: k, for multiples of 2^-k; None: the finest grid that leaves :data:`HEADROOM_BITS` above the largest magnitude
+            that the streams reach in the first batch. What was chosen stays in the ``state_dict``.
+
+    A stream that outgrows the grid is reported by a warning, once: on a CPU by the forward in which it happens, on other
+    devices by a later one, so that the host never waits.
+    """
+
+    def __init__(self, bits: int | None = None) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.tensor(math.nan if bits is None else 2.0**-bits))
+        self.register_buffer("_largest", torch.zeros(()), persistent=False)
+        self.known = bits is not None
+        self._reported = False
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def choose(self, largest: float, dtype: torch.dtype) -> None:
+        """Fits the grid to streams of this magnitude."""
+        exponent = math.ceil(math.log2(largest)) if largest > 0 and math.isfinite(largest) else 0
+        self.step.fill_(2.0 ** (exponent + HEADROOM_BITS - significand_bits(dtype)))
+        self.known = True
+
+    def in_call(self, dtype: torch.dtype) -> Grid:
+        """The grid for one call on streams of ``dtype``.
+
+        Raises:
+            ValueError: streams that are coarser than fp32.
+        """
+        if significand_bits(dtype) < 24:
+            raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
+        return Grid(self.step, self._largest)
+
+    def report(self, dtype: torch.dtype) -> None:
+        """Warns if a stream has outgrown the grid, as far as the host can know without waiting."""
+        if self._reported:
+            return
+        if self._largest.device.type != "cuda":
+            self._compare(self._largest.item(), self.step.item(), dtype)
+        elif not torch.cuda.is_current_stream_capturing():
+            if self._arriving is None:
+                figures = torch.stack((self._largest, self.step))
+                host = torch.empty_like(figures, device="cpu", pin_memory=True).copy_(figures, non_blocking=True)
+                self._arriving = host, torch.cuda.current_stream().record_event()
+            elif self._arriving[1].query():
+                self._compare(*self._arriving[0].tolist(), dtype)
+                self._arriving = None
+
+    def _compare(self, largest: float, step: float, dtype: torch.dtype) -> None:
+        limit = step * 2.0 ** significand_bits(dtype)
+        if not largest < limit:
+            self._reported = True
+            fits = -math.ceil(math.log2(largest)) + significand_bits(dtype) - 1 if math.isfinite(largest) else None
+            remedy = f"exact={fits} would hold it" if fits is not None else "the training has diverged"
+            warnings.warn(
+                f"a stream reached {largest:.4g}, past the {limit:.4g} that a grid of 2^{round(math.log2(step))} holds: "
+                f"from there the inverse is no longer exact; {remedy}",
+                stacklevel=4,
+            )
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *rest) -> None:
+        """A checkpoint of a sequence that was not exact brings no grid: then the choice is still to be made."""
+        known_missing = []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, known_missing, *rest)
+        missing_keys.extend(key for key in known_missing if key != prefix + "step")
+        self.known = not math.isnan(self.step.item())
+
+    def __getstate__(self):
+        return self.__dict__ | {"_arriving": None}
+
+    def extra_repr(self) -> str:
+        return f"step={self.step.item()}" if self.known else "step=chosen from the first batch"

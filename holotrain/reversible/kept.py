@@ -1,0 +1,70 @@
+"""Results worth keeping: dear to recompute and cheap to store, so that a recomputation skips the operations behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+
+def _attention() -> tuple[OpOverload, ...]:
+    names = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    return tuple(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
+
+
+KEPT = {"attention": _attention}
+"""What can be kept by a word: ``attention`` is the output of scaled_dot_product_attention, one stream's worth a block."""
+
+
+def _operators(word: str) -> tuple[OpOverload, ...]:
+    if word in KEPT:
+        return KEPT[word]()
+    found = torch.ops
+    for name in word.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, OpOverload):
+        raise ValueError(f"keep takes {', '.join(KEPT)} or operators such as aten.mm.default, not {word!r}")
+    return (found,)
+
+
+class Keeper:
+    """Gives every half the context that keeps in its forward and the one that reuses in its recomputation.
+
+    Args:
+        words: ``"attention"``, or the full names of operators.
+
+    Raises:
+        ValueError: an unknown word.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = tuple(words)
+        self._operators = frozenset(operator for word in self._words for operator in _operators(word))
+
+    def __reduce__(self):
+        return Keeper, (self._words,)
+
+    def __call__(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        return create_selective_checkpoint_contexts(self._policy)
+
+    def _policy(self, context, operator, *args, **kwargs) -> CheckpointPolicy:
+        if operator in self._operators and not _drops(operator, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(operator: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether the call draws a dropout mask: skipping it would shift the random numbers of all that follows."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            return (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0
+    return False

@@ -1,0 +1,137 @@
+"""Where recomputations run while gradients are computed: nowhere else, on a second CUDA stream, or on a second thread.
+
+A schedule starts the recomputation of a half before it needs the result. What "start" means is the lane's affair:
+
+- in turn: nothing happens until the result is asked for;
+- streams: f's halves live on a side stream, g's on the ambient one. Autograd runs a backward op on the stream of its forward
+  op, so while the gradients of one half are computed on its stream, the next half is recomputed on the other;
+- thread: a worker recomputes while the calling thread differentiates.
+
+All waiting on CUDA is done by the GPU, on events; the host never synchronises. Memory is handed between the streams without
+``record_stream``: at the start of every block the side stream waits for the ambient one, at its end the ambient stream waits
+for the side stream, and whoever drops the last reference to a tensor does so only after its stream has been waited for. Thus
+each of the two pools holds one half's graph and no more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from holotrain.reversible.half import Half, Rebuilt
+
+Recompute = Callable[[], Rebuilt]
+
+
+class Started(Protocol):
+    """A recomputation under way."""
+
+    def result(self) -> Rebuilt: ...
+
+
+class Lanes:
+    """In turn: the sequential schedule, and what the others are forms of."""
+
+    overlapped = False
+
+    def enter(self) -> None:
+        """At the start of a block's backward."""
+
+    def start_g(self, half: Half, recompute: Recompute) -> Started:
+        return _InTurn(recompute)
+
+    def start_f(self, half: Half, recompute: Recompute) -> Started:
+        return _InTurn(recompute)
+
+    def mark(self) -> Any:
+        """A point in the ambient order of work."""
+
+    def differentiating_f(self, mark: Any) -> AbstractContextManager:
+        """Where f's graph is differentiated, after ``mark``; on leaving, its results may be used."""
+        return nullcontext()
+
+
+class _InTurn:
+    def __init__(self, recompute: Recompute) -> None:
+        self._recompute = recompute
+
+    def result(self) -> Rebuilt:
+        return self._recompute()
+
+
+class ThreadLanes(Lanes):
+    """A worker thread recomputes. Halves that touch what threads share (generators, buffers, hooks) are done in turn."""
+
+    overlapped = True
+
+    def start_g(self, half: Half, recompute: Recompute) -> Started:
+        if half.draws or half.buffers is not None or half.hooked:
+            return _InTurn(recompute)
+        return _worker(os.getpid()).submit(recompute)
+
+    start_f = start_g
+
+
+@cache
+def _worker(process: int) -> ThreadPoolExecutor:
+    """One thread a process; a fork starts its own."""
+    return ThreadPoolExecutor(1, thread_name_prefix="holotrain-recompute")
+
+
+class StreamLanes(Lanes):
+    """f's halves on the side stream that belongs to the ambient one, g's on the ambient stream."""
+
+    overlapped = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._ambient = torch.cuda.current_stream(device)
+        self._side = _side_stream(device, self._ambient.cuda_stream)
+
+    def enter(self) -> None:
+        self._side.wait_stream(self._ambient)
+
+    def start_g(self, half: Half, recompute: Recompute) -> Started:
+        return _early(recompute, self._ambient, self._ambient)
+
+    def start_f(self, half: Half, recompute: Recompute) -> Started:
+        return _early(recompute, self._side, self._ambient)
+
+    def mark(self) -> torch.cuda.Event:
+        return self._ambient.record_event()
+
+    @contextmanager
+    def differentiating_f(self, mark: torch.cuda.Event):
+        self._side.wait_event(mark)
+        with torch.cuda.stream(self._side):
+            yield
+        self._ambient.wait_stream(self._side)
+
+
+def _early(recompute: Recompute, stream: torch.cuda.Stream, ambient: torch.cuda.Stream) -> Started:
+    try:
+        with torch.cuda.stream(stream):
+            rebuilt = recompute()
+    except torch.OutOfMemoryError:
+        return _InTurn(recompute)  # there was no room for two halves at once: put off until the first is gone
+    return _OnStream(rebuilt, stream.record_event(), ambient)
+
+
+class _OnStream:
+    def __init__(self, rebuilt: Rebuilt, done: torch.cuda.Event, ambient: torch.cuda.Stream) -> None:
+        self._rebuilt, self._done, self._ambient = rebuilt, done, ambient
+
+    def result(self) -> Rebuilt:
+        self._ambient.wait_event(self._done)
+        return self._rebuilt
+
+
+@cache
+def _side_stream(device: torch.device, ambient: int) -> torch.cuda.Stream:
+    """One for every ambient stream, so that a sequence within a branch of another has a side of its own."""
+    return torch.cuda.Stream(device)

@@ -1,0 +1,59 @@
+"""What a recomputed block cannot be combined with, refused by name in the forward rather than wrong in the backward."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor, nn
+
+Streams = tuple[Tensor, Tensor]
+
+
+def shards_itself(block: nn.Module) -> bool:
+    """Whether the block's parameters are gathered in its own call (FSDP2), or a part of it talks to other processes.
+
+    Raises:
+        ValueError: f or g, or a part of them, is wrapped by something that acts in forwards and backwards of its own.
+    """
+    found = False
+    for part in block.modules():
+        kind = type(part)
+        if kind.__module__.startswith("torch.nn.parallel") or _is("FullyShardedDataParallel", part):
+            raise ValueError(
+                f"{kind.__name__} inside a ReversibleBlock acts once in the forward and again in the recomputation; "
+                "wrap the whole model, or fully_shard the blocks"
+            )
+        if _is("FSDPModule", part):
+            if part is not block:
+                raise ValueError(
+                    "fully_shard was applied to f, g or a part of them; a recomputed block gathers its parameters as a whole: "
+                    "apply fully_shard to the ReversibleBlock"
+                )
+            found = True
+        found = found or isinstance(part, nn.SyncBatchNorm)
+    return found
+
+
+def _is(name: str, module: nn.Module) -> bool:
+    """isinstance by a class of torch.distributed.fsdp, which is not imported for the question's sake."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, name))
+
+
+def require_untouched(block: nn.Module, given: Streams, entered: Streams, left: Streams, returned: Streams) -> None:
+    """Refuses hooks on a block that put other streams in the place of its inputs or outputs: the tape would not know of them.
+
+    Raises:
+        ValueError: the streams that entered the coupling are not those given, or those that it left are not those returned.
+    """
+    for before, after, which, kind in ((given, entered, "inputs", "pre-hook"), (left, returned, "outputs", "forward hook")):
+        if not all(_same(a, b) for a, b in zip(before, after, strict=True)):
+            raise ValueError(
+                f"something changed the {which} of a {type(block).__name__} on the way (a {kind}, or fully_shard with a "
+                "MixedPrecisionPolicy, which casts the streams: give it cast_forward_inputs=False and no output_dtype, and "
+                'train under torch.autocast); the block could not be rebuilt. Use backward="autograd" or "checkpoint"'
+            )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata

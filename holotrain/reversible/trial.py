@@ -1,0 +1,122 @@
+"""Whether overlap pays is measured: the first backwards of each shape take turns, and the faster schedule stays."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Hashable
+
+import torch
+
+from holotrain.reversible.lanes import Lanes, StreamLanes, ThreadLanes
+
+WARM_UPS = 1
+MEASURED = 5
+
+
+class Trial:
+    """In turn against overlapped, for one shape of work. Alternates, then keeps whichever has the lower median."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._begun = 0
+        self._verdict: bool | None = None
+
+    def overlap(self) -> bool:
+        """Whether the next backward is to overlap."""
+        if self._verdict is not None:
+            return self._verdict
+        self._begun += 1
+        return self._begun % 2 == 0
+
+    def report(self, overlapped: bool, seconds: float) -> None:
+        """One backward took so long."""
+        self._seconds[overlapped].append(seconds)
+        measured = [self._seconds[kind][WARM_UPS:] for kind in (False, True)]
+        if self._verdict is None and all(len(times) >= MEASURED for times in measured):
+            in_turn, beside = (statistics.median(times) for times in measured)
+            self._verdict = beside < in_turn
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self.seconds: float | None = None
+
+    def stop(self) -> None:
+        self.seconds = time.perf_counter() - self._begin
+
+
+class _DeviceClock:
+    """Events on the stream, read when they have come to pass: the host never waits."""
+
+    def __init__(self) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin.record()
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._end.record()
+        self._stopped = True
+
+    @property
+    def seconds(self) -> float | None:
+        return self._begin.elapsed_time(self._end) / 1e3 if self._stopped and self._end.query() else None
+
+
+class Overlap:
+    """Chooses the lanes of each backward of one sequence, and learns from the time that it took.
+
+    Overlap is tried on CUDA, and on a CPU whose operations run on one thread while other cores are idle: where one operation
+    uses all cores already, a second thread only gets in its way.
+    """
+
+    def __init__(self) -> None:
+        self._trials: dict[Hashable, Trial] = {}
+        self._running: list[tuple[Trial, bool, _HostClock | _DeviceClock]] = []
+
+    def begin(self, stream: torch.Tensor, movable: bool) -> tuple[Lanes, _HostClock | _DeviceClock | None]:
+        """The lanes of a backward that begins now, and the clock to stop at its end.
+
+        Args:
+            stream: one of the two.
+            movable: nothing forbids to recompute ahead of time.
+        """
+        if not (movable and _may_overlap(stream.device)):
+            return Lanes(), None
+        self._read_clocks()
+        cuda = stream.device.type == "cuda"
+        if cuda and torch.cuda.is_current_stream_capturing():
+            return StreamLanes(stream.device), None  # a graph is replayed without a host: only the arithmetic counts
+        trial = self._trials.setdefault((stream.shape, stream.dtype, stream.device, torch.get_num_threads()), Trial())
+        overlapped = trial.overlap()
+        clock = _DeviceClock() if cuda else _HostClock()
+        self._running.append((trial, overlapped, clock))
+        if not overlapped:
+            return Lanes(), clock
+        return (StreamLanes(stream.device) if cuda else ThreadLanes()), clock
+
+    def _read_clocks(self) -> None:
+        waiting = []
+        for trial, overlapped, clock in self._running:
+            if (seconds := clock.seconds) is None:
+                waiting.append((trial, overlapped, clock))
+            else:
+                trial.report(overlapped, seconds)
+        self._running = waiting[-8:]  # a backward that never ended stops no clock
+
+    def __reduce__(self):
+        return Overlap, ()  # what was learned belongs to this process and this sequence: copies learn anew
+
+
+def _may_overlap(device: torch.device) -> bool:
+    if torch._C._len_torch_dispatch_stack():
+        return False  # whoever watches the operations (a FLOP counter, a memory tracker) must see all, in order
+    if device.type == "cuda":
+        return True
+    return device.type == "cpu" and torch.get_num_threads() == 1 and _cores() > 1
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
