@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +20,9 @@ def run_checkpointing(
     """The two streams between blocks are stored, the inside is recomputed."""
     keywords, tensors = Keywords.take_apart({"f_kwargs": f_kwargs, "g_kwargs": g_kwargs})
     for block in blocks:
+        if torch.compiler.is_compiling():  # the compiler recomputes by rules of its own, which take no contexts
+            x1, x2 = checkpoint(block, x1, x2, f_kwargs, g_kwargs, grid=grid, use_reentrant=False)
+            continue
         x1, x2 = _Checkpointed(block, keywords, grid)(x1, x2, *tensors)
     return x1, x2
 

@@ -13,6 +13,7 @@ form works by whole blocks and keeps four.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,11 +136,11 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
 
     lanes.enter()
     of_g = tape.ahead.pop(step.index, None) or lanes.start_g(
-        step.g, lambda: step.g.recompute(y2, y1, g_tensors, overwrite=owned)
+        step.g, partial(step.g.recompute, y2, y1, g_tensors, overwrite=owned)
     )
     g = of_g.result()
     x2 = g.target
-    of_f = lanes.start_f(step.f, lambda: step.f.recompute(y1, x2, f_tensors, overwrite=owned))
+    of_f = lanes.start_f(step.f, partial(step.f.recompute, y1, x2, f_tensors, overwrite=owned))
     g_gradients = g.differentiate(grad_y2)
     grad_x1 = _sum(grad_y1, g_gradients.source)
     mark = lanes.mark()
@@ -151,7 +152,7 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
         tape.streams[step.index - 1] = (x1, x2)
         if lanes.overlapped:
             before = tape.steps[step.index - 1].g  # it shares this block's keyword tensors
-            tape.ahead[step.index - 1] = lanes.start_g(before, lambda: before.recompute(x2, x1, g_tensors))
+            tape.ahead[step.index - 1] = lanes.start_g(before, partial(before.recompute, x2, x1, g_tensors))
     with lanes.differentiating_f(mark):
         f_gradients = f.differentiate(grad_x1)
         grad_x2 = _sum(grad_y2, f_gradients.source)

@@ -1,0 +1,66 @@
+"""DDP and FSDP2 on two gloo processes against one process: figures from two_processes.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+SCRIPT = Path(__file__).with_name("two_processes.py")
+DEPTH = 4
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("two_processes")
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(SCRIPT)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "store"), str(folder / "found.json")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
+def test_gradients_equal_those_of_one_process(found, backward):
+    errors = found["errors"][backward]
+    assert len(errors) == 9
+    assert max(errors.values()) <= 1e-12, errors
+
+
+@pytest.mark.parametrize("backward", ["reversible", "pareprop"])
+@pytest.mark.parametrize(("kind", "collective"), [("ddp", "all-reduce"), ("fsdp2", "reduce-scatter")])
+def test_each_block_is_reduced_before_the_backward_ends(found, backward, kind, collective):
+    """Between the recomputation of a block and that of the block two before it, its gradients are on their way."""
+    order = found["orders"][backward][kind]
+    assert collective in order[order.index(f"recompute {DEPTH - 1}") :]
+    for block in range(2, DEPTH):
+        begun, reached = order.index(f"recompute {block}"), order.index(f"recompute {block - 2}")
+        assert collective in order[begun:reached], order
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fully_shard on f", "apply fully_shard to the ReversibleBlock"),
+        ("streams cast to bf16", "cast_forward_inputs=False"),
+        ("DDP within", "DistributedDataParallel inside a ReversibleBlock"),
+        ("FSDP1 within", "FullyShardedDataParallel inside a ReversibleBlock"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(found, name, words):
+    assert words in found["refused"][name]

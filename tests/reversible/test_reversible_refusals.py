@@ -1,0 +1,186 @@
+"""What cannot be right is refused, by name, at the first forward or in the backward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+
+SCHEDULES = ["autograd", "checkpoint", "reversible", "pareprop"]
+RECOMPUTING = ["reversible", "pareprop"]
+WIDTH = 4
+
+
+class Narrowing(nn.Module):
+    def forward(self, x):
+        return x[..., :1]
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, bias=0.0, log=None, module=None):
+        if log is not None:
+            log.append(x.mean())
+        return self.linear(x) + bias
+
+
+class Reentrant(Scaled):
+    def forward(self, x):
+        return checkpoint(self.linear, x, use_reentrant=True)
+
+
+def sequence(f=Scaled, g=Scaled, depth=2, backward="reversible") -> ReversibleSequence:
+    return ReversibleSequence([ReversibleBlock(f(), g()) for _ in range(depth)], backward)
+
+
+def streams():
+    return torch.randn(3, WIDTH, requires_grad=True), torch.randn(3, WIDTH)
+
+
+@pytest.mark.parametrize("backward", SCHEDULES)
+@pytest.mark.parametrize(
+    ("f", "words"), [(Narrowing, "preserve the shape"), (Doubling, "dtype"), (lambda: nn.LSTM(4, 4), "return one tensor")]
+)
+def test_a_branch_that_changes_shape_or_dtype(f, words, backward):
+    with pytest.raises(ValueError, match=words):
+        sequence(f, nn.Identity, backward=backward)(*streams())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"backward": "revresible"}, ValueError, "autograd, checkpoint, reversible, pareprop"),
+        ({"store": 3}, ValueError, "up to 2"),
+        ({"store": -1}, ValueError, "up to 2"),
+        ({"store": [0, 2]}, ValueError, "indices below 2"),
+        ({"keep": ["atention"]}, ValueError, "attention"),
+        ({"keep": ["aten.mm"]}, ValueError, "aten.mm.default"),
+    ],
+)
+def test_options(options, error, words):
+    with pytest.raises(error, match=words):
+        ReversibleSequence(sequence().blocks, **options)
+
+
+def test_blocks_of_another_kind():
+    with pytest.raises(TypeError, match="takes ReversibleBlocks, not Linear"):
+        ReversibleSequence([nn.Linear(4, 4)])
+
+    class Other(ReversibleBlock):
+        def forward(self, x1, x2, **keywords):
+            return x2, x1
+
+    with pytest.raises(TypeError, match="forward of its own"):
+        ReversibleSequence([Other(Scaled(), Scaled())])
+
+
+@pytest.mark.parametrize(
+    ("x1", "x2"),
+    [(torch.zeros(2, 4), torch.zeros(3, 4)), (torch.zeros(2, 4), torch.zeros(2, 4).double()), (torch.zeros(2, 4).int(),) * 2],
+)
+def test_streams_that_do_not_match(x1, x2):
+    with pytest.raises(ValueError, match="share shape"):
+        sequence()(x1, x2)
+
+
+@pytest.mark.parametrize("backward", RECOMPUTING)
+def test_second_derivatives(backward):
+    x1, x2 = streams()
+    loss = sum(y.pow(2).sum() for y in sequence(backward=backward)(x1, x2))
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(loss, x1, create_graph=True)
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", *RECOMPUTING])
+def test_a_keyword_tensor_edited_before_the_backward(backward):
+    bias = torch.zeros(WIDTH)
+    net = sequence(lambda: KeywordSaver(), backward=backward)
+    loss = sum(y.sum() for y in net(*streams(), f_kwargs={"bias": bias}))
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class KeywordSaver(Scaled):
+    def forward(self, x, bias):
+        return self.linear(x) * bias
+
+
+@pytest.mark.parametrize("backward", RECOMPUTING)
+def test_an_output_edited_before_the_backward(backward):
+    y1, y2 = sequence(backward=backward)(*streams())
+    y1.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (y1 * y2).sum().backward()
+
+
+@pytest.mark.parametrize("backward", RECOMPUTING)
+def test_a_parameter_stepped_before_the_backward(backward):
+    """Rebuilding with other weights would silently give other activations."""
+    net = sequence(backward=backward)
+    loss = sum(net(*streams())).sum()
+    with torch.no_grad():
+        net.blocks[0].f.linear.weight.add_(1)
+    with pytest.raises(RuntimeError, match="step the optimizer after the backward"):
+        loss.backward()
+
+
+def test_a_branch_that_edits_its_input():
+    with pytest.raises(ValueError, match="changed its input in place"):
+        sequence(lambda: nn.ReLU(inplace=True))(torch.randn(3, WIDTH, requires_grad=True) * 1, torch.randn(3, WIDTH))
+
+
+def test_a_branch_that_reports_through_its_keywords():
+    with pytest.raises(ValueError, match="added to or replaced part of its keyword arguments"):
+        sequence()(*streams(), f_kwargs={"log": []})
+
+
+def test_a_keyword_module_with_parameters():
+    with pytest.raises(TypeError, match="module with parameters to train"):
+        sequence()(*streams(), f_kwargs={"module": nn.Linear(2, 2)})
+
+
+def test_a_keyword_that_cannot_be_copied():
+    with pytest.raises(TypeError, match="generator cannot be copied"):
+        sequence()(*streams(), f_kwargs={"module": (number for number in range(3))})
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_that_changes_a_blocks_streams(hook):
+    net = sequence()
+    if hook == "register_forward_hook":
+        net.blocks[0].register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
+    else:
+        net.blocks[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2, *inputs[1:]))
+    with pytest.raises(ValueError, match="changed the (in|out)puts of a ReversibleBlock"):
+        net(*streams())
+
+
+def test_a_loss_on_an_inner_block_alone():
+    net, seen = sequence(depth=3), []
+    net.blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    net(*streams())
+    with pytest.raises(RuntimeError, match="last of a sequence of its own"):
+        seen[0].sum().backward()
+
+
+def test_reentrant_checkpointing_within_a_branch():
+    x1, x2 = streams()
+    loss = sum(sequence(Reentrant)(x1, x2)).sum()
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        loss.backward()
+
+
+def test_half_precision_streams_are_warned_of():
+    net = sequence().bfloat16()
+    with pytest.warns(UserWarning, match="streams of torch.bfloat16"):
+        net(*(stream.bfloat16() for stream in streams()))

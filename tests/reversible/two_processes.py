@@ -1,0 +1,207 @@
+"""One of two gloo processes: every case trains a step on its half of the batch, rank 0 compares with one process on the whole.
+
+    python two_processes.py RANK STORE RESULTS
+
+Not a test by itself: test_reversible_distributed.py starts it twice and reads what rank 0 wrote.
+"""
+
+import json
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.nn.parallel import DistributedDataParallel
+
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing, trial
+
+WIDTH, DEPTH, BATCH = 16, 4, 4
+events: list[str] = []
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x, bias=None):
+        if recomputing():
+            events.append(f"recompute {self.number}")
+        hidden = torch.tanh(self.inner(self.norm(x)))
+        return self.outer(hidden if bias is None else hidden + bias)
+
+
+class Model(nn.Module):
+    def __init__(self, backward: str, store: int = 0, exact=False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 32))
+        self.spare = nn.Linear(WIDTH, WIDTH)  # never used
+        self.sequence = ReversibleSequence([ReversibleBlock(Branch(), Branch()) for _ in range(DEPTH)], backward, store, exact)
+        self.head = nn.Linear(WIDTH, 1)
+        for number, block in enumerate(self.sequence.blocks):
+            block.f.number = block.g.number = number
+
+    def forward(self, x):
+        x = self.stem(x)
+        y1, y2 = self.sequence(x, x.tanh(), f_kwargs={"bias": self.bias})
+        return self.head(y1 * y2).square().mean()
+
+
+def model(backward: str, **options) -> Model:
+    torch.manual_seed(0)
+    return Model(backward, **options).double()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2 * BATCH, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def ddp(net, **options):
+    return DistributedDataParallel(net, bucket_cap_mb=1e-3, **options)
+
+
+def logged(state, bucket):
+    events.append("all-reduce")
+    return allreduce_hook(state, bucket)
+
+
+class LoggedReduceScatter(DefaultReduceScatter):
+    def __call__(self, *arguments, **keywords):
+        events.append("reduce-scatter")
+        return super().__call__(*arguments, **keywords)
+
+
+def step(net, x, times: int = 1) -> None:
+    """``times`` micro-batches; all but the last without synchronisation."""
+    for turn in range(times):
+        if turn < times - 1 and isinstance(net, DistributedDataParallel):
+            with net.no_sync():
+                (net(x * (turn + 1)) / times).backward()
+        else:
+            (net(x * (turn + 1)) / times).backward()
+
+
+def sharded(net, **options):
+    for block in net.sequence.blocks:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def freeze(net):
+    net.stem.requires_grad_(False)
+    net.sequence.blocks[1].requires_grad_(False)
+    return net
+
+
+CASES = {
+    "ddp": (lambda net: ddp(net, find_unused_parameters=True), 1),
+    "ddp, static graph": (lambda net: ddp(net, static_graph=True), 1),
+    "ddp, frozen parts": (lambda net: ddp(freeze(net), find_unused_parameters=True), 1),
+    "ddp, no_sync": (lambda net: ddp(net, find_unused_parameters=True), 3),
+    "fsdp2": (sharded, 1),
+    "fsdp2, kept whole after the forward": (lambda net: sharded(net, reshard_after_forward=False), 1),
+    "fsdp2, root alone": (fully_shard, 1),
+    "fsdp2, frozen parts": (lambda net: sharded(freeze(net)), 1),
+    "fsdp2, accumulating": (sharded, 2),
+}
+
+
+def error(backward: str, name: str, rank: int) -> float:
+    wrap, times = CASES[name]
+    reference = model("autograd")
+    if "frozen" in name:
+        freeze(reference)
+    step(reference, batch(), times)
+    net = wrap(model(backward))
+    inner = net.module if isinstance(net, DistributedDataParallel) else net
+    rounds = 2 if "static" in name else 1  # a static graph is learned in the first
+    for _ in range(rounds):
+        net.zero_grad()
+        step(net, batch()[rank * BATCH : (rank + 1) * BATCH], times)
+    worst = 0.0
+    for (key, parameter), (_, true) in zip(inner.named_parameters(), reference.named_parameters(), strict=True):
+        grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        if (grad is None and true.grad is None) or key.startswith("spare"):
+            continue
+        worst = max(worst, ((grad - true.grad).abs().max() / true.grad.abs().max()).item())
+    return worst
+
+
+def order(kind: str, backward: str, rank: int) -> list[str]:
+    """What happens in a backward, in order: recomputations and collectives."""
+    net = model(backward)
+    if kind == "ddp":
+        net = ddp(net, find_unused_parameters=True)
+        net.register_comm_hook(None, logged)
+    else:
+        net = sharded(net)
+        for part in (net, *net.sequence.blocks):
+            part.set_custom_reduce_scatter(LoggedReduceScatter())
+    for _ in range(2):  # the first settles DDP's buckets
+        events.clear()
+        step(net, batch()[rank * BATCH : (rank + 1) * BATCH])
+    return list(events)
+
+
+def shard_a_branch(net):
+    fully_shard(net.sequence.blocks[1].f)
+    return fully_shard(net)
+
+
+def cast_blocks(net):
+    for block in net.sequence.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return fully_shard(net)
+
+
+def wrap_a_branch(wrapper):
+    def wrap(net):
+        net.sequence.blocks[1].f = wrapper(net.sequence.blocks[1].f)
+        return net
+
+    return wrap
+
+
+REFUSED = {
+    "fully_shard on f": shard_a_branch,
+    "streams cast to bf16": cast_blocks,
+    "DDP within": wrap_a_branch(DistributedDataParallel),
+    "FSDP1 within": wrap_a_branch(lambda f: FullyShardedDataParallel(f, device_id=torch.device("cpu"))),
+}
+
+
+def refusal(name: str) -> str:
+    net = REFUSED[name](model("reversible"))
+    try:
+        net(batch())
+    except ValueError as refused:
+        return str(refused)
+    return "not refused"
+
+
+def main(rank: int, store: str, results: str) -> None:
+    torch.set_num_threads(1)
+    trial._cores = lambda: 2
+    trial.Trial.overlap = lambda self: True  # pareprop on a thread
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    init_device_mesh("cpu", (2,))
+    found = {"errors": {}, "orders": {}, "refused": {}}
+    for backward in ("checkpoint", "reversible", "pareprop"):
+        found["errors"][backward] = {name: error(backward, name, rank) for name in CASES}
+        if backward != "checkpoint":
+            found["orders"][backward] = {kind: order(kind, backward, rank) for kind in ("ddp", "fsdp2")}
+    found["refused"] = {name: refusal(name) for name in REFUSED}
+    if rank == 0:
+        with open(results, "w") as file:
+            json.dump(found, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
