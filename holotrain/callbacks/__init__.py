@@ -2,6 +2,7 @@
 
 memory        MemoryMonitor: peak memory phase by phase
 probe         where its figures come from
+drift         DriftMonitor: how far rebuilt activations are from the true ones
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
 clock         CUDA events or the host's clock
 flops         FLOPs of a training step, peaks of known devices
@@ -11,6 +12,7 @@ exact_resume ExactResume: what Lightning leaves out of a checkpoint
 epoch_log     EpochLog: a line an epoch
 """
 
+from holotrain.callbacks.drift import DriftMonitor
 from holotrain.callbacks.epoch_log import EpochLog
 from holotrain.callbacks.exact_checkpoint import ExactCheckpoint, last_checkpoint
 from holotrain.callbacks.exact_resume import ExactResume
@@ -20,6 +22,7 @@ from holotrain.callbacks.memory import MemoryMonitor
 from holotrain.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
+    "DriftMonitor",
     "EpochLog",
     "ExactCheckpoint",
     "ExactResume",

@@ -9,7 +9,7 @@ from torch import nn
 from holotrain import data as datasets
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.data import DataConfig
-from holotrain.config.schema.model import ModelConfig
+from holotrain.config.schema.model import BackwardConfig, ModelConfig
 from holotrain.errors import UserError
 from holotrain.models import RevViT, ViT, compile_blocks
 from holotrain.tasks import ImageClassifier, optimizers, schedules
@@ -42,12 +42,13 @@ def build_data(config: DataConfig, seed: int) -> datasets.ImageDataModule:
         return DATA[config.kind](**_arguments(config), seed=seed)
 
 
-def build_model(config: ModelConfig, backward: str, data: datasets.ImageDataModule) -> nn.Module:
+def build_model(config: ModelConfig, backward: BackwardConfig, data: datasets.ImageDataModule) -> nn.Module:
     """The model for the images and classes of ``data``."""
     channels, size, _ = data.image_shape
     arguments = _arguments(config) | {"patch_size": config.patch_size or default_patch_size(size)}
+    arguments |= {"backward": backward.kind, **backward.engine()}
     with described_by("model"):
-        return MODELS[config.kind](image_size=size, channels=channels, classes=data.num_classes, backward=backward, **arguments)
+        return MODELS[config.kind](image_size=size, channels=channels, classes=data.num_classes, **arguments)
 
 
 def default_patch_size(image_size: int) -> int:
@@ -57,7 +58,7 @@ def default_patch_size(image_size: int) -> int:
 
 def build_task(config: RunConfig, data: datasets.ImageDataModule) -> ImageClassifier:
     """The LightningModule, its model included, with what it needs to train."""
-    model = build_model(config.model, config.backward.kind, data)
+    model = build_model(config.model, config.backward, data)
     if config.compile:
         compile_blocks(model)
     return ImageClassifier(

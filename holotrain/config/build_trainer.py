@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 
 from holotrain.callbacks import (
+    DriftMonitor,
     EpochLog,
     ExactCheckpoint,
     ExactResume,
@@ -29,6 +30,7 @@ from holotrain.config.build import build_model
 from holotrain.config.checks import one_of
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
+from holotrain.config.schema.model import BackwardConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
 from holotrain.data import ImageDataModule
 from holotrain.errors import UserError
@@ -130,6 +132,8 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
     callbacks: list[pl.Callback] = [*build_progress(settings), ExactResume()]
     if settings.memory:
         callbacks.append(MemoryMonitor())
+    if settings.drift.enabled:
+        callbacks.append(DriftMonitor(threshold=settings.drift.threshold))
     if settings.throughput.enabled:
         callbacks.append(_throughput(config, data))
     if settings.ema.decay is not None:
@@ -163,7 +167,7 @@ def _throughput(config: RunConfig, data: ImageDataModule) -> ThroughputMonitor:
         return ThroughputMonitor()
     with torch.device("meta"):
         image = torch.empty(1, *data.image_shape)
-        stored, run = (build_model(config.model, backward, data) for backward in ("autograd", config.backward.kind))
+        stored, run = (build_model(config.model, way, data) for way in (BackwardConfig("autograd"), config.backward))
     return ThroughputMonitor(
         model_flops_per_sample=training_flops(stored, (image,)),
         hardware_flops_per_sample=training_flops(run, (image,)),

@@ -57,11 +57,12 @@ class ViT(nn.Module):
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
         backward: str = "autograd",
+        **engine: Any,
     ) -> None:
         super().__init__()
         self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout)
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
-        self._assemble(branches, dim, classes, backward)
+        self._assemble(branches, dim, classes, backward=backward, **engine)
         _initialise(self)
 
     def _assemble(self, branches: Branches, dim: int, classes: int, backward: str) -> None:
@@ -77,8 +78,8 @@ class ViT(nn.Module):
 class RevViT(ViT):
     """The reversible vision transformer.
 
-    Takes the keyword arguments of :class:`ViT`, with every schedule of
-    :class:`~holotrain.reversible.ReversibleSequence` as ``backward``. Its twin is the ``ViT`` of the same arguments.
+    Takes the keyword arguments of :class:`ViT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
+    :class:`~holotrain.reversible.ReversibleSequence` does. Its twin is the ``ViT`` of the same other arguments.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
@@ -86,8 +87,8 @@ class RevViT(ViT):
     def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
         super().__init__(backward=backward, **arguments)
 
-    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str) -> None:
-        self.blocks = ReversibleSequence((ReversibleBlock(f, g) for f, g in branches), backward)
+    def _assemble(self, branches: Branches, dim: int, classes: int, **engine: Any) -> None:
+        self.blocks = ReversibleSequence((ReversibleBlock(f, g) for f, g in branches), **engine)
         self.fusion = TwoStreamFusion(dim)
         self.head = nn.Linear(2 * dim, classes)
 

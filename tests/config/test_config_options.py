@@ -12,6 +12,7 @@ from holotrain.config.checkpointed import typed
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.register import register
 from holotrain.config.schema import COMMANDS
+from holotrain.config.schema.model import BackwardConfig
 from holotrain.errors import UserError
 
 GROUPS = option_names()
@@ -68,10 +69,10 @@ def test_a_plain_model_brings_its_own_backward():
 @pytest.mark.parametrize(("size", "patch"), [(8, 2), (28, 4), (32, 4), (112, 16), (224, 16)])
 def test_patches_suit_the_image(size, patch):
     config = configuration("fit", "data=fake", f"data.image_size={size}", "data.num_classes=3")
-    model = build_model(config.model, "autograd", build_data(config.data, 0))
+    model = build_model(config.model, BackwardConfig("autograd"), build_data(config.data, 0))
     assert model.embedding.project.kernel_size == (patch, patch)
     config = configuration("fit", "model.patch_size=1")
-    assert build_model(config.model, "autograd", build_data(config.data, 0)).embedding.position.shape[1] == 64
+    assert build_model(config.model, BackwardConfig("autograd"), build_data(config.data, 0)).embedding.position.shape[1] == 64
 
 
 def test_options_reach_what_they_describe():
@@ -122,7 +123,7 @@ def test_values_out_of_range_are_named(overrides, words):
 def test_sizes_that_do_not_divide_are_named():
     config = configuration("fit", "model.heads=5")
     with pytest.raises(UserError, match="model: dim must be a multiple of heads, but 96 is none of 5"):
-        build_model(config.model, "autograd", build_data(config.data, 0))
+        build_model(config.model, BackwardConfig("autograd"), build_data(config.data, 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="for a machine without a GPU")

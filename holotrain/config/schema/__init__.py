@@ -71,6 +71,9 @@ class RunConfig:
                 f"backward={self.backward.kind}: model kind {self.model.kind!r} is not reversible; "
                 f"take backward={allowed[0]} or model=rev_{self.model.kind}_..."
             )
+        if self.backward.engine() and "reversible" not in allowed:
+            option = next(iter(self.backward.engine()))
+            raise UserError(f"backward.{option}: model kind {self.model.kind!r} is not reversible and has no use for it")
 
 
 @dataclass

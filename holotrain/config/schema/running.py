@@ -142,6 +142,17 @@ class ThroughputConfig:
 
 
 @dataclass
+class DriftConfig:
+    enabled: bool = True
+
+    threshold: float = 1e-2
+    """relative error of rebuilt activations above which a warning names the remedy"""
+
+    def __post_init__(self) -> None:
+        at_least("callbacks.drift.threshold", self.threshold, 0)
+
+
+@dataclass
 class CallbacksConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -151,6 +162,8 @@ class CallbacksConfig:
 
     memory: bool = True
     """watch memory"""
+
+    drift: DriftConfig = field(default_factory=DriftConfig)
 
     patience: int | None = None
     """validations without a better checkpoint.monitor after which training ends; null: never"""
