@@ -1,71 +1,219 @@
-"""Step time and peak memory of RevViT under each backward schedule, on the same work.
+"""Ways to come by activations in the backward, side by side on the same work: throughput, peak memory, gradient error.
 
-    python scripts/bench_backward.py                     # width 384, batches of 16 images of 224x224
-    python scripts/bench_backward.py --json scripts/results/backward_cpu.json
+    python scripts/bench_backward.py                                  # 12 blocks of width 384, batches of 4 x 196 tokens
+    python scripts/bench_backward.py --depth 24 --amp --json scripts/results/backward.json --picture backward.png
+    python scripts/bench_backward.py --minrev ../minREV               # the PaReprop authors' code, from a checkout
+    python scripts/bench_backward.py --compiled --budgets 0.3 0.5     # f and g compiled; torch.compile's own memory budgets
 
-Step times: one process, the schedules in turn, medians of the ratios round by round. Peak memory: a fresh process for each
-schedule and depth; on CUDA the allocator's figures, on a CPU the resident peak of one training step above what is resident
-before it (weights, gradients and optimizer state are all there by then). On a CPU glibc is told to give freed memory back
-(MALLOC_MMAP_THRESHOLD_), or its fragmentation, not the activations, would be measured.
+Torch alone is needed; revlib and memcnn take part where they are installed, a picture is drawn where matplotlib is. All engines
+run the very same f and g (pre-norm attention and MLP). A step is a forward and a backward.
+
+Step times: one process, the engines in turn, medians of the ratios round by round. Peak memory: of one step above weights and
+gradients. On CUDA the allocator's figures, allocated and reserved; on a CPU a fresh process for each engine and the resident
+peak, with glibc told to give freed memory back (MALLOC_MMAP_THRESHOLD_), or its fragmentation would be measured instead.
+Gradient error: the norm of the difference from plain autograd's in fp64, over the norm of those.
 """
 
+from __future__ import annotations
+
 import argparse
+import copy
+import functools
+import gc
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from bench_common import alternating, machine, median_ratio, save
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from holotrain.models import RevViT
+from holotrain.models.branches import transformer_branches
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
-SCHEDULES = ("autograd", "checkpoint", "reversible")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--depth", type=int, default=12, help="blocks, for the step times")
-    parser.add_argument("--depths", type=int, nargs=2, default=(6, 24), help="blocks, for the growth of memory")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", nargs=2, metavar=("SCHEDULE", "DEPTH"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(step_bytes(options, options.measure[0], int(options.measure[1]))))
-        return
-
-    result = {"machine": machine(), "options": {k: v for k, v in vars(options).items() if k not in ("json", "measure")}}
-    print(json.dumps(result["machine"]))
-    result["step"] = step_times(options)
-    result["memory"] = memory_growth(options)
-    save(result, options.json)
+Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def training_step(options, schedule: str, depth: int):
-    """A function that takes one training step (AdamW) and waits for it."""
+class Coupled(nn.Module):
+    """y1 = x1 + f(x2), y2 = x2 + g(y1): what all engines compute, with nothing of ours in it."""
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f, self.g = f, g
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        y1 = x1 + self.f(x2)
+        return y1, x2 + self.g(y1)
+
+
+def plain(branches) -> Run:
+    blocks = [Coupled(f, g) for f, g in branches]
+
+    def run(x):
+        y1 = y2 = x
+        for block in blocks:
+            y1, y2 = block(y1, y2)
+        return y1, y2
+
+    return run
+
+
+def checkpointed(branches, **options) -> Run:
+    blocks = [Coupled(f, g) for f, g in branches]
+
+    def run(x):
+        y1 = y2 = x
+        for block in blocks:
+            y1, y2 = checkpoint(block, y1, y2, use_reentrant=False, **options)
+        return y1, y2
+
+    return run
+
+
+def selectively_checkpointed(branches) -> Run:
+    """Keeps the products, recomputes the rest."""
+    aten = torch.ops.aten
+    products = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+    products += [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    products += [aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default]
+    return checkpointed(branches, context_fn=functools.partial(create_selective_checkpoint_contexts, products))
+
+
+def offloaded(branches) -> Run:
+    run = plain(branches)
+
+    def offloading(x):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return run(x)
+
+    return offloading
+
+
+def budgeted(branches, budget: float) -> Run:
+    import torch._functorch.config as settings
+
+    compiled = torch.compile(plain(copy.deepcopy(branches)))
+
+    def run(x):
+        with settings.patch(activation_memory_budget=budget):
+            return compiled(x)
+
+    return run
+
+
+def ours(branches, **options) -> Run:
+    net = ReversibleSequence([ReversibleBlock(f, g) for f, g in branches], **options)
+    return lambda x: net(x, x)
+
+
+def revlib(branches) -> Run:
+    import revlib as library
+
+    net = library.ReversibleSequential(*(part for pair in branches for part in pair), split_dim=-1)
+    return lambda x: net(torch.cat((x, x), -1)).chunk(2, -1)
+
+
+def memcnn(branches) -> Run:
+    import memcnn as library
+
+    net = nn.Sequential(
+        *(library.InvertibleModuleWrapper(library.AdditiveCoupling(f, g, split_dim=-1), keep_input=False) for f, g in branches)
+    )
+    # Its wrapper frees the storage of its input and output: it must not be the caller's.
+    return lambda x: tuple(part.clone() for part in net(torch.cat((x, x), -1)).chunk(2, -1))
+
+
+def minrev(branches, checkout: str) -> Run:
+    spec = importlib.util.spec_from_file_location("minrev", Path(checkout) / "rev.py")
+    library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+    layers = nn.ModuleList()
+    for f, g in branches:
+        layer = library.ReversibleBlock(dim=8, num_heads=1, enable_amp=False)
+        layer.F, layer.G = f, g
+        layers.append(layer)
+    return lambda x: library.RevBackProp.apply(torch.cat((x, x), -1), layers).chunk(2, -1)
+
+
+def engines(options) -> dict[str, Callable[[list], Run]]:
+    """By name, what makes each of the branches."""
+    half = options.depth // 2
+    made = {
+        "autograd": plain,
+        "checkpoint": checkpointed,
+        "selective checkpoint": selectively_checkpointed,
+        "reversible": functools.partial(ours, backward="reversible"),
+        "pareprop": functools.partial(ours, backward="pareprop"),
+        "store half": functools.partial(ours, backward="reversible", store=half),
+        "keep attention": functools.partial(ours, backward="reversible", keep=("attention",)),
+        "exact": functools.partial(ours, backward="reversible", exact=True),
+    }
+    if options.device == "cuda":
+        made["offload"] = offloaded
+        made["pareprop, store half"] = functools.partial(ours, backward="pareprop", store=half)
+    for budget in options.budgets:
+        made[f"compile, budget {budget}"] = functools.partial(budgeted, budget=budget)
+    for library in (revlib, memcnn):
+        if importlib.util.find_spec(library.__name__):
+            made[library.__name__] = library
+    if options.minrev:
+        made["minREV"] = functools.partial(minrev, checkout=options.minrev)
+    if options.compiled:  # dispatch modes do not reach into compiled code, and memcnn frees what the compiler keeps
+        made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
+    if options.engines:
+        unknown = set(options.engines) - set(made)
+        if unknown:
+            raise SystemExit(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(made)}")
+        made = {name: make for name, make in made.items() if name in {"autograd", *options.engines}}
+    return made
+
+
+def make_branches(options) -> list:
     torch.manual_seed(0)
-    model = RevViT(dim=options.dim, heads=options.heads, depth=depth, image_size=options.image_size, backward=schedule)
-    model.to(options.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    images = torch.randn(options.batch, 3, options.image_size, options.image_size, device=options.device)
-    labels = torch.randint(0, 1000, (options.batch,), device=options.device)
+    branches = transformer_branches(options.dim, options.depth, options.heads)
+    for pair in branches:
+        for part in pair:
+            part.to(options.device)
+            if options.compiled:
+                part.compile()
+    return branches
+
+
+def make_input(options, batch: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch or options.batch, options.tokens, options.dim, generator=generator)
+    return x.to(options.device).requires_grad_()
+
+
+def loss_of(run: Run, x: Tensor, options) -> Tensor:
+    amp = torch.autocast(options.device, torch.bfloat16) if options.amp else nullcontext()
+    with amp:
+        y1, y2 = run(x)
+    return (y1.to(x.dtype) * y2.to(x.dtype)).mean()
+
+
+def stepper(run: Run, branches, options) -> Callable[[], float]:
+    """A function that takes one step and waits for it; returns its seconds."""
+    x = make_input(options)
+    parameters = [x, *(p for pair in branches for part in pair for p in part.parameters())]
 
     def step() -> float:
+        for parameter in parameters:
+            parameter.grad = None
+        if options.device == "cuda":
+            torch.cuda.synchronize()
         started = time.perf_counter()
-        optimizer.zero_grad(set_to_none=False)
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
+        loss_of(run, x, options).backward()
         if options.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -73,32 +221,52 @@ def training_step(options, schedule: str, depth: int):
     return step
 
 
-def step_times(options) -> dict:
-    seconds = alternating({name: training_step(options, name, options.depth) for name in SCHEDULES}, options.rounds)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratios = {
-        "reversible / autograd": median_ratio(seconds["reversible"], seconds["autograd"]),
-        "reversible / checkpoint": median_ratio(seconds["reversible"], seconds["checkpoint"]),
-        "checkpoint / autograd": median_ratio(seconds["checkpoint"], seconds["autograd"]),
-    }
-    print(f"\nstep, {options.depth} blocks of width {options.dim}, batch {options.batch}")
-    for name, value in medians.items():
-        print(f"  {name:<12}{value:8.3f} s{options.batch / value:10.1f} images/s")
-    for name, value in ratios.items():
-        print(f"  {name:<26}{value:6.3f}")
-    return {"seconds": seconds, "median_seconds": medians, "ratios": ratios}
+def gradient_error(make, options) -> float:
+    """Against plain autograd in fp64, on a batch of one."""
+    branches = make_branches(options)
+    flat = []
+    for kind, parts in ((make, branches), (plain, [tuple(copy.deepcopy(p).double() for p in pair) for pair in branches])):
+        exactly = kind is plain and parts is not branches
+        x = make_input(options, 1).detach().to(torch.float64 if exactly else torch.float32).requires_grad_()
+        run = kind(parts)
+        if exactly:
+            y1, y2 = run(x)
+            (y1 * y2).mean().backward()
+        else:
+            loss_of(run, x, options).backward()
+        held = [x] if "compile," in str(make) else [x, *(p for pair in parts for part in pair for p in part.parameters())]
+        flat.append([None if p.grad is None else p.grad.double().flatten() for p in held])
+    ours, true = flat
+    pairs = [(a, b) for a, b in zip(ours, true, strict=False) if a is not None]
+    return (torch.cat([a - b for a, b in pairs]).norm() / torch.cat([b for _, b in pairs]).norm()).item()
 
 
-def step_bytes(options, schedule: str, depth: int) -> int:
-    """The peak of one step above what stands in memory before it, measured in a process of its own."""
-    step = training_step(options, schedule, depth)
-    step()
-    step()
+def peak_bytes(name: str, options) -> dict[str, int]:
+    """Of one step above what stands in memory before it."""
     if options.device == "cuda":
+        branches = make_branches(options)
+        step = stepper(engines(options)[name](branches), branches, options)
+        for _ in range(14):  # pareprop has settled on a schedule by then
+            step()
+        gc.collect()
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
-        return torch.cuda.max_memory_allocated() - before
+        figures = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return figures | {"above_weights": figures["allocated"] - before}
+    command = [sys.executable, __file__, "--measure", name, *sys.argv[1:]]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return {"above_weights": int(output.splitlines()[-1])}
+
+
+def resident_step_bytes(name: str, options) -> int:
+    branches = make_branches(options)
+    step = stepper(engines(options)[name](branches), branches, options)
+    step()
+    step()  # its gradients stand in memory, as in any step but the first
+    gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the resident peak starts anew from here
     step()
@@ -110,25 +278,84 @@ def resident(figure: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def memory_growth(options) -> dict:
-    shallow, deep = options.depths
-    common = [sys.executable, __file__, "--device", options.device]
-    common += [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("dim", "heads", "batch", "image-size")]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    peaks: dict[str, dict[int, int]] = {}
-    print(f"\npeak of a step above weights, gradients and optimizer state, {shallow} and {deep} blocks")
-    for schedule in SCHEDULES:
-        peaks[schedule] = {}
-        for depth in (shallow, deep):
-            command = [*common, "--measure", schedule, str(depth)]
-            output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-            peaks[schedule][depth] = int(output)
-        low, high = (peaks[schedule][depth] / 2**20 for depth in (shallow, deep))
-        print(f"  {schedule:<12}{low:9.1f} MiB{high:9.1f} MiB   growth {high - low:9.1f} MiB")
-    growth = {name: peak[deep] - peak[shallow] for name, peak in peaks.items()}
-    share = {name: value / growth["autograd"] for name, value in growth.items()}
-    print("  growth over autograd's: " + ", ".join(f"{name} {value:.2%}" for name, value in share.items()))
-    return {"peak_bytes": peaks, "growth_bytes": growth, "growth_over_autograd": share}
+def draw(rows: dict, path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, row in rows.items():
+        axes.scatter(row["peak"]["above_weights"] / 2**20, row["samples_per_second"], s=30)
+        place = (row["peak"]["above_weights"] / 2**20, row["samples_per_second"])
+        axes.annotate(name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="peak memory of a step above weights and gradients, MiB", ylabel="samples a second", title=title)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"drawn to {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--depth", type=int, default=12, help="blocks")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=196)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="of torch's operations on a CPU; 1 lets pareprop use a second thread")
+    parser.add_argument("--amp", action="store_true", help="bf16 autocast")
+    parser.add_argument("--compiled", action="store_true", help="f and g under torch.compile")
+    parser.add_argument("--budgets", type=float, nargs="*", default=[], help="activation memory budgets of torch.compile")
+    parser.add_argument("--engines", nargs="*", help="only these, beside autograd")
+    parser.add_argument("--minrev", help="a checkout of github.com/karttikeya/minREV")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.measure:
+        print(resident_step_bytes(options.measure, options))
+        return
+
+    described = machine()
+    print(json.dumps(described))
+    contestants = engines(options)
+    branches = make_branches(options)
+    steps = {name: stepper(make(branches), branches, options) for name, make in contestants.items()}
+    for name in [name for name in steps if "pareprop" in name]:
+        for _ in range(14):  # until it has measured whether overlap pays
+            steps[name]()
+    seconds = alternating(steps, options.rounds)
+    rows = {}
+    print(f"\n{options.depth} blocks of width {options.dim}, {options.batch} x {options.tokens} tokens")
+    print(f"{'engine':<24}{'step':>9}{'/ autograd':>12}{'samples/s':>11}{'peak':>12}{'reserved':>12}{'error':>10}")
+    for name, make in contestants.items():
+        peak = peak_bytes(name, options)
+        median = statistics.median(seconds[name])
+        row = {
+            "seconds": seconds[name],
+            "over_autograd": median_ratio(seconds[name], seconds["autograd"]),
+            "samples_per_second": options.batch / median,
+            "peak": peak,
+            "gradient_error": gradient_error(make, options),
+        }
+        rows[name] = row
+        reserved = f"{peak['reserved'] / 2**20:8.0f} MiB" if "reserved" in peak else ""
+        print(
+            f"{name:<24}{median:8.3f}s{row['over_autograd']:12.3f}{row['samples_per_second']:11.2f}"
+            f"{peak['above_weights'] / 2**20:8.1f} MiB{reserved:>12}{row['gradient_error']:10.1e}",
+            flush=True,
+        )
+    settings = {
+        key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "measure"
+    }
+    save({"machine": described, "options": settings, "engines": rows}, options.json)
+    if options.picture:
+        draw(rows, options.picture, f"{options.depth} blocks of width {options.dim} on {described['gpu'] or described['cpu']}")
 
 
 if __name__ == "__main__":

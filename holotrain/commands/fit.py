@@ -18,14 +18,14 @@ from holotrain.commands.hparams import log_options
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
-from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, check_device
+from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, check_training_device
 from holotrain.config.schema import FitConfig
 
 
 def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, or 128 + n where signal n ended the training."""
     started = time.monotonic()
-    check_device(config.trainer)
+    check_training_device(config)
     pl.seed_everything(config.seed, verbose=False)
     data = build_data(config.data, config.seed)
     task = build_task(config, data)

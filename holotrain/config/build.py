@@ -67,6 +67,7 @@ def build_task(config: RunConfig, data: datasets.ImageDataModule) -> ImageClassi
         optimizer=partial(OPTIMIZERS[config.optimizer.kind], **_arguments(config.optimizer)),
         scheduler=partial(SCHEDULES[config.scheduler.kind], **_arguments(config.scheduler)),
         label_smoothing=config.task.label_smoothing,
+        cuda_graph=config.backward.cuda_graph,
     )
 
 

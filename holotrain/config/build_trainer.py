@@ -93,6 +93,16 @@ def check_device(config: TrainerConfig) -> None:
         raise UserError(f"trainer.precision=bf16-mixed: {torch.cuda.get_device_name()} has no bfloat16; take 16-mixed")
 
 
+def check_training_device(config: RunConfig) -> None:
+    """
+    Raises:
+        UserError: the device is not there, or cannot train as configured.
+    """
+    check_device(config.trainer)
+    if config.backward.cuda_graph and device_kind(config.trainer.accelerator) != "cuda":
+        raise UserError("backward.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
+
+
 def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
     """The run's loggers, none for ``kind: none``.
 

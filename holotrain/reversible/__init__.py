@@ -2,6 +2,7 @@
 
 block      the coupling and its inverse
 sequence   a run of blocks: the public entrance
+convert    somebody else's stack of blocks, made reversible
 schedules  the backward schedules by name
 recompute  the recomputing schedules: one autograd Function a block on a shared tape
 half       half a coupling forwards and backwards, the unit of recomputation
@@ -10,7 +11,10 @@ trial      whether overlap pays, measured
 grid       the fixed-point grid of an exact sequence
 kept       results that a recomputation reuses
 drift      how far a rebuilt input is from the true one
+graphs     a training step as one CUDA graph
+graph_random  random numbers in a captured graph
 ambient    random state, autocast and attention kernels, replayed in the recomputation
+checkpointing  torch.utils.checkpoint, block by block
 buffers    buffers that a branch writes, written once
 keywords   keyword arguments through an autograd Function
 refusals   what cannot be right, refused by name
@@ -18,6 +22,8 @@ refusals   what cannot be right, refused by name
 
 from holotrain.reversible.ambient import recomputing
 from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.convert import convert
+from holotrain.reversible.graphs import GraphedStep
 from holotrain.reversible.sequence import ReversibleSequence
 
-__all__ = ["ReversibleBlock", "ReversibleSequence", "recomputing"]
+__all__ = ["GraphedStep", "ReversibleBlock", "ReversibleSequence", "convert", "recomputing"]

@@ -6,13 +6,15 @@ backward each replay their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch.backends import cuda as attention_kernels
+
+from holotrain.reversible.graph_random import TwinState, twin_state
 
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
 
@@ -22,14 +24,14 @@ def recomputing() -> bool:
     return _recomputing.get()
 
 
-@contextmanager
-def recomputation() -> Iterator[None]:
+class recomputation:
     """Inside, :func:`recomputing` is true."""
-    token = _recomputing.set(True)
-    try:
-        yield
-    finally:
-        _recomputing.reset(token)
+
+    def __enter__(self) -> None:
+        self._token = _recomputing.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        _recomputing.reset(self._token)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class RandomState:
     def capture(cls, device: torch.device) -> RandomState:
         accelerator = torch.get_device_module(device).get_rng_state(device) if _has_generator(device) else None
         return cls(device, torch.get_rng_state(), accelerator)
+
+    def recorded(self) -> AbstractContextManager:
+        """Around the work that will be replayed."""
+        return nullcontext()
 
     def moved(self) -> bool:
         """Whether random numbers were drawn since."""
@@ -68,6 +74,11 @@ class RandomState:
             ambient.restore()
 
 
+def random_state(device: torch.device) -> RandomState | TwinState:
+    """The random state of work that begins now and will be recomputed."""
+    return twin_state(device) or RandomState.capture(device)
+
+
 def _has_generator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
@@ -90,8 +101,8 @@ class AutocastState:
             torch.is_autocast_cache_enabled(),
         )
 
-    def replayed(self) -> torch.autocast:
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache)
+    def replayed(self, cached: bool = True) -> torch.autocast:
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache and cached)
 
 
 ATTENTION_KERNELS = {
@@ -126,17 +137,31 @@ class Surroundings:
 
     @classmethod
     def capture(cls, device: torch.device) -> Surroundings:
-        kinds = {"cpu", device.type} - {"meta"}
-        return cls(
-            tuple(AutocastState.capture(kind) for kind in sorted(kinds)),
-            tuple(enabled() for enabled in ATTENTION_KERNELS),
-        )
+        return cls._of(sorted({"cpu", device.type} - {"meta"}))
+
+    @classmethod
+    def _of(cls, kinds: Iterable[str]) -> Surroundings:
+        return cls(tuple(AutocastState.capture(kind) for kind in kinds), tuple(enabled() for enabled in ATTENTION_KERNELS))
+
+    def replayed(self) -> AbstractContextManager:
+        """Inside, they are as they were, and :func:`recomputing` is true."""
+        if self == Surroundings._of(state.device_type for state in self.autocast):
+            return recomputation()
+        return self._reinstated()
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def _reinstated(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(recomputation())
             stack.enter_context(_attention_kernels(self.kernels))
             for state in self.autocast:
                 stack.enter_context(state.replayed())
+            yield
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Inside, autocast as it stands but without its cache of cast weights."""
+        with ExitStack() as stack:
+            for state in self.autocast:
+                stack.enter_context(state.replayed(cached=False))
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,16 +23,16 @@ class _Buffer:
 
 
 class Buffers:
-    """The buffers of a module in training, copied before its forward.
+    """The buffers of modules in training, copied before a forward.
 
     A batch norm updates its statistics in place; a recomputation must not do so again, and a module whose output depends on
     a buffer that it also writes (spectral norm) must find the value that it found the first time.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._buffers = [
             _Buffer(owner, name, tensor, tensor._version, tensor.clone())
-            for owner in module.modules()
+            for owner in modules
             if owner.training
             for name, tensor in owner._buffers.items()
             if tensor is not None

@@ -1,7 +1,7 @@
 """``torch.utils.checkpoint`` block by block, with what it leaves out: buffers written once, keyword arguments by value."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from holotrain.reversible.ambient import recomputation
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.buffers import Buffers
+from holotrain.reversible.graph_random import TwinState, twin_state
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.keywords import Keywords
 
@@ -33,29 +34,38 @@ class _Checkpointed:
     def __init__(self, block: ReversibleBlock, keywords: Keywords, grid: Grid | None) -> None:
         self.block, self.grid = block, grid
         self.keywords, self.as_given = keywords, keywords.by_value()
-        self.buffers: Buffers | None = Buffers(block)
+        self.buffers: Buffers | None = Buffers(block.modules())
+        self.twins: TwinState | None = None
 
     def __call__(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        self.twins = twin_state(x1.device)
         contexts = self._recorded(), _Reusable(self._replayed)
-        return checkpoint(self._run, x1, x2, *tensors, use_reentrant=False, context_fn=lambda: contexts)
+        return checkpoint(
+            *(self._run, x1, x2, *tensors),
+            use_reentrant=False,
+            context_fn=lambda: contexts,
+            preserve_rng_state=self.twins is None,
+        )
 
     def _run(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         return self.block(x1, x2, **self.keywords.put_together(tensors), grid=self.grid)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        yield
+        with nullcontext() if self.twins is None else self.twins.recorded():
+            yield
         self.buffers = self.buffers.written()
         self.keywords = self.as_given
 
     @contextmanager
     def _replayed(self) -> Iterator[None]:
-        with recomputation():
-            if self.buffers is None:
-                yield
-            else:
-                with self.buffers.replayed():
-                    yield
+        with ExitStack() as stack:
+            stack.enter_context(recomputation())
+            if self.buffers is not None:
+                stack.enter_context(self.buffers.replayed())
+            if self.twins is not None:
+                stack.enter_context(self.twins.replayed())
+            yield
 
 
 class _Reusable(AbstractContextManager):

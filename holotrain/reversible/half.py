@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.ambient import RandomState, Surroundings
+from holotrain.reversible.ambient import RandomState, Surroundings, random_state
 from holotrain.reversible.block import couple
 from holotrain.reversible.buffers import Buffers
+from holotrain.reversible.graph_random import TwinState
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.keywords import Keywords
 
@@ -40,22 +41,24 @@ class Half:
 
     Args:
         module: f or g.
+        parts: the module and all within it.
         keywords: its keyword arguments, less the tensors.
         call: what it shares with the others.
     """
 
     module: nn.Module
+    parts: list[nn.Module]
     keywords: Keywords
     call: Call
     parameters: list[nn.Parameter] = field(init=False)
-    replays: RandomState | None = field(default=None, init=False)
+    replays: RandomState | TwinState | None = field(default=None, init=False)
     buffers: Buffers | None = field(default=None, init=False)
     reuse: AbstractContextManager = field(default_factory=nullcontext, init=False)
 
     def __post_init__(self) -> None:
-        parameters = list(self.module.parameters())
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._read = [(parameter, parameter._version) for parameter in parameters]
+        owned = {id(p): p for part in self.parts for p in part._parameters.values() if p is not None}
+        self.parameters = [parameter for parameter in owned.values() if parameter.requires_grad]
+        self._read = [(parameter, parameter._version) for parameter in owned.values()]
 
     @property
     def draws(self) -> bool:
@@ -64,15 +67,16 @@ class Half:
 
     def forward(self, target: Tensor, source: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """Returns ``target + module(source)``; remembers what its recomputation must be given again."""
-        random = RandomState.capture(source.device)
-        buffers = Buffers(self.module)
+        random = random_state(source.device)
+        buffers = Buffers(self.parts)
         keywords = self.keywords.put_together(tensors)
         recorded, self.keywords = self.keywords, self.keywords.by_value()
         with ExitStack() as stack:
+            stack.enter_context(random.recorded())
             if self.call.kept is not None:
                 keep, self.reuse = self.call.kept()
                 stack.enter_context(keep)
-            if self.call.kept is not None or is_compiled(self.module):
+            if self.call.kept is not None or is_compiled(self.parts):
                 # Compiled code and the choice of kernels may differ between a forward that is differentiated and one that
                 # is not: the two runs must be the same code to round, and draw, the same.
                 stack.enter_context(torch.enable_grad())
@@ -89,14 +93,13 @@ class Half:
         self.buffers = buffers.written()
         return couple(target, update.detach() if isinstance(update, Tensor) else update, self.call.grid)
 
-    def recompute(self, coupled: Tensor, source: Tensor, tensors: Sequence[Tensor], overwrite: bool = False) -> Rebuilt:
+    def recompute(self, coupled: Tensor, source: Tensor, tensors: Sequence[Tensor]) -> Rebuilt:
         """Runs the module once more, with a graph, and undoes the half.
 
         Args:
             coupled: ``target + module(source)``.
             source: the other stream, which this half leaves as it is.
             tensors: the tensors among its keyword arguments.
-            overwrite: the target may take the memory of ``coupled``.
 
         Raises:
             RuntimeError: a parameter was changed in place since the forward.
@@ -110,22 +113,19 @@ class Half:
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         keywords = self.keywords.by_value().put_together(tensors)
         parameters, run = self._differentiable()
-        with torch.enable_grad():
+        with torch.enable_grad(), self.call.surroundings.replayed():
             seen = source.view_as(source)  # no leaf: hooks over several gradients cannot be told of leaves in here
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.call.surroundings.replayed())
-            if self.replays is not None:
-                stack.enter_context(self.replays.replayed())
-            if self.buffers is not None:
-                stack.enter_context(self.buffers.replayed())
-            stack.enter_context(self.reuse)  # last: it counts every operation from here
-            update = run(seen, **keywords)
+            with ExitStack() as stack:
+                if self.replays is not None:
+                    stack.enter_context(self.replays.replayed())
+                if self.buffers is not None:
+                    stack.enter_context(self.buffers.replayed())
+                stack.enter_context(self.reuse)  # last: it counts every operation from here
+                update = run(seen, **keywords)
         added = update.detach()
         if self.call.grid is not None:
             added = self.call.grid.round(added.to(coupled.dtype))
-        target = coupled.sub_(added) if overwrite else coupled - added
-        return Rebuilt(target, update, source, tensors, parameters)
+        return Rebuilt(coupled - added, update, source, tensors, parameters)
 
     def _differentiable(self) -> tuple[list[Tensor], Callable[..., Tensor]]:
         """The leaves to differentiate in, and the module as a function of them.
@@ -180,6 +180,18 @@ class Gradients:
     parameters: list[Tensor | None]
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has hold of the module or a part of it."""
-    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules())
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """The module and all within it, each once: one walk for all that is asked, several times as fast as ``modules()``."""
+    seen = {id(module): module}
+    waiting = [module]
+    while waiting:
+        for part in waiting.pop()._modules.values():
+            if part is not None and id(part) not in seen:
+                seen[id(part)] = part
+                waiting.append(part)
+    return list(seen.values())
+
+
+def is_compiled(parts: Iterable[nn.Module]) -> bool:
+    """Whether torch.compile has hold of one of the modules."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in parts)

@@ -30,12 +30,16 @@ class Keywords:
 
     @classmethod
     def take_apart(cls, keywords: dict) -> tuple[Keywords, list[Tensor]]:
+        if not keywords:
+            return _NONE, []
         leaves, spec = tree_flatten(keywords)
         slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         kept = tuple(None if i in slots else leaf for i, leaf in enumerate(leaves))
         return cls(kept, spec, slots), [leaves[i] for i in slots]
 
     def put_together(self, tensors: Sequence[Tensor]) -> dict:
+        if self is _NONE:
+            return {}
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, tensors, strict=True):
             leaves[slot] = tensor
@@ -57,6 +61,8 @@ class Keywords:
         Raises:
             ValueError: an entry was added, removed or replaced.
         """
+        if self is _NONE:
+            return
         leaves, spec = tree_flatten(keywords)
         before = self.put_together(tensors)
         same = spec == self.spec and all(a is b for a, b in zip(leaves, tree_flatten(before)[0], strict=True))
@@ -65,6 +71,9 @@ class Keywords:
                 "f or g added to or replaced part of its keyword arguments; what it reports must be a tensor of the streams, "
                 'or use backward="autograd" or "checkpoint"'
             )
+
+
+_NONE = Keywords((), tree_flatten({})[1], ())  # as most calls have it: nothing to walk through
 
 
 def _copied(leaf: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.drift import Witness
-from holotrain.reversible.half import Call, Half
+from holotrain.reversible.half import Call, Half, parts_of
 from holotrain.reversible.keywords import Keywords
 from holotrain.reversible.lanes import Lanes, Started
 from holotrain.reversible.refusals import require_untouched, shards_itself
@@ -65,7 +65,8 @@ class _Step:
 
     def __init__(self, tape: Tape, block: ReversibleBlock, call: Call) -> None:
         self.tape, self.block, self.call = tape, block, call
-        self.sharded = shards_itself(block)
+        self.f_parts, self.g_parts = parts_of(block.f), parts_of(block.g)
+        self.sharded = shards_itself(block, (*self.f_parts, *self.g_parts))
         self.index = len(tape.steps)
         tape.steps.append(self)
 
@@ -77,12 +78,11 @@ class _Step:
         """Runs the block: called from within its ``forward``."""
         f_keywords, f_tensors = Keywords.take_apart(f_kwargs)
         g_keywords, g_tensors = Keywords.take_apart(g_kwargs)
-        self.f = Half(self.block.f, f_keywords, self.call)
-        self.g = Half(self.block.g, g_keywords, self.call)
-        self.entered, self.left = (
-            (x1, x2),
-            _ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *self.f.parameters, *self.g.parameters),
-        )
+        self.f = Half(self.block.f, self.f_parts, f_keywords, self.call)
+        self.g = Half(self.block.g, self.g_parts, g_keywords, self.call)
+        self.entered = x1, x2
+        parameters = (*self.f.parameters, *self.g.parameters)
+        self.left = _ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *parameters)
         return self.left
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -131,22 +131,21 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
         )
     f_tensors, g_tensors = step.split(saved)
     lanes = tape.lanes
-    owned = not (step.is_last or lanes.overlapped)  # streams on the tape are nobody else's: targets may take their place
     first = step.index == 0 or not any(ctx.needs_input_grad[1:3])
 
     lanes.enter()
-    of_g = tape.ahead.pop(step.index, None) or lanes.start_g(
-        step.g, partial(step.g.recompute, y2, y1, g_tensors, overwrite=owned)
-    )
+    of_g = tape.ahead.pop(step.index, None) or lanes.start_g(step.g, partial(step.g.recompute, y2, y1, g_tensors))
     g = of_g.result()
     x2 = g.target
-    of_f = lanes.start_f(step.f, partial(step.f.recompute, y1, x2, f_tensors, overwrite=owned))
+    of_f = lanes.start_f(step.f, partial(step.f.recompute, y1, x2, f_tensors))
+    del of_g, y2
     g_gradients = g.differentiate(grad_y2)
     grad_x1 = _sum(grad_y1, g_gradients.source)
     mark = lanes.mark()
+    del g
     f = of_f.result()
     x1 = f.target
-    del g, of_g, of_f, y1, y2
+    del of_f, y1
 
     if not first:
         tape.streams[step.index - 1] = (x1, x2)

@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+import enum
 import sys
+from collections.abc import Iterable
+from functools import cache
 
 from torch import Tensor, nn
 
 Streams = tuple[Tensor, Tensor]
 
 
-def shards_itself(block: nn.Module) -> bool:
-    """Whether the block's parameters are gathered in its own call (FSDP2), or a part of it talks to other processes.
+def shards_itself(block: nn.Module, parts: Iterable[nn.Module]) -> bool:
+    """Whether the block's parameters are gathered in its own call (FSDP2), or one of its parts talks to other processes.
 
     Raises:
         ValueError: f or g, or a part of them, is wrapped by something that acts in forwards and backwards of its own.
     """
-    found = False
-    for part in block.modules():
-        kind = type(part)
-        if kind.__module__.startswith("torch.nn.parallel") or _is("FullyShardedDataParallel", part):
+    found = _habit(type(block)) is not Habit.NONE
+    for part in parts:
+        habit = _habit(type(part))
+        if habit is Habit.WRAPS:
             raise ValueError(
-                f"{kind.__name__} inside a ReversibleBlock acts once in the forward and again in the recomputation; "
+                f"{type(part).__name__} inside a ReversibleBlock acts once in the forward and again in the recomputation; "
                 "wrap the whole model, or fully_shard the blocks"
             )
-        if _is("FSDPModule", part):
-            if part is not block:
-                raise ValueError(
-                    "fully_shard was applied to f, g or a part of them; a recomputed block gathers its parameters as a whole: "
-                    "apply fully_shard to the ReversibleBlock"
-                )
-            found = True
-        found = found or isinstance(part, nn.SyncBatchNorm)
+        if habit is Habit.SHARDS:
+            raise ValueError(
+                "fully_shard was applied to f, g or a part of them; a recomputed block gathers its parameters as a whole: "
+                "apply fully_shard to the ReversibleBlock"
+            )
+        found = found or habit is Habit.TALKS
     return found
 
 
-def _is(name: str, module: nn.Module) -> bool:
-    """isinstance by a class of torch.distributed.fsdp, which is not imported for the question's sake."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, getattr(fsdp, name))
+class Habit(enum.Enum):
+    """What a class of modules does about other processes."""
+
+    NONE = enum.auto()
+    TALKS = enum.auto()
+    SHARDS = enum.auto()
+    WRAPS = enum.auto()
+
+
+@cache
+def _habit(kind: type[nn.Module]) -> Habit:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for the question's sake
+    if kind.__module__.startswith("torch.nn.parallel") or (fsdp and issubclass(kind, fsdp.FullyShardedDataParallel)):
+        return Habit.WRAPS
+    if fsdp and issubclass(kind, fsdp.FSDPModule):
+        return Habit.SHARDS
+    return Habit.TALKS if issubclass(kind, nn.SyncBatchNorm) else Habit.NONE
 
 
 def require_untouched(block: nn.Module, given: Streams, entered: Streams, left: Streams, returned: Streams) -> None:

@@ -169,7 +169,7 @@ class ReversibleSequence(nn.Module):
     def _choose_grid(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> None:
         """Runs the blocks once, without a trace, to see how large the streams become."""
         streams = [x1, x2]
-        with torch.no_grad(), RandomState.capture(x1.device).replayed(), Buffers(self).replayed():
+        with torch.no_grad(), RandomState.capture(x1.device).replayed(), Buffers(self.modules()).replayed():
             largest = torch.stack([x1, x2]).abs().amax()
             for block in self.blocks:
                 streams = block(*streams, f_kwargs, g_kwargs)

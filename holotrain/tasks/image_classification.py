@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from holotrain.reversible import GraphedStep
+
 
 class ImageClassifier(pl.LightningModule):
     """Trains any module that maps images to logits.
@@ -20,6 +22,8 @@ class ImageClassifier(pl.LightningModule):
         optimizer: makes the optimizer of a model; None if the module is only evaluated.
         scheduler: makes the schedule of an optimizer and a number of optimizer steps; it is stepped after each of them.
         label_smoothing: in [0, 1).
+        cuda_graph: capture forward and backward once and replay them
+            (:class:`~holotrain.reversible.GraphedStep`): on a CUDA device, without accumulation and without scaled gradients.
 
     Batches are (images, labels): labels (B,) of class indices, or (B, classes) of probabilities (MixUp, CutMix).
 
@@ -34,12 +38,14 @@ class ImageClassifier(pl.LightningModule):
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
         label_smoothing: float = 0.0,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.label_smoothing = label_smoothing
+        self._graphed = GraphedStep(self._loss, model.parameters()) if cuda_graph else None
         accuracies = {"accuracy": MulticlassAccuracy(classes, average="micro")}
         if classes > 10:
             accuracies["accuracy_top5"] = MulticlassAccuracy(classes, average="micro", top_k=5)
@@ -57,12 +63,23 @@ class ImageClassifier(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+        loss = (self._graphed or self._loss)(images, labels)
         # Lightning's log takes a few per cent of a small model's step: it is called where its value will be read.
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0 or self.trainer.is_last_batch:
             self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
             self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=len(images))
         return loss
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+
+    def backward(self, loss: Tensor) -> None:
+        if self._graphed is None:  # a graphed step has already differentiated
+            super().backward(loss)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        if self._graphed is None:  # a graphed step overwrites gradients, and Lightning comes here after it
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate("val", batch)

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from holotrain.callbacks import MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
+from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
 from holotrain.callbacks.probe import LinuxProbe, PortableProbe
 from holotrain.models import RevViT
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 MIB = 2**20
 
@@ -302,3 +303,45 @@ def test_tf32_has_a_peak_of_its_own():
         assert peak_flops("NVIDIA A100-PCIE-40GB", "32-true") == 156e12
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+class Reversible(Module):
+    """A deep reversible stack, whose branches are as coarse as bf16."""
+
+    def __init__(self, **engine):
+        super().__init__()
+
+        def branch():
+            return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+
+        self.net = ReversibleSequence([ReversibleBlock(branch(), branch()) for _ in range(24)], **engine)
+        self.contexts = []
+
+    def training_step(self, batch, batch_idx):
+        x = torch.linspace(-1, 1, 64).view(4, 16) * (batch_idx + 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y1, y2 = self.net(x, x.tanh())
+        self.contexts.append(self.net.witnesses is not None)
+        return (y1 * y2).mean()
+
+
+def test_drift_is_measured_in_one_step_of_a_window():
+    module = Reversible(backward="reversible")
+    memo = fit(module, DriftMonitor(every_n_steps=2, threshold=1.0))
+    drifts = memo.of("reversible/drift")
+    assert [step for step, _ in drifts] == [1, 3]
+    assert all(1e-8 < drift < 1e-1 for _, drift in drifts)
+    assert module.contexts == [False, True, False, True]
+    assert module.net.witnesses is None
+
+
+@pytest.mark.parametrize(("engine", "drifts"), [({"exact": True}, [0.0] * 4), ({"backward": "checkpoint"}, [])])
+def test_drift_of_what_is_exact_or_stored(engine, drifts):
+    memo = fit(Reversible(**engine), DriftMonitor())
+    assert [drift for _, drift in memo.of("reversible/drift")] == drifts
+
+
+def test_drift_above_the_threshold_is_warned_of_once_with_the_remedy():
+    with pytest.warns(UserWarning, match="backward.exact=true") as caught:
+        fit(Reversible(), DriftMonitor(threshold=1e-9))
+    assert sum("rebuilds are off" in str(warning.message) for warning in caught) == 1

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from holotrain.config.build import build_data, build_model, build_task
-from holotrain.config.build_trainer import build_loggers, check_device
+from holotrain.config.build_trainer import build_loggers, check_device, check_training_device
 from holotrain.config.checkpointed import typed
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.register import register
@@ -105,6 +105,14 @@ def test_options_reach_what_they_describe():
         (["trainer.limit_train_batches=1.5"], "neither a whole number of batches nor a fraction"),
         (["trainer.val_check_interval=often"], "neither a whole number"),
         (["model=vit_tiny", "backward=reversible"], "not reversible; take backward=autograd"),
+        (["backward=pareprop", "backward.store=-1"], "backward.store: -1 is neither"),
+        (["backward=autograd", "backward.store=2"], "backward=autograd stores every block"),
+        (["backward=checkpoint", "backward.keep=[attention]"], "backward.keep: backward=checkpoint has no use"),
+        (["backward.exact=some"], "backward.exact: 'some' is neither"),
+        (["model=vit_tiny", "backward.exact=true"], "backward.exact: model kind 'vit' is not reversible"),
+        (["backward.cuda_graph=true", "trainer.accumulate_grad_batches=2"], "accumulate_grad_batches=1"),
+        (["backward.cuda_graph=true", "trainer.precision=16-mixed"], "take bf16-mixed"),
+        (["callbacks.drift.threshold=-1"], "callbacks.drift.threshold"),
         (["callbacks.progress=fancy"], "callbacks.progress"),
         (["callbacks.ema.decay=1"], "callbacks.ema.decay"),
         (["callbacks.checkpoint.mode=most"], "callbacks.checkpoint.mode"),
@@ -131,6 +139,25 @@ def test_sizes_that_do_not_divide_are_named():
 def test_what_the_machine_cannot_do_is_refused(override):
     with pytest.raises(UserError, match="GPU|none"):
         check_device(configuration("fit", override).trainer)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_graphs_without_a_gpu_are_refused():
+    with pytest.raises(UserError, match="CUDA graphs need an NVIDIA GPU"):
+        check_training_device(configuration("fit", "backward.cuda_graph=true"))
+
+
+def test_the_options_of_the_engine_reach_the_model():
+    config = configuration("fit", "backward=pareprop", "backward.store=[0,2]", "backward.exact=12", "backward.keep=[attention]")
+    blocks = build_task(config, build_data(config.data, 0)).model.blocks
+    assert (blocks.backward, list(blocks.store), blocks.exact, blocks.keep) == ("pareprop", [0, 2], 12, ("attention",))
+    assert blocks.grid.step.item() == 2**-12
+
+
+def test_an_engine_option_that_does_not_fit_the_model_is_named():
+    config = configuration("fit", "backward.store=99")
+    with pytest.raises(UserError, match="store must be a number of blocks up to 6"):
+        build_model(config.model, config.backward, build_data(config.data, 0))
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])

@@ -90,7 +90,7 @@ def test_hparams_hold_options_and_real_metrics(holotrain):
 def test_the_same_losses_from_every_schedule(holotrain, precision, tolerance):
     """Fifty steps with dropout, drop-path and MixUp on."""
     losses = {}
-    for backward in ("autograd", "checkpoint", "reversible"):
+    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
         status, _, _ = holotrain(
             "fit", *SMALL, f"backward={backward}", "logger=csv", f"trainer.precision={precision}", "model.dropout=0.1",
             "model.drop_path=0.1", "test=false", f"output_dir={backward}", "data.mixup_alpha=0.2", "trainer.max_epochs=5",
@@ -100,7 +100,7 @@ def test_the_same_losses_from_every_schedule(holotrain, precision, tolerance):
         rows = csv.DictReader((only(Path(backward) / "fit") / "csv" / "version_0" / "metrics.csv").open())
         losses[backward] = [float(row["train/loss"]) for row in rows if row["train/loss"]]
     assert len(losses["autograd"]) == 50
-    for backward in ("checkpoint", "reversible"):
+    for backward in ("checkpoint", "reversible", "pareprop"):
         assert losses[backward] == pytest.approx(losses["autograd"], rel=tolerance)
 
 
@@ -259,7 +259,7 @@ def test_a_sweep_file_and_an_overlay_folder(holotrain, tmp_path):
     status, _, err = holotrain("fit", *words, "--config-dir", "mine", "experiment=narrow", "-m", "sweep=backward", "test=false")
     assert (status, err) == (0, "")
     (sweep,) = Path("runs/fit/sweeps").iterdir()
-    assert [summary(sweep / str(job))["backward"] for job in range(3)] == ["autograd", "checkpoint", "reversible"]
+    assert [summary(sweep / str(job))["backward"] for job in range(4)] == ["autograd", "checkpoint", "reversible", "pareprop"]
     assert yaml.safe_load((sweep / "2" / "config.yaml").read_text())["model"]["dim"] == 8
 
 

@@ -3,9 +3,11 @@
 import math
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from holotrain.models import VIT_SIZES, RevViT
 from holotrain.tasks import ImageClassifier, optimizers, schedules
@@ -100,3 +102,40 @@ def test_predictions_are_the_likeliest_class_and_its_probability():
 def test_what_can_be_monitored():
     assert classifier().monitored == ["val/loss", "val/accuracy", "val/accuracy_top5"]
     assert ImageClassifier(nn.Identity(), 10).monitored == ["val/loss", "val/accuracy"]
+
+
+class OrdinaryGraphedStep:
+    """What a GraphedStep does, without a graph: overwrites gradients, returns the detached loss."""
+
+    def __init__(self, loss, parameters):
+        self.loss, self.parameters = loss, list(parameters)
+
+    def __call__(self, *inputs):
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss = self.loss(*inputs)
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
+    """Lightning's own backward and zero_grad must leave a graphed step's gradients alone."""
+    monkeypatch.setattr("holotrain.tasks.image_classification.GraphedStep", OrdinaryGraphedStep)
+    weights = []
+    for cuda_graph in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        task = ImageClassifier(model, 10, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1), cuda_graph=cuda_graph)
+        batches = [(torch.randn(4, 1, 8, 8), torch.arange(4)) for _ in range(5)]
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=0.5,
+        )
+        trainer.fit(task, DataLoader(batches, batch_size=None))
+        weights.append(model[1].weight.detach().clone())
+    assert torch.equal(*weights)

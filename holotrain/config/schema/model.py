@@ -83,7 +83,7 @@ class BackwardConfig:
         stored = [self.store] if isinstance(self.store, int) else self.store
         if not isinstance(stored, list) or not all(type(index) is int and index >= 0 for index in stored):
             raise UserError(f"backward.store: {self.store!r} is neither a number of blocks nor a list of their indices")
-        if not isinstance(self.exact, bool | int):
+        if not isinstance(self.exact, bool) and not (isinstance(self.exact, int) and 0 < self.exact < 53):
             raise UserError(f"backward.exact: {self.exact!r} is neither true, false nor a number of bits after the point")
         if stored != [0] and self.kind == "autograd":
             raise UserError("backward.store: backward=autograd stores every block; take backward=reversible or pareprop")

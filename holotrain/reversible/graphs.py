@@ -1,0 +1,94 @@
+"""A training step as one CUDA graph: small models are bound by launches, not by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from holotrain.reversible.ambient import Surroundings
+from holotrain.reversible.graph_random import Twins
+
+WARM_UPS = 3
+"""Ordinary steps before the capture: libraries then have their workspaces, and autograd its streams."""
+
+
+class GraphedStep:
+    """Forward and backward, captured once and replayed, with any backward schedule, dropout included.
+
+        step = GraphedStep(lambda images, labels: cross_entropy(model(images), labels), model.parameters())
+        loss = step(images, labels)
+        optimizer.step()
+
+    Args:
+        loss: maps tensors on one CUDA device to a loss (a scalar). It must not wait for the device (no ``.item()``).
+        parameters: whose ``.grad`` a step writes.
+
+    A call leaves in every ``.grad`` the gradient of this step alone: it overwrites, so that there is no need to set
+    gradients to zero, and no way to accumulate them. The first calls, and every call on tensors of other shapes than the
+    first's, run as ordinary steps; gradients and parameters must stay where they are in memory in between (no ``.to()``).
+
+    Raises:
+        ValueError: an input that is on no CUDA device (at the call).
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._loss = loss
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._shapes: tuple | None = None
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Returns the loss, detached, on the device."""
+        if not inputs or not all(tensor.is_cuda for tensor in inputs):
+            raise ValueError("a GraphedStep takes tensors on a CUDA device")
+        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs)
+        if self._shapes is None:
+            self._shapes = shapes
+            self._twins = Twins(inputs[0].device)
+        if shapes != self._shapes:
+            return self._ordinary(inputs)
+        self._calls += 1
+        if self._calls < WARM_UPS:
+            return self._aside(inputs)
+        if self._calls == WARM_UPS:
+            with self._twins.at_hand():  # the last ordinary step counts what will be recomputed
+                return self._aside(inputs)
+        if self._graph is None:
+            self._capture(inputs)
+        for static, given in zip(self._inputs, inputs, strict=True):
+            static.copy_(given, non_blocking=True)
+        self._graph.replay()
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = grad
+        return self._result.clone()
+
+    def _ordinary(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        for parameter in self._parameters:
+            parameter.grad = None
+        surroundings = Surroundings.capture(inputs[0].device)
+        with surroundings.uncached():  # a cast weight in the cache would be captured as it was
+            loss = self._loss(*inputs)
+        loss.backward()
+        return loss.detach()
+
+    def _aside(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """An ordinary step on a stream of its own, as a capture wants it."""
+        ambient = torch.cuda.current_stream(inputs[0].device)
+        aside = torch.cuda.Stream(inputs[0].device)
+        aside.wait_stream(ambient)
+        with torch.cuda.stream(aside):
+            loss = self._ordinary(inputs)
+        ambient.wait_stream(aside)
+        return loss
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = [tensor.clone() for tensor in inputs]
+        graph = torch.cuda.CUDAGraph()
+        self._twins.prepare(graph)
+        with torch.cuda.graph(graph), self._twins.at_hand():
+            self._result = self._ordinary(tuple(self._inputs))
+        self._grads = [parameter.grad for parameter in self._parameters]
+        self._graph = graph

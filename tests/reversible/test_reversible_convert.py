@@ -1,0 +1,65 @@
+"""Blocks of other libraries made reversible."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from holotrain.reversible import ReversibleSequence, convert
+
+timm = pytest.importorskip("timm")
+
+
+def branches_of(block):
+    return (
+        nn.Sequential(block.norm1, block.attn, block.ls1, block.drop_path1),
+        nn.Sequential(block.norm2, block.mlp, block.ls2, block.drop_path2),
+    )
+
+
+def vit():
+    torch.manual_seed(0)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=4, num_classes=5, drop_path_rate=0.2
+    ).double()
+
+
+def test_a_timm_vit_trains_with_the_same_gradients_under_every_schedule():
+    model = vit()
+    parameters = sum(p.numel() for p in model.parameters())
+    sequence = convert(model, "blocks", branches_of, backward="autograd")
+    assert isinstance(sequence, ReversibleSequence)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    grads = {}
+    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
+        sequence.backward = backward
+        torch.manual_seed(1)
+        grads[backward] = torch.autograd.grad(model(images).square().sum(), list(model.parameters()), allow_unused=True)
+    for ours, true in zip(grads["reversible"], grads["autograd"], strict=True):
+        assert (ours is None) == (true is None)
+        assert true is None or torch.allclose(ours, true, rtol=1e-9, atol=1e-12)
+
+
+def test_a_list_that_is_looped_over_stays_a_list():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(copy.deepcopy(block) for block in vit().blocks)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = nn.Sequential(Encoder())
+    convert(model, "0.layers", branches_of)
+    x = torch.randn(2, 5, 48, dtype=torch.float64)
+    assert model(x).shape == x.shape
+    assert len(model[0].layers) == 1
+
+
+def test_an_unknown_stack_is_answered_with_those_that_exist():
+    with pytest.raises(ValueError, match="'block' is no stack of blocks; there are blocks"):
+        convert(vit(), "block", branches_of)
