@@ -96,7 +96,7 @@ class FixedPointGrid(nn.Module):
 
     def report(self, dtype: torch.dtype) -> None:
         """Warns if a stream has outgrown the grid, as far as the host can know without waiting."""
-        if self._reported:
+        if self._reported or self._largest.is_meta:
             return
         if self._largest.device.type != "cuda":
             self._compare(self._largest.item(), self.step.item(), dtype)

@@ -71,12 +71,15 @@ class Half:
         buffers = Buffers(self.parts)
         keywords = self.keywords.put_together(tensors)
         recorded, self.keywords = self.keywords, self.keywords.by_value()
+        compiled = is_compiled(self.parts)
+        if compiled and self.call.kept is not None:
+            raise ValueError("keep cannot reach into compiled branches; leave f and g uncompiled, or keep nothing")
         with ExitStack() as stack:
             stack.enter_context(random.recorded())
             if self.call.kept is not None:
                 keep, self.reuse = self.call.kept()
                 stack.enter_context(keep)
-            if self.call.kept is not None or is_compiled(self.parts):
+            if self.call.kept is not None or compiled:
                 # Compiled code and the choice of kernels may differ between a forward that is differentiated and one that
                 # is not: the two runs must be the same code to round, and draw, the same.
                 stack.enter_context(torch.enable_grad())

@@ -24,7 +24,7 @@ from holotrain.reversible.half import Call, Half, parts_of
 from holotrain.reversible.keywords import Keywords
 from holotrain.reversible.lanes import Lanes, Started
 from holotrain.reversible.refusals import require_untouched, shards_itself
-from holotrain.reversible.trial import Overlap
+from holotrain.reversible.trial import Clock, Overlap
 
 
 class Tape:
@@ -34,45 +34,45 @@ class Tape:
     started before block i's turn.
     """
 
-    def __init__(self, overlap: Overlap | None, witness: Witness | None) -> None:
-        self.steps: list[_Step] = []
+    def __init__(self, depth: int, overlap: Overlap | None, witness: Witness | None) -> None:
+        self.last = depth - 1
         self.streams: dict[int, tuple[Tensor, Tensor]] = {}
         self.ahead: dict[int, Started] = {}
         self.lanes = Lanes()
-        self.clock = None
+        self.clock: Clock | None = None
         self.overlap = overlap
         self.witness = witness
 
-    def begin(self, stream: Tensor) -> None:
+    def begin(self, stream: Tensor, movable: bool) -> None:
         """At the last block's backward: forgets what an earlier one left, chooses the lanes."""
         self.streams.clear()
         self.ahead.clear()
         self.lanes, self.clock = Lanes(), None
         if self.overlap is not None:
-            movable = not any(step.sharded for step in self.steps)
             self.lanes, self.clock = self.overlap.begin(stream, movable)
 
-    def end(self, x1: Tensor, x2: Tensor) -> None:
-        """At the first block's backward, with its rebuilt input."""
+    def end(self) -> None:
+        """At the end of the backward of the first block that has one."""
         if self.clock is not None:
             self.clock.stop()
-        if self.witness is not None:
-            self.witness.compare(x1, x2)
 
 
 class _Step:
-    """One block in one call; what its Function needs that is no tensor."""
+    """One block in one call; what its Function needs that is no tensor.
 
-    def __init__(self, tape: Tape, block: ReversibleBlock, call: Call) -> None:
-        self.tape, self.block, self.call = tape, block, call
+    It knows the step before it and not the other way round: a graph that is never differentiated then frees all at once.
+    """
+
+    def __init__(self, tape: Tape, block: ReversibleBlock, call: Call, before: _Step | None) -> None:
+        self.tape, self.block, self.call, self.before = tape, block, call, before
+        self.index = 0 if before is None else before.index + 1
         self.f_parts, self.g_parts = parts_of(block.f), parts_of(block.g)
-        self.sharded = shards_itself(block, (*self.f_parts, *self.g_parts))
-        self.index = len(tape.steps)
-        tape.steps.append(self)
+        stays = shards_itself(block, (*self.f_parts, *self.g_parts))
+        self.movable = not stays and (before is None or before.movable)
 
     @property
     def is_last(self) -> bool:
-        return self.index == len(self.tape.steps) - 1
+        return self.index == self.tape.last
 
     def __call__(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> tuple[Tensor, Tensor]:
         """Runs the block: called from within its ``forward``."""
@@ -121,7 +121,7 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
     tape, saved = step.tape, ctx.saved_tensors
     if step.is_last:
         y1, y2, *saved = saved
-        tape.begin(y1)
+        tape.begin(y1, step.movable)
     elif step.index in tape.streams:
         y1, y2 = tape.streams.pop(step.index)
     else:
@@ -150,13 +150,15 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
     if not first:
         tape.streams[step.index - 1] = (x1, x2)
         if lanes.overlapped:
-            before = tape.steps[step.index - 1].g  # it shares this block's keyword tensors
+            before = step.before.g  # it shares this block's keyword tensors
             tape.ahead[step.index - 1] = lanes.start_g(before, partial(before.recompute, x2, x1, g_tensors))
     with lanes.differentiating_f(mark):
         f_gradients = f.differentiate(grad_x1)
         grad_x2 = _sum(grad_y2, f_gradients.source)
     if first:
-        tape.end(x1, x2)
+        tape.end()
+    if step.index == 0 and tape.witness is not None:
+        tape.witness.compare(x1, x2)
 
     gradients = (*f_gradients.tensors, *g_gradients.tensors, *f_gradients.parameters, *g_gradients.parameters)
     return None, grad_x1, grad_x2, *gradients
@@ -179,8 +181,10 @@ def run_recomputing(
     witness: Witness | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the blocks and stores nothing between them; the backward recomputes them half by half."""
-    tape = Tape(overlap, witness)
-    steps = [_Step(tape, block, call) for block in blocks]
+    tape = Tape(len(blocks), overlap, witness)
+    steps: list[_Step] = []
+    for block in blocks:
+        steps.append(_Step(tape, block, call, steps[-1] if steps else None))
     if witness is not None:
         witness.remember(x1, x2)
     for step in steps:

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Hashable
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,10 @@ class Trial:
         self._begun = 0
         self._verdict: bool | None = None
 
+    @property
+    def settled(self) -> bool:
+        return self._verdict is not None
+
     def overlap(self) -> bool:
         """Whether the next backward is to overlap."""
         if self._verdict is not None:
@@ -37,6 +42,15 @@ class Trial:
         if self._verdict is None and all(len(times) >= MEASURED for times in measured):
             in_turn, beside = (statistics.median(times) for times in measured)
             self._verdict = beside < in_turn
+
+
+class Clock(Protocol):
+    """Started when it is made; ``seconds`` is None until it was stopped and can be read without waiting."""
+
+    def stop(self) -> None: ...
+
+    @property
+    def seconds(self) -> float | None: ...
 
 
 class _HostClock:
@@ -74,9 +88,9 @@ class Overlap:
 
     def __init__(self) -> None:
         self._trials: dict[Hashable, Trial] = {}
-        self._running: list[tuple[Trial, bool, _HostClock | _DeviceClock]] = []
+        self._running: list[tuple[Trial, bool, Clock]] = []
 
-    def begin(self, stream: torch.Tensor, movable: bool) -> tuple[Lanes, _HostClock | _DeviceClock | None]:
+    def begin(self, stream: torch.Tensor, movable: bool) -> tuple[Lanes, Clock | None]:
         """The lanes of a backward that begins now, and the clock to stop at its end.
 
         Args:
@@ -91,11 +105,12 @@ class Overlap:
             return StreamLanes(stream.device), None  # a graph is replayed without a host: only the arithmetic counts
         trial = self._trials.setdefault((stream.shape, stream.dtype, stream.device, torch.get_num_threads()), Trial())
         overlapped = trial.overlap()
+        lanes = Lanes() if not overlapped else StreamLanes(stream.device) if cuda else ThreadLanes()
+        if trial.settled:
+            return lanes, None
         clock = _DeviceClock() if cuda else _HostClock()
         self._running.append((trial, overlapped, clock))
-        if not overlapped:
-            return Lanes(), clock
-        return (StreamLanes(stream.device) if cuda else ThreadLanes()), clock
+        return lanes, clock
 
     def _read_clocks(self) -> None:
         waiting = []

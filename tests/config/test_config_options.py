@@ -112,6 +112,7 @@ def test_options_reach_what_they_describe():
         (["model=vit_tiny", "backward.exact=true"], "backward.exact: model kind 'vit' is not reversible"),
         (["backward.cuda_graph=true", "trainer.accumulate_grad_batches=2"], "accumulate_grad_batches=1"),
         (["backward.cuda_graph=true", "trainer.precision=16-mixed"], "take bf16-mixed"),
+        (["compile=true", "backward.keep=[attention]"], "take compile=false"),
         (["callbacks.drift.threshold=-1"], "callbacks.drift.threshold"),
         (["callbacks.progress=fancy"], "callbacks.progress"),
         (["callbacks.ema.decay=1"], "callbacks.ema.decay"),

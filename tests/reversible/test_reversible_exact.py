@@ -120,3 +120,10 @@ def test_outgrowing_the_grid_is_reported_with_the_remedy():
 def test_streams_too_coarse_for_a_grid_are_refused():
     with pytest.raises(ValueError, match="exact needs streams of fp32 or fp64"):
         sequence(2).bfloat16()(*streams(torch.bfloat16))
+
+
+def test_on_the_meta_device_only_shapes_count():
+    net = sequence(2).to("meta")
+    y1, y2 = net(*(torch.empty(4, 5, WIDTH, device="meta", requires_grad=True) for _ in range(2)))
+    (y1 * y2).sum().backward()
+    assert not net.grid.known

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -251,16 +253,16 @@ class Outcome:
     buffers: list
 
 
-def outcome(case: Case, engine: Engine | None = None, by: str = "backward") -> Outcome:
+def outcome(case: Case, engine: Engine | None = None, by: str = "backward", device: str = "cpu") -> Outcome:
     """Gradients of all parameters, of the input and of the keyword tensors, and what the step leaves behind."""
-    net = sequence(case.depth, case.dropout, case.branch, engine)
-    stem = nn.Linear(WIDTH, WIDTH).double()
+    net = sequence(case.depth, case.dropout, case.branch, engine).to(device)
+    stem = nn.Linear(WIDTH, WIDTH).double().to(device)
     if case.prepare:
         case.prepare(net, stem)
     f_kwargs, g_kwargs = (given() if callable(given) else given for given in (case.f_kwargs, case.g_kwargs))
     keyword = [t for t in torch.utils._pytree.tree_leaves([f_kwargs, g_kwargs]) if isinstance(t, torch.Tensor)]
     leaves = list(dict.fromkeys(p for p in [*stem.parameters(), *net.parameters(), *keyword] if p.requires_grad))
-    x = torch.randn(2, 3, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 3, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(0)).to(device)
     torch.manual_seed(7)
     loss = 0
     for call in range(case.calls):
@@ -274,7 +276,8 @@ def outcome(case: Case, engine: Engine | None = None, by: str = "backward") -> O
             leaf.grad = None
         loss.backward()
         grads = [leaf.grad for leaf in leaves]
-    return Outcome(loss, [None if g is None else g.clone() for g in grads], torch.get_rng_state(), list(net.buffers()))
+    random_state = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    return Outcome(loss, [None if g is None else g.clone() for g in grads], random_state, list(net.buffers()))
 
 
 @functools.cache
@@ -290,6 +293,18 @@ def test_a_step_equals_plain_autograds(name, engine):
     assert relative_error(ours.grads, reference.grads) <= 1e-10
     assert torch.equal(ours.random_state, reference.random_state)
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers, reference.buffers, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not (case.f_kwargs or case.g_kwargs)])
+@every_engine
+def test_on_cuda_a_step_equals_plain_autograds(name, engine, monkeypatch):
+    monkeypatch.setattr(trial.Trial, "overlap", lambda self: True)
+    ours, reference = outcome(CASES[name], engine, device="cuda"), outcome(CASES[name], device="cuda")
+    assert relative_error(ours.grads, reference.grads) <= 1e-10
+    assert torch.equal(ours.random_state, reference.random_state)
+    assert all(torch.allclose(a, b) for a, b in zip(ours.buffers, reference.buffers, strict=True))
 
 
 @every_engine
@@ -448,6 +463,22 @@ def test_what_is_stored_does_not_grow_with_depth():
 
     assert stored_bytes(24, "reversible") == stored_bytes(6, "reversible")
     assert stored_bytes(24, "autograd") > 3 * stored_bytes(6, "autograd")
+
+
+def test_a_graph_that_is_dropped_frees_what_it_kept():
+    """Without waiting for the garbage collector: a forward in training that is never differentiated must leave nothing."""
+    net = sequence(3, branch=AttentionBranch, engine=Engine("reversible", keep=("attention",)))
+    x = torch.zeros(2, 3, WIDTH, dtype=F64)
+    gc.collect()
+    gc.disable()
+    try:
+        y1, y2 = net(x, x)
+        kept = weakref.ref(y1.grad_fn.step.f)
+        assert kept() is not None
+        del y1, y2
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_schedule_is_no_part_of_the_state():

@@ -184,3 +184,10 @@ def test_half_precision_streams_are_warned_of():
     net = sequence().bfloat16()
     with pytest.warns(UserWarning, match="streams of torch.bfloat16"):
         net(*(stream.bfloat16() for stream in streams()))
+
+
+def test_keeping_results_of_compiled_branches():
+    net = ReversibleSequence(sequence().blocks, keep=["attention"])
+    net.blocks[0].f.compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled branches"):
+        net(*streams())
