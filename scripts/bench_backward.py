@@ -1,7 +1,7 @@
 """Ways to come by activations in the backward, side by side on the same work: throughput, peak memory, gradient error.
 
     python scripts/bench_backward.py                                  # 12 blocks of width 384, batches of 4 x 196 tokens
-    python scripts/bench_backward.py --depth 24 --amp --json scripts/results/backward.json --picture backward.png
+    python scripts/bench_backward.py --batch 1 2 4 --json scripts/results/backward.json --picture backward.png
     python scripts/bench_backward.py --minrev ../minREV               # the PaReprop authors' code, from a checkout
     python scripts/bench_backward.py --compiled --budgets 0.3 0.5     # f and g compiled; torch.compile's own memory budgets
 
@@ -189,9 +189,9 @@ def make_branches(options) -> list:
     return branches
 
 
-def make_input(options, batch: int | None = None) -> Tensor:
+def make_input(batch: int, options) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(batch or options.batch, options.tokens, options.dim, generator=generator)
+    x = torch.randn(batch, options.tokens, options.dim, generator=generator)
     return x.to(options.device).requires_grad_()
 
 
@@ -202,14 +202,21 @@ def loss_of(run: Run, x: Tensor, options) -> Tensor:
     return (y1.to(x.dtype) * y2.to(x.dtype)).mean()
 
 
-def stepper(run: Run, branches, options) -> Callable[[], float]:
-    """A function that takes one step and waits for it; returns its seconds."""
-    x = make_input(options)
+def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> Callable[[], float]:
+    """A function that takes one step and waits for it; returns its seconds.
+
+    ``standing``: gradients stay in memory and are set to zero, so that a peak above them is that of activations; otherwise
+    they are dropped before a step, as optimizers do by default.
+    """
+    x = make_input(batch, options)
     parameters = [x, *(p for pair in branches for part in pair for p in part.parameters())]
 
     def step() -> float:
         for parameter in parameters:
-            parameter.grad = None
+            if standing and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
         if options.device == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()
@@ -227,7 +234,7 @@ def gradient_error(make, options) -> float:
     flat = []
     for kind, parts in ((make, branches), (plain, [tuple(copy.deepcopy(p).double() for p in pair) for pair in branches])):
         exactly = kind is plain and parts is not branches
-        x = make_input(options, 1).detach().to(torch.float64 if exactly else torch.float32).requires_grad_()
+        x = make_input(1, options).detach().to(torch.float64 if exactly else torch.float32).requires_grad_()
         run = kind(parts)
         if exactly:
             y1, y2 = run(x)
@@ -241,11 +248,11 @@ def gradient_error(make, options) -> float:
     return (torch.cat([a - b for a, b in pairs]).norm() / torch.cat([b for _, b in pairs]).norm()).item()
 
 
-def peak_bytes(name: str, options) -> dict[str, int]:
+def peak_bytes(name: str, batch: int, options) -> dict[str, int]:
     """Of one step above what stands in memory before it."""
     if options.device == "cuda":
         branches = make_branches(options)
-        step = stepper(engines(options)[name](branches), branches, options)
+        step = stepper(engines(options)[name](branches), branches, batch, options, standing=True)
         for _ in range(14):  # pareprop has settled on a schedule by then
             step()
         gc.collect()
@@ -255,15 +262,15 @@ def peak_bytes(name: str, options) -> dict[str, int]:
         step()
         figures = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         return figures | {"above_weights": figures["allocated"] - before}
-    command = [sys.executable, __file__, "--measure", name, *sys.argv[1:]]
+    command = [sys.executable, __file__, *sys.argv[1:], "--measure", name, str(batch)]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     return {"above_weights": int(output.splitlines()[-1])}
 
 
-def resident_step_bytes(name: str, options) -> int:
+def resident_step_bytes(name: str, batch: int, options) -> int:
     branches = make_branches(options)
-    step = stepper(engines(options)[name](branches), branches, options)
+    step = stepper(engines(options)[name](branches), branches, batch, options, standing=True)
     step()
     step()  # its gradients stand in memory, as in any step but the first
     gc.collect()
@@ -278,21 +285,25 @@ def resident(figure: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def draw(rows: dict, path: Path, title: str) -> None:
+def draw(points: list[dict], path: Path, title: str) -> None:
+    """Throughput against peak memory, a line an engine over the batch sizes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name, row in rows.items():
-        axes.scatter(row["peak"]["above_weights"] / 2**20, row["samples_per_second"], s=30)
-        place = (row["peak"]["above_weights"] / 2**20, row["samples_per_second"])
-        axes.annotate(name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for number, name in enumerate(points[0]["engines"]):
+        rows = [point["engines"][name] for point in points]
+        memory = [row["peak"]["above_weights"] / 2**20 for row in rows]
+        speed = [row["samples_per_second"] for row in rows]
+        axes.plot(memory, speed, marker="os^vDP*X"[number % 8], label=name)
     axes.set(xlabel="peak memory of a step above weights and gradients, MiB", ylabel="samples a second", title=title)
-    axes.grid(alpha=0.3)
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     print(f"drawn to {path}")
 
 
@@ -301,7 +312,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--depth", type=int, default=12, help="blocks")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, nargs="+", default=[4], help="several: a line of points for each engine")
     parser.add_argument("--tokens", type=int, default=196)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="of torch's operations on a CPU; 1 lets pareprop use a second thread")
@@ -313,49 +324,54 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.measure:
-        print(resident_step_bytes(options.measure, options))
+        print(resident_step_bytes(options.measure[0], int(options.measure[1]), options))
         return
 
     described = machine()
     print(json.dumps(described))
+    points = [{"batch": batch, "engines": measured(batch, options)} for batch in options.batch]
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    save({"machine": described, "options": settings, "points": points}, options.json)
+    if options.picture:
+        where = described["gpu"] if options.device == "cuda" else described["cpu"]
+        sizes = ", ".join(map(str, options.batch))
+        draw(points, options.picture, f"{options.depth} blocks of width {options.dim}, batches of {sizes}, on {where}")
+
+
+def measured(batch: int, options) -> dict[str, dict]:
+    """The figures of every engine at one batch size."""
     contestants = engines(options)
     branches = make_branches(options)
-    steps = {name: stepper(make(branches), branches, options) for name, make in contestants.items()}
+    steps = {name: stepper(make(branches), branches, batch, options) for name, make in contestants.items()}
     for name in [name for name in steps if "pareprop" in name]:
         for _ in range(14):  # until it has measured whether overlap pays
             steps[name]()
     seconds = alternating(steps, options.rounds)
     rows = {}
-    print(f"\n{options.depth} blocks of width {options.dim}, {options.batch} x {options.tokens} tokens")
+    print(f"\n{options.depth} blocks of width {options.dim}, {batch} x {options.tokens} tokens")
     print(f"{'engine':<24}{'step':>9}{'/ autograd':>12}{'samples/s':>11}{'peak':>12}{'reserved':>12}{'error':>10}")
     for name, make in contestants.items():
-        peak = peak_bytes(name, options)
+        peak = peak_bytes(name, batch, options)
         median = statistics.median(seconds[name])
-        row = {
+        row = rows[name] = {
             "seconds": seconds[name],
             "over_autograd": median_ratio(seconds[name], seconds["autograd"]),
-            "samples_per_second": options.batch / median,
+            "samples_per_second": batch / median,
             "peak": peak,
             "gradient_error": gradient_error(make, options),
         }
-        rows[name] = row
         reserved = f"{peak['reserved'] / 2**20:8.0f} MiB" if "reserved" in peak else ""
         print(
             f"{name:<24}{median:8.3f}s{row['over_autograd']:12.3f}{row['samples_per_second']:11.2f}"
             f"{peak['above_weights'] / 2**20:8.1f} MiB{reserved:>12}{row['gradient_error']:10.1e}",
             flush=True,
         )
-    settings = {
-        key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "measure"
-    }
-    save({"machine": described, "options": settings, "engines": rows}, options.json)
-    if options.picture:
-        draw(rows, options.picture, f"{options.depth} blocks of width {options.dim} on {described['gpu'] or described['cpu']}")
+    return rows
 
 
 if __name__ == "__main__":
