@@ -8,7 +8,7 @@ A schedule starts the recomputation of a half before it needs the result. What "
 - thread: a worker recomputes while the calling thread differentiates.
 
 All waiting on CUDA is done by the GPU, on events; the host never synchronises. Memory is handed between the streams without
-``record_stream``: at the start of every block the side stream waits for the ambient one, at its end the ambient stream waits
+``record_stream``: before f is recomputed the side stream waits for the ambient one, at a block's end the ambient stream waits
 for the side stream, and whoever drops the last reference to a tensor does so only after its stream has been waited for. Thus
 each of the two pools holds one half's graph and no more.
 """
@@ -39,9 +39,6 @@ class Lanes:
     """In turn: the sequential schedule, and what the others are forms of."""
 
     overlapped = False
-
-    def enter(self) -> None:
-        """At the start of a block's backward."""
 
     def start_g(self, half: Half, recompute: Recompute) -> Started:
         return _InTurn(recompute)
@@ -93,13 +90,11 @@ class StreamLanes(Lanes):
         self._ambient = torch.cuda.current_stream(device)
         self._side = _side_stream(device, self._ambient.cuda_stream)
 
-    def enter(self) -> None:
-        self._side.wait_stream(self._ambient)
-
     def start_g(self, half: Half, recompute: Recompute) -> Started:
         return _early(recompute, self._ambient, self._ambient)
 
     def start_f(self, half: Half, recompute: Recompute) -> Started:
+        self._side.wait_stream(self._ambient)  # for what g's half rebuilt, and for the gradients of the block behind
         return _early(recompute, self._side, self._ambient)
 
     def mark(self) -> torch.cuda.Event:

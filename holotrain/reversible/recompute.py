@@ -133,7 +133,6 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
     lanes = tape.lanes
     first = step.index == 0 or not any(ctx.needs_input_grad[1:3])
 
-    lanes.enter()
     of_g = tape.ahead.pop(step.index, None) or lanes.start_g(step.g, partial(step.g.recompute, y2, y1, g_tensors))
     g = of_g.result()
     x2 = g.target
