@@ -36,6 +36,7 @@ class ViT(nn.Module):
         attention_dropout: on the attention weights.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
         backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        engine: further options of a reversible model's sequence; a plain one has none.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
 

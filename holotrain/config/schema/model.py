@@ -93,4 +93,4 @@ class BackwardConfig:
     def engine(self) -> dict[str, Any]:
         """The options that a reversible sequence takes beside the schedule, as far as they were changed."""
         options = {"store": self.store, "exact": self.exact, "keep": tuple(self.keep)}
-        return {name: value for name, value in options.items() if value or (type(value) is int and name == "exact")}
+        return {name: value for name, value in options.items() if value}
