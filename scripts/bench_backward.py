@@ -335,7 +335,8 @@ def main() -> None:
     described = machine()
     print(json.dumps(described))
     points = [{"batch": batch, "engines": measured(batch, options)} for batch in options.batch]
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = {key: value for key, value in vars(options).items() if key not in ("json", "picture", "measure")}
+    settings["minrev"] = bool(options.minrev)
     save({"machine": described, "options": settings, "points": points}, options.json)
     if options.picture:
         where = described["gpu"] if options.device == "cuda" else described["cpu"]
