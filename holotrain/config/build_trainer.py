@@ -142,7 +142,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
     callbacks: list[pl.Callback] = [*build_progress(settings), ExactResume()]
     if settings.memory:
         callbacks.append(MemoryMonitor())
-    if settings.drift.enabled:
+    if settings.drift.enabled and not config.backward.cuda_graph:  # a replay runs no Python that could look
         callbacks.append(DriftMonitor(threshold=settings.drift.threshold))
     if settings.throughput.enabled:
         callbacks.append(_throughput(config, data))

@@ -45,6 +45,11 @@ class Buffers:
         self._buffers = [buffer for buffer in self._buffers if id(buffer.owner) in writers]
         return self if self._buffers else None
 
+    @property
+    def owners(self) -> set[int]:
+        """The ids of the modules that they belong to."""
+        return {id(buffer.owner) for buffer in self._buffers}
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, the module has buffers of its own with the values of before; afterwards its real ones, untouched."""

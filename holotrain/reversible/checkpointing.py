@@ -61,6 +61,7 @@ class _Checkpointed:
     def _replayed(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(recomputation())
+            self.keywords = self.as_given.by_value()  # a retained graph is recomputed more than once
             if self.buffers is not None:
                 stack.enter_context(self.buffers.replayed())
             if self.twins is not None:

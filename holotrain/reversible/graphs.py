@@ -39,6 +39,7 @@ class GraphedStep:
         self._shapes: tuple | None = None
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Returns the loss, detached, on the device."""
@@ -77,7 +78,8 @@ class GraphedStep:
     def _aside(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """An ordinary step on a stream of its own, as a capture wants it."""
         ambient = torch.cuda.current_stream(inputs[0].device)
-        aside = torch.cuda.Stream(inputs[0].device)
+        self._stream = self._stream or torch.cuda.Stream(inputs[0].device)
+        aside = self._stream
         aside.wait_stream(ambient)
         with torch.cuda.stream(aside):
             loss = self._ordinary(inputs)

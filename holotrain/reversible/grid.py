@@ -92,7 +92,7 @@ class FixedPointGrid(nn.Module):
         """
         if significand_bits(dtype) < 24:
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
-        return Grid(self.step, self._largest)
+        return Grid(self.step.clone(), self._largest)  # of this call: a broadcast may change it before the backward
 
     def report(self, dtype: torch.dtype) -> None:
         """Warns if a stream has outgrown the grid, as far as the host can know without waiting."""
@@ -132,4 +132,4 @@ class FixedPointGrid(nn.Module):
         return self.__dict__ | {"_arriving": None}
 
     def extra_repr(self) -> str:
-        return f"step={self.step.item()}" if self.known else "step=chosen from the first batch"
+        return f"step={self.step.item()}" if self.known and not self.step.is_meta else "step=chosen from the first batch"

@@ -59,6 +59,7 @@ class Half:
         owned = {id(p): p for part in self.parts for p in part._parameters.values() if p is not None}
         self.parameters = [parameter for parameter in owned.values() if parameter.requires_grad]
         self._read = [(parameter, parameter._version) for parameter in owned.values()]
+        self._modes = [part.training for part in self.parts]
 
     @property
     def draws(self) -> bool:
@@ -77,6 +78,7 @@ class Half:
         with ExitStack() as stack:
             stack.enter_context(random.recorded())
             if self.call.kept is not None:
+                stack.enter_context(self.call.surroundings.uncached())  # a cached cast would be an operation less
                 keep, self.reuse = self.call.kept()
                 stack.enter_context(keep)
             if self.call.kept is not None or compiled:
@@ -94,8 +96,12 @@ class Half:
         recorded.require_unchanged(keywords, tensors)
         self.replays = random if random.moved() else None
         self.buffers = buffers.written()
+        replaced = set() if self.buffers is None else self.buffers.owners
+        unwritten = (part for part in self.parts if id(part) not in replaced)
+        self._read += [(b, b._version) for part in unwritten for b in part._buffers.values() if b is not None]
         return couple(target, update.detach() if isinstance(update, Tensor) else update, self.call.grid)
 
+    @torch.no_grad()  # of the thread that it runs on, which may be a worker
     def recompute(self, coupled: Tensor, source: Tensor, tensors: Sequence[Tensor]) -> Rebuilt:
         """Runs the module once more, with a graph, and undoes the half.
 
@@ -105,12 +111,17 @@ class Half:
             tensors: the tensors among its keyword arguments.
 
         Raises:
-            RuntimeError: a parameter was changed in place since the forward.
+            RuntimeError: a parameter or buffer was changed in place since the forward, or a module's training mode.
         """
+        if [part.training for part in self.parts] != self._modes:
+            raise RuntimeError(
+                "f or g was switched between train() and eval() after the forward, so its recomputation in the backward "
+                "would run another way; switch after the backward"
+            )
         if any(parameter._version != version for parameter, version in self._read):
             raise RuntimeError(
-                "a parameter of f or g was changed in place between the forward and its recomputation in the backward, so "
-                "the activations can no longer be rebuilt; step the optimizer after the backward"
+                "a parameter or buffer of f or g was changed in place between the forward and its recomputation in "
+                "the backward, so the activations can no longer be rebuilt; step the optimizer after the backward"
             )
         source = source.detach().requires_grad_()
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -123,6 +134,8 @@ class Half:
                     stack.enter_context(self.replays.replayed())
                 if self.buffers is not None:
                     stack.enter_context(self.buffers.replayed())
+                if self.call.kept is not None:
+                    stack.enter_context(self.call.surroundings.uncached())
                 stack.enter_context(self.reuse)  # last: it counts every operation from here
                 update = run(seen, **keywords)
         added = update.detach()

@@ -69,7 +69,7 @@ class Keywords:
         if not same:
             raise ValueError(
                 "f or g added to or replaced part of its keyword arguments; what it reports must be a tensor of the streams, "
-                'or use backward="autograd" or "checkpoint"'
+                'or use backward="autograd"'
             )
 
 

@@ -63,7 +63,7 @@ class _InTurn:
 
 
 class ThreadLanes(Lanes):
-    """A worker thread recomputes. Halves that touch what threads share (generators, buffers, hooks) are done in turn."""
+    """A worker recomputes. Halves that touch what threads share (generators, buffers, parameter hooks) are done in turn."""
 
     overlapped = True
 
@@ -91,11 +91,11 @@ class StreamLanes(Lanes):
         self._side = _side_stream(device, self._ambient.cuda_stream)
 
     def start_g(self, half: Half, recompute: Recompute) -> Started:
-        return _early(recompute, self._ambient, self._ambient)
+        return _early(half, recompute, self._ambient, self._ambient)
 
     def start_f(self, half: Half, recompute: Recompute) -> Started:
         self._side.wait_stream(self._ambient)  # for what g's half rebuilt, and for the gradients of the block behind
-        return _early(recompute, self._side, self._ambient)
+        return _early(half, recompute, self._side, self._ambient)
 
     def mark(self) -> torch.cuda.Event:
         return self._ambient.record_event()
@@ -108,11 +108,13 @@ class StreamLanes(Lanes):
         self._ambient.wait_stream(self._side)
 
 
-def _early(recompute: Recompute, stream: torch.cuda.Stream, ambient: torch.cuda.Stream) -> Started:
+def _early(half: Half, recompute: Recompute, stream: torch.cuda.Stream, ambient: torch.cuda.Stream) -> Started:
     try:
         with torch.cuda.stream(stream):
             rebuilt = recompute()
     except torch.OutOfMemoryError:
+        if half.call.kept is not None:
+            raise  # what was kept can be taken once
         return _InTurn(recompute)  # there was no room for two halves at once: put off until the first is gone
     return _OnStream(rebuilt, stream.record_event(), ambient)
 

@@ -23,7 +23,7 @@ from holotrain.reversible.drift import Witness
 from holotrain.reversible.half import Call, Half, parts_of
 from holotrain.reversible.keywords import Keywords
 from holotrain.reversible.lanes import Lanes, Started
-from holotrain.reversible.refusals import require_untouched, shards_itself
+from holotrain.reversible.refusals import edited, require_untouched, shards_itself
 from holotrain.reversible.trial import Clock, Overlap
 
 
@@ -34,8 +34,9 @@ class Tape:
     started before block i's turn.
     """
 
-    def __init__(self, depth: int, overlap: Overlap | None, witness: Witness | None) -> None:
-        self.last = depth - 1
+    def __init__(self, blocks: Sequence[ReversibleBlock], call: Call, overlap: Overlap | None, witness: Witness | None) -> None:
+        self.last = len(blocks) - 1
+        self.work = (len(blocks), id(blocks[0]), call.kept is not None, call.grid is not None)
         self.streams: dict[int, tuple[Tensor, Tensor]] = {}
         self.ahead: dict[int, Started] = {}
         self.lanes = Lanes()
@@ -49,7 +50,7 @@ class Tape:
         self.ahead.clear()
         self.lanes, self.clock = Lanes(), None
         if self.overlap is not None:
-            self.lanes, self.clock = self.overlap.begin(stream, movable)
+            self.lanes, self.clock = self.overlap.begin(stream, movable, self.work)
 
     def end(self) -> None:
         """At the end of the backward of the first block that has one."""
@@ -83,6 +84,7 @@ class _Step:
         self.entered = x1, x2
         parameters = (*self.f.parameters, *self.g.parameters)
         self.left = _ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *parameters)
+        self.versions = tuple(stream._version for stream in (*self.entered, *self.left))
         return self.left
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -180,15 +182,17 @@ def run_recomputing(
     witness: Witness | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the blocks and stores nothing between them; the backward recomputes them half by half."""
-    tape = Tape(len(blocks), overlap, witness)
+    tape = Tape(blocks, call, overlap, witness)
     steps: list[_Step] = []
     for block in blocks:
         steps.append(_Step(tape, block, call, steps[-1] if steps else None))
     if witness is not None:
         witness.remember(x1, x2)
     for step in steps:
-        given = x1, x2
+        given, before = (x1, x2), (x1._version, x2._version)
         x1, x2 = step.block(x1, x2, f_kwargs, g_kwargs, through=step)
         require_untouched(step.block, given, step.entered, step.left, (x1, x2))
+        if step.versions != (*before, x1._version, x2._version):
+            raise ValueError(edited(step.block))
         del step.entered, step.left
     return x1, x2

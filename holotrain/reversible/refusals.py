@@ -69,5 +69,13 @@ def require_untouched(block: nn.Module, given: Streams, entered: Streams, left: 
             )
 
 
+def edited(block: nn.Module) -> str:
+    """What to say of streams that a hook edited in place."""
+    return (
+        f"something changed the inputs or outputs of a {type(block).__name__} in place on the way (a hook); the block could "
+        'not be rebuilt. Use backward="autograd" or "checkpoint"'
+    )
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata

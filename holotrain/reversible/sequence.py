@@ -17,6 +17,7 @@ from holotrain.reversible.drift import Witness
 from holotrain.reversible.grid import FixedPointGrid, Grid
 from holotrain.reversible.half import Call
 from holotrain.reversible.kept import Keeper
+from holotrain.reversible.keywords import Keywords
 from holotrain.reversible.recompute import run_recomputing
 from holotrain.reversible.schedules import SCHEDULES, run_storing
 from holotrain.reversible.trial import Overlap
@@ -127,6 +128,7 @@ class ReversibleSequence(nn.Module):
             grid = self.grid.in_call(x1.dtype)
             if not (self.grid.known or x1.is_meta):
                 self._choose_grid(x1, x2, f_kwargs, g_kwargs)
+                grid = self.grid.in_call(x1.dtype)
             x1, x2 = grid.entered(x1), grid.entered(x2)
         if self.witnesses is not None:
             self.witnesses.clear()
@@ -169,6 +171,9 @@ class ReversibleSequence(nn.Module):
     def _choose_grid(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> None:
         """Runs the blocks once, without a trace, to see how large the streams become."""
         streams = [x1, x2]
+        f_kwargs, g_kwargs = (
+            apart.by_value().put_together(tensors) for apart, tensors in map(Keywords.take_apart, (f_kwargs, g_kwargs))
+        )
         with torch.no_grad(), RandomState.capture(x1.device).replayed(), Buffers(self.modules()).replayed():
             largest = torch.stack([x1, x2]).abs().amax()
             for block in self.blocks:

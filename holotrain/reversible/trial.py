@@ -90,20 +90,21 @@ class Overlap:
         self._trials: dict[Hashable, Trial] = {}
         self._running: list[tuple[Trial, bool, Clock]] = []
 
-    def begin(self, stream: torch.Tensor, movable: bool) -> tuple[Lanes, Clock | None]:
+    def begin(self, stream: torch.Tensor, movable: bool, work: Hashable = None) -> tuple[Lanes, Clock | None]:
         """The lanes of a backward that begins now, and the clock to stop at its end.
 
         Args:
             stream: one of the two.
             movable: nothing forbids to recompute ahead of time.
+            work: tells apart what takes different times on streams of one shape: runs of blocks, options of the engine.
         """
         if not (movable and _may_overlap(stream.device)):
             return Lanes(), None
-        self._read_clocks()
         cuda = stream.device.type == "cuda"
         if cuda and torch.cuda.is_current_stream_capturing():
             return StreamLanes(stream.device), None  # a graph is replayed without a host: only the arithmetic counts
-        trial = self._trials.setdefault((stream.shape, stream.dtype, stream.device, torch.get_num_threads()), Trial())
+        self._read_clocks()
+        trial = self._trials.setdefault((work, stream.shape, stream.dtype, stream.device, torch.get_num_threads()), Trial())
         overlapped = trial.overlap()
         lanes = Lanes() if not overlapped else StreamLanes(stream.device) if cuda else ThreadLanes()
         if trial.settled:

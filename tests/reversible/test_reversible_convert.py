@@ -37,9 +37,10 @@ def test_a_timm_vit_trains_with_the_same_gradients_under_every_schedule():
         sequence.backward = backward
         torch.manual_seed(1)
         grads[backward] = torch.autograd.grad(model(images).square().sum(), list(model.parameters()), allow_unused=True)
-    for ours, true in zip(grads["reversible"], grads["autograd"], strict=True):
-        assert (ours is None) == (true is None)
-        assert true is None or torch.allclose(ours, true, rtol=1e-9, atol=1e-12)
+    for backward in ("checkpoint", "reversible", "pareprop"):
+        for ours, true in zip(grads[backward], grads["autograd"], strict=True):
+            assert (ours is None) == (true is None)
+            assert true is None or torch.allclose(ours, true, rtol=1e-9, atol=1e-12)
 
 
 def test_a_list_that_is_looped_over_stays_a_list():

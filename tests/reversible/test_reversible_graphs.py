@@ -49,6 +49,7 @@ class TestOnCuda:
             reference = torch.autograd.grad(true, list(model.parameters()))
             assert torch.allclose(loss, true, rtol=1e-12)
             assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(grads, reference, strict=True))
+            del true, reference  # a graph of another stream must not be alive in the capture
         other = torch.ones(5, WIDTH, dtype=torch.float64, device="cuda")  # another shape: an ordinary step
         assert torch.allclose(step(other), model(other))
 

@@ -165,6 +165,28 @@ def test_a_hook_that_changes_a_blocks_streams(hook):
         net(*streams())
 
 
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_that_edits_a_blocks_streams_in_place(hook):
+    net = sequence()
+
+    def edit(module, inputs, output=None):
+        with torch.no_grad():
+            (inputs if output is None else output)[1].mul_(2)
+
+    getattr(net.blocks[1], hook)(edit)
+    with pytest.raises(ValueError, match="in place on the way"):
+        net(*streams())
+
+
+@pytest.mark.parametrize("backward", RECOMPUTING)
+def test_switching_to_evaluation_before_the_backward(backward):
+    net = sequence(backward=backward)
+    loss = sum(net(*streams())).sum()
+    net.eval()
+    with pytest.raises(RuntimeError, match="switch after the backward"):
+        loss.backward()
+
+
 def test_a_loss_on_an_inner_block_alone():
     net, seen = sequence(depth=3), []
     net.blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output[0]))

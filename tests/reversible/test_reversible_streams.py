@@ -79,7 +79,7 @@ def watcher(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: watcher.current)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: Stream("side"))
-    monkeypatch.setattr(trial.Overlap, "begin", lambda self, stream, movable: (lanes.StreamLanes(stream.device), None))
+    monkeypatch.setattr(trial.Overlap, "begin", lambda self, stream, *rest: (lanes.StreamLanes(stream.device), None))
     recomputes, differentiates, adds = half.Half.recompute, half.Rebuilt.differentiate, recompute._sum
 
     def watched_recompute(self, coupled, source, tensors):

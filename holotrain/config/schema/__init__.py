@@ -76,6 +76,8 @@ class RunConfig:
             raise UserError(f"backward.{option}: model kind {self.model.kind!r} is not reversible and has no use for it")
         if self.compile and self.backward.keep:
             raise UserError("backward.keep: it cannot reach into compiled blocks; take compile=false")
+        if self.backward.cuda_graph and self.backward.kind == "checkpoint" and "reversible" not in allowed:
+            raise UserError("backward.cuda_graph: a plain model's checkpoints cannot be captured; take backward=autograd")
         if self.backward.cuda_graph and self.trainer.accumulate_grad_batches > 1:
             raise UserError("backward.cuda_graph: a replay overwrites gradients; take trainer.accumulate_grad_batches=1")
         if self.backward.cuda_graph and self.trainer.precision == "16-mixed":
