@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models.branches import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible.trial import SETTLED_AFTER
 
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -209,7 +210,7 @@ def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> 
     they are dropped before a step, as optimizers do by default.
     """
     x = make_input(batch, options)
-    parameters = [x, *(p for pair in branches for part in pair for p in part.parameters())]
+    parameters = [x, *parameters_of(branches)]
 
     def step() -> float:
         for parameter in parameters:
@@ -228,28 +229,32 @@ def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> 
     return step
 
 
+def settle(step: Callable[[], float]) -> None:
+    """Until pareprop has measured whether overlap pays; the others, which only warm up, are given the same."""
+    for _ in range(SETTLED_AFTER):
+        step()
+
+
 def gradient_error(make, options) -> float:
     """Against plain autograd in fp64, on a batch of one."""
     branches = make_branches(options)
-    flat = []
-    for kind, parts in ((make, branches), (plain, [tuple(copy.deepcopy(p).double() for p in pair) for pair in branches])):
-        exactly = kind is plain and parts is not branches
-        x = make_input(1, options).detach().to(torch.float64 if exactly else torch.float32).requires_grad_()
-        run = kind(parts)
-        if exactly:
-            y1, y2 = run(x)
-            (y1 * y2).mean().backward()
-        else:
-            loss_of(run, x, options).backward()
-        # The compiled engines train copies: there the input's gradient speaks for all.
-        copied = getattr(make, "func", None) is budgeted
-        held = [x] if copied else [x, *(p for pair in parts for part in pair for p in part.parameters())]
-        flat.append([None if p.grad is None else p.grad.double().flatten() for p in held])
-    ours, true = flat
-    pairs = list(zip(ours, true[: len(ours)], strict=True))
-    if any(a is None for a, _ in pairs):
+    in_double = [tuple(copy.deepcopy(part).double() for part in pair) for pair in branches]
+    x = make_input(1, options)
+    loss_of(make(branches), x, options).backward()
+    true_x = x.detach().double().requires_grad_()
+    y1, y2 = plain(in_double)(true_x)
+    (y1 * y2).mean().backward()
+    pairs = [(x, true_x)]
+    if getattr(make, "func", None) is not budgeted:  # it trains copies: there the input's gradient speaks for all
+        pairs += zip(parameters_of(branches), parameters_of(in_double), strict=True)
+    if any(one.grad is None for one, _ in pairs):
         return float("inf")
-    return (torch.cat([a - b for a, b in pairs]).norm() / torch.cat([b for _, b in pairs]).norm()).item()
+    difference = torch.cat([(one.grad - true.grad).flatten() for one, true in pairs])
+    return (difference.norm() / torch.cat([true.grad.flatten() for _, true in pairs]).norm()).item()
+
+
+def parameters_of(branches) -> list[nn.Parameter]:
+    return [parameter for pair in branches for part in pair for parameter in part.parameters()]
 
 
 def peak_bytes(name: str, batch: int, options) -> dict[str, int]:
@@ -257,8 +262,7 @@ def peak_bytes(name: str, batch: int, options) -> dict[str, int]:
     if options.device == "cuda":
         branches = make_branches(options)
         step = stepper(engines(options)[name](branches), branches, batch, options, standing=True)
-        for _ in range(14):  # pareprop has settled on a schedule by then
-            step()
+        settle(step)
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -275,8 +279,7 @@ def peak_bytes(name: str, batch: int, options) -> dict[str, int]:
 def resident_step_bytes(name: str, batch: int, options) -> int:
     branches = make_branches(options)
     step = stepper(engines(options)[name](branches), branches, batch, options, standing=True)
-    for _ in range(14 if "pareprop" in name else 2):  # it has settled by then; gradients stand in memory
-        step()
+    settle(step)
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the resident peak starts anew from here
@@ -353,9 +356,8 @@ def measured(batch: int, options) -> dict[str, dict]:
     contestants = engines(options)
     branches = make_branches(options)
     steps = {name: stepper(make(branches), branches, batch, options) for name, make in contestants.items()}
-    for name in [name for name in steps if "pareprop" in name]:
-        for _ in range(14):  # until it has measured whether overlap pays
-            steps[name]()
+    for step in steps.values():
+        settle(step)
     seconds = alternating(steps, options.rounds)
     rows = {}
     print(f"\n{options.depth} blocks of width {options.dim}, {batch} x {options.tokens} tokens")

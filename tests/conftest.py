@@ -1,9 +1,12 @@
-"""What tests of the command line share."""
+"""What tests share: threads for each worker, and the command line in this process."""
 
 import os
 import sys
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take all cores get in each other's way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ memory        MemoryMonitor: peak memory phase by phase
 probe         where its figures come from
 drift         DriftMonitor: how far rebuilt activations are from the true ones
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
-clock         CUDA events or the host's clock
 flops         FLOPs of a training step, peaks of known devices
 interrupt     SaveOnSignal: a checkpoint before a signal ends the training
 exact_checkpoint  ExactCheckpoint: checkpoints from which training continues exactly

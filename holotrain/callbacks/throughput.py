@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from holotrain.callbacks.clock import Clock, clock_of
+from holotrain.reversible.clock import Clock, clock_of
 
 
 @dataclass

@@ -8,6 +8,7 @@ recompute  the recomputing schedules: one autograd Function a block on a shared 
 half       half a coupling forwards and backwards, the unit of recomputation
 lanes      where a recomputation runs while gradients are computed: in turn, a second stream, a second thread
 trial      whether overlap pays, measured
+clock      CUDA events or the host's clock
 grid       the fixed-point grid of an exact sequence
 kept       results that a recomputation reuses
 drift      how far a rebuilt input is from the true one

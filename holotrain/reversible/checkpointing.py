@@ -1,16 +1,15 @@
 """``torch.utils.checkpoint`` block by block, with what it leaves out: buffers written once, keyword arguments by value."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.ambient import recomputation
+from holotrain.reversible.ambient import random_state, recomputation
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.buffers import Buffers
-from holotrain.reversible.graph_random import TwinState, twin_state
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.keywords import Keywords
 
@@ -35,16 +34,12 @@ class _Checkpointed:
         self.block, self.grid = block, grid
         self.keywords, self.as_given = keywords, keywords.by_value()
         self.buffers: Buffers | None = Buffers(block.modules())
-        self.twins: TwinState | None = None
 
     def __call__(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        self.twins = twin_state(x1.device)
+        self.random = random_state(x1.device)
         contexts = self._recorded(), _Reusable(self._replayed)
         return checkpoint(
-            *(self._run, x1, x2, *tensors),
-            use_reentrant=False,
-            context_fn=lambda: contexts,
-            preserve_rng_state=self.twins is None,
+            *(self._run, x1, x2, *tensors), use_reentrant=False, context_fn=lambda: contexts, preserve_rng_state=False
         )
 
     def _run(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +47,7 @@ class _Checkpointed:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        with nullcontext() if self.twins is None else self.twins.recorded():
+        with self.random.recorded():
             yield
         self.buffers = self.buffers.written()
         self.keywords = self.as_given
@@ -64,8 +59,7 @@ class _Checkpointed:
             self.keywords = self.as_given.by_value()  # a retained graph is recomputed more than once
             if self.buffers is not None:
                 stack.enter_context(self.buffers.replayed())
-            if self.twins is not None:
-                stack.enter_context(self.twins.replayed())
+            stack.enter_context(self.random.replayed())
             yield
 
 

@@ -12,7 +12,7 @@ form works by whole blocks and keeps four.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,8 +23,8 @@ from holotrain.reversible.drift import Witness
 from holotrain.reversible.half import Call, Half, parts_of
 from holotrain.reversible.keywords import Keywords
 from holotrain.reversible.lanes import Lanes, Started
-from holotrain.reversible.refusals import edited, require_untouched, shards_itself
-from holotrain.reversible.trial import Clock, Overlap
+from holotrain.reversible.refusals import Seen, require_untouched, shards_itself
+from holotrain.reversible.trial import Overlap
 
 
 class Tape:
@@ -40,7 +40,7 @@ class Tape:
         self.streams: dict[int, tuple[Tensor, Tensor]] = {}
         self.ahead: dict[int, Started] = {}
         self.lanes = Lanes()
-        self.clock: Clock | None = None
+        self.stop_clock: Callable[[], None] | None = None
         self.overlap = overlap
         self.witness = witness
 
@@ -48,14 +48,14 @@ class Tape:
         """At the last block's backward: forgets what an earlier one left, chooses the lanes."""
         self.streams.clear()
         self.ahead.clear()
-        self.lanes, self.clock = Lanes(), None
+        self.lanes, self.stop_clock = Lanes(), None
         if self.overlap is not None:
-            self.lanes, self.clock = self.overlap.begin(stream, movable, self.work)
+            self.lanes, self.stop_clock = self.overlap.begin(stream, movable, self.work)
 
     def end(self) -> None:
         """At the end of the backward of the first block that has one."""
-        if self.clock is not None:
-            self.clock.stop()
+        if self.stop_clock is not None:
+            self.stop_clock()
 
 
 class _Step:
@@ -81,11 +81,11 @@ class _Step:
         g_keywords, g_tensors = Keywords.take_apart(g_kwargs)
         self.f = Half(self.block.f, self.f_parts, f_keywords, self.call)
         self.g = Half(self.block.g, self.g_parts, g_keywords, self.call)
-        self.entered = x1, x2
+        self.entered = Seen(x1, x2)
         parameters = (*self.f.parameters, *self.g.parameters)
-        self.left = _ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *parameters)
-        self.versions = tuple(stream._version for stream in (*self.entered, *self.left))
-        return self.left
+        y1, y2 = _ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *parameters)
+        self.left = Seen(y1, y2)
+        return y1, y2
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Parts the keyword tensors, f's first, then g's."""
@@ -189,10 +189,8 @@ def run_recomputing(
     if witness is not None:
         witness.remember(x1, x2)
     for step in steps:
-        given, before = (x1, x2), (x1._version, x2._version)
+        given = Seen(x1, x2)
         x1, x2 = step.block(x1, x2, f_kwargs, g_kwargs, through=step)
-        require_untouched(step.block, given, step.entered, step.left, (x1, x2))
-        if step.versions != (*before, x1._version, x2._version):
-            raise ValueError(edited(step.block))
+        require_untouched(step.block, given, step.entered, step.left, Seen(x1, x2))
         del step.entered, step.left
     return x1, x2

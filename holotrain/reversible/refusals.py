@@ -9,7 +9,13 @@ from functools import cache
 
 from torch import Tensor, nn
 
-Streams = tuple[Tensor, Tensor]
+
+class Seen:
+    """Two streams as they stand at some point of the forward."""
+
+    def __init__(self, *streams: Tensor) -> None:
+        self.streams = streams
+        self.versions = [stream._version for stream in streams]
 
 
 def shards_itself(block: nn.Module, parts: Iterable[nn.Module]) -> bool:
@@ -54,27 +60,25 @@ def _habit(kind: type[nn.Module]) -> Habit:
     return Habit.TALKS if issubclass(kind, nn.SyncBatchNorm) else Habit.NONE
 
 
-def require_untouched(block: nn.Module, given: Streams, entered: Streams, left: Streams, returned: Streams) -> None:
-    """Refuses hooks on a block that put other streams in the place of its inputs or outputs: the tape would not know of them.
+def require_untouched(block: nn.Module, given: Seen, entered: Seen, left: Seen, returned: Seen) -> None:
+    """Refuses hooks on a block that replace or edit its inputs or outputs: the tape would not know of them.
 
     Raises:
-        ValueError: the streams that entered the coupling are not those given, or those that it left are not those returned.
+        ValueError: the streams that entered the coupling are not as they were given, or those that it left are not as they
+            were returned.
     """
     for before, after, which, kind in ((given, entered, "inputs", "pre-hook"), (left, returned, "outputs", "forward hook")):
-        if not all(_same(a, b) for a, b in zip(before, after, strict=True)):
+        if not all(_same(a, b) for a, b in zip(before.streams, after.streams, strict=True)):
             raise ValueError(
                 f"something changed the {which} of a {type(block).__name__} on the way (a {kind}, or fully_shard with a "
                 "MixedPrecisionPolicy, which casts the streams: give it cast_forward_inputs=False and no output_dtype, and "
                 'train under torch.autocast); the block could not be rebuilt. Use backward="autograd" or "checkpoint"'
             )
-
-
-def edited(block: nn.Module) -> str:
-    """What to say of streams that a hook edited in place."""
-    return (
-        f"something changed the inputs or outputs of a {type(block).__name__} in place on the way (a hook); the block could "
-        'not be rebuilt. Use backward="autograd" or "checkpoint"'
-    )
+        if before.versions != after.versions:
+            raise ValueError(
+                f"something changed the {which} of a {type(block).__name__} in place on the way (a {kind}); the block could "
+                'not be rebuilt. Use backward="autograd" or "checkpoint"'
+            )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

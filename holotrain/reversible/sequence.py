@@ -125,10 +125,9 @@ class ReversibleSequence(nn.Module):
         f_kwargs, g_kwargs = f_kwargs or {}, g_kwargs or {}
         grid = None
         if self.grid is not None:
-            grid = self.grid.in_call(x1.dtype)
             if not (self.grid.known or x1.is_meta):
                 self._choose_grid(x1, x2, f_kwargs, g_kwargs)
-                grid = self.grid.in_call(x1.dtype)
+            grid = self.grid.in_call(x1.dtype)
             x1, x2 = grid.entered(x1), grid.entered(x2)
         if self.witnesses is not None:
             self.witnesses.clear()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Hashable
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
+from holotrain.reversible.clock import Clock, clock_of
 from holotrain.reversible.lanes import Lanes, StreamLanes, ThreadLanes
 
 WARM_UPS = 1
 MEASURED = 5
+SETTLED_AFTER = 2 * (WARM_UPS + MEASURED) + 1
+"""Backwards of one shape after which a trial is sure to have ended: the last one's time is read when another begins."""
 
 
 class Trial:
@@ -44,41 +46,6 @@ class Trial:
             self._verdict = beside < in_turn
 
 
-class Clock(Protocol):
-    """Started when it is made; ``seconds`` is None until it was stopped and can be read without waiting."""
-
-    def stop(self) -> None: ...
-
-    @property
-    def seconds(self) -> float | None: ...
-
-
-class _HostClock:
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
-        self.seconds: float | None = None
-
-    def stop(self) -> None:
-        self.seconds = time.perf_counter() - self._begin
-
-
-class _DeviceClock:
-    """Events on the stream, read when they have come to pass: the host never waits."""
-
-    def __init__(self) -> None:
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._begin.record()
-        self._stopped = False
-
-    def stop(self) -> None:
-        self._end.record()
-        self._stopped = True
-
-    @property
-    def seconds(self) -> float | None:
-        return self._begin.elapsed_time(self._end) / 1e3 if self._stopped and self._end.query() else None
-
-
 class Overlap:
     """Chooses the lanes of each backward of one sequence, and learns from the time that it took.
 
@@ -88,10 +55,10 @@ class Overlap:
 
     def __init__(self) -> None:
         self._trials: dict[Hashable, Trial] = {}
-        self._running: list[tuple[Trial, bool, Clock]] = []
+        self._timed: list[tuple[Trial, bool, Clock, Any, Any]] = []
 
-    def begin(self, stream: torch.Tensor, movable: bool, work: Hashable = None) -> tuple[Lanes, Clock | None]:
-        """The lanes of a backward that begins now, and the clock to stop at its end.
+    def begin(self, stream: torch.Tensor, movable: bool, work: Hashable = None) -> tuple[Lanes, Callable[[], None] | None]:
+        """The lanes of a backward that begins now, and what to call at its end, if it is timed.
 
         Args:
             stream: one of the two.
@@ -103,24 +70,26 @@ class Overlap:
         cuda = stream.device.type == "cuda"
         if cuda and torch.cuda.is_current_stream_capturing():
             return StreamLanes(stream.device), None  # a graph is replayed without a host: only the arithmetic counts
-        self._read_clocks()
+        self._report()
         trial = self._trials.setdefault((work, stream.shape, stream.dtype, stream.device, torch.get_num_threads()), Trial())
         overlapped = trial.overlap()
         lanes = Lanes() if not overlapped else StreamLanes(stream.device) if cuda else ThreadLanes()
         if trial.settled:
             return lanes, None
-        clock = _DeviceClock() if cuda else _HostClock()
-        self._running.append((trial, overlapped, clock))
-        return lanes, clock
+        clock = clock_of(stream.device)
+        begun = clock.mark()
+        return lanes, lambda: self._timed.append((trial, overlapped, clock, begun, clock.mark()))
 
-    def _read_clocks(self) -> None:
+    def _report(self) -> None:
+        """Tells the trials what the clocks can tell by now, without waiting."""
         waiting = []
-        for trial, overlapped, clock in self._running:
-            if (seconds := clock.seconds) is None:
-                waiting.append((trial, overlapped, clock))
+        for timed in self._timed:
+            trial, overlapped, clock, begun, ended = timed
+            if (seconds := clock.seconds(begun, ended)) is None:
+                waiting.append(timed)
             else:
                 trial.report(overlapped, seconds)
-        self._running = waiting[-8:]  # a backward that never ended stops no clock
+        self._timed = waiting
 
     def __reduce__(self):
         return Overlap, ()  # what was learned belongs to this process and this sequence: copies learn anew

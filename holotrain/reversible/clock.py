@@ -1,4 +1,4 @@
-"""Two clocks for measuring training: CUDA events, which never make the host wait, and the host's monotonic clock.
+"""Two clocks: CUDA events, which never make the host wait, and the host's monotonic clock.
 
 ``mark()`` notes an instant; ``seconds(earlier, later)`` gives the time between two, or None while the GPU has not reached them.
 """
