@@ -3,6 +3,7 @@
 memory        MemoryMonitor: peak memory phase by phase
 probe         where its figures come from
 drift         DriftMonitor: how far rebuilt activations are from the true ones
+synthesis     SynthesisCallback: gradients rewritten before each optimizer step
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
 flops         FLOPs of a training step, peaks of known devices
 interrupt     SaveOnSignal: a checkpoint before a signal ends the training
@@ -18,6 +19,7 @@ from holotrain.callbacks.exact_resume import ExactResume
 from holotrain.callbacks.flops import peak_flops, training_flops
 from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
 from holotrain.callbacks.memory import MemoryMonitor
+from holotrain.callbacks.synthesis import SynthesisCallback
 from holotrain.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Interrupted",
     "MemoryMonitor",
     "SaveOnSignal",
+    "SynthesisCallback",
     "ThroughputMonitor",
     "last_checkpoint",
     "peak_flops",

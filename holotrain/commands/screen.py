@@ -21,6 +21,7 @@ def show_start(
         "model": f"{choices.get('model', config.model.kind)}, {_large(parameter_count(model))} parameters",
         "data": f"{choices.get('data', config.data.kind)}, batches of {config.data.batch_size}",
         "backward": config.backward.kind,
+        "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
         "precision": config.trainer.precision,
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,

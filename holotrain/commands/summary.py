@@ -49,7 +49,7 @@ class Summary:
             device=device_name(config.trainer.accelerator),
             precision=config.trainer.precision,
             backward=config.backward.kind,
-            synthesis="none",
+            synthesis=config.synthesis.kind,
             parameters=parameter_count(model),
             seconds=0.0,
         )

@@ -27,6 +27,7 @@ from holotrain.callbacks import (
     training_flops,
 )
 from holotrain.config.build import build_model
+from holotrain.config.build_synthesis import build_synthesis
 from holotrain.config.checks import one_of
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
@@ -101,6 +102,8 @@ def check_training_device(config: RunConfig) -> None:
     check_device(config.trainer)
     if config.backward.cuda_graph and device_kind(config.trainer.accelerator) != "cuda":
         raise UserError("backward.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
+    if getattr(config.synthesis, "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
+        raise UserError("synthesis.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
 
 
 def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
@@ -144,6 +147,8 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
         callbacks.append(MemoryMonitor())
     if settings.drift.enabled and not config.backward.cuda_graph:  # a replay runs no Python that could look
         callbacks.append(DriftMonitor(threshold=settings.drift.threshold))
+    if config.synthesis.kind != "none":
+        callbacks.append(build_synthesis(config.synthesis, task))
     if settings.throughput.enabled:
         callbacks.append(_throughput(config, data))
     if settings.ema.decay is not None:

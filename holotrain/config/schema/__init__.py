@@ -1,7 +1,7 @@
 """Every option there is, typed and explained: dataclasses that Hydra checks configurations against.
 
-A polymorphic group (task, data, model, optimizer, scheduler) names its class by ``kind``; the cross-checks of one group stand
-in its ``__post_init__``, those between groups in RunConfig's. Nothing here imports torch, so that ``--help`` is quick.
+A polymorphic group (task, data, model, synthesis, optimizer, scheduler) names its class by ``kind``; the cross-checks of one
+group stand in its ``__post_init__``, those between groups in RunConfig's. Nothing here imports torch: ``--help`` is quick.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from holotrain.config.schema.data import DATA, DataConfig
 from holotrain.config.schema.model import MODELS, SCHEDULES, BackwardConfig, ModelConfig
 from holotrain.config.schema.optimization import OPTIMIZERS, SCHEDULERS, OptimizerConfig, SchedulerConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.config.schema.synthesis import SYNTHESES, SynthesisConfig
 from holotrain.config.schema.task import TASKS, TaskConfig
 from holotrain.errors import UserError
 
@@ -22,6 +23,7 @@ KINDS: dict[str, dict[str, type]] = {
     "model": MODELS,
     "optimizer": OPTIMIZERS,
     "scheduler": SCHEDULERS,
+    "synthesis": SYNTHESES,
 }
 """The classes of each polymorphic group by kind."""
 
@@ -40,6 +42,8 @@ class RunConfig:
     model: ModelConfig = MISSING
 
     backward: BackwardConfig = MISSING
+
+    synthesis: SynthesisConfig = MISSING
 
     optimizer: OptimizerConfig = MISSING
 

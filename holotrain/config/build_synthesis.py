@@ -1,0 +1,41 @@
+"""A synthesis configuration to its callback."""
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import partial
+
+from torch import nn
+
+from holotrain.callbacks import SynthesisCallback
+from holotrain.config.build import described_by
+from holotrain.config.schema.synthesis import BindConfig
+from holotrain.errors import UserError
+
+OWN = ("kind", "cover", "exclude", "decay", "decay_warmup")
+"""Fields that the callback takes in another form."""
+
+
+def build_synthesis(config: BindConfig, task: nn.Module) -> SynthesisCallback:
+    """The callback that rewrites the task's gradients.
+
+    Raises:
+        UserError: an option out of range, or patterns that match no parameter.
+    """
+    covers = partial(_covered, config.cover, config.exclude)
+    if not any(covers(name, parameter) for name, parameter in task.named_parameters() if parameter.requires_grad):
+        example = next(name for name, _ in task.named_parameters())
+        raise UserError(f"synthesis.cover: no parameter matches; they have names such as {example}")
+    options = {name: value for name, value in vars(config).items() if name not in OWN}
+    if hasattr(config, "decay"):
+        options["decay"] = rising(config.decay, config.decay_warmup) if config.decay_warmup else config.decay
+    with described_by("synthesis"):
+        return SynthesisCallback(config.kind, covers=covers, **options)
+
+
+def rising(decay: float, steps: int) -> Callable[[int], float]:
+    """The decay of each step: from 0, linearly, to ``decay`` after so many steps."""
+    return lambda step: decay * min(1.0, step / steps)
+
+
+def _covered(cover: list[str], exclude: list[str], name: str, parameter: nn.Parameter) -> bool:
+    return any(fnmatch(name, pattern) for pattern in cover) and not any(fnmatch(name, pattern) for pattern in exclude)

@@ -1,0 +1,88 @@
+"""What becomes of a gradient's spectrum: bound with the key, or superposed with what was before and read back.
+
+Shapes: S rows of holograms, P gradient rows that share each, F bins. Spectra and keys are (P, S, F), a hologram (S, F).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from holotrain.synthesis.hologram import Hologram
+
+
+class Binding:
+    """Algorithm 1: the gradient's spectrum times the conjugate of the key's; nothing is remembered."""
+
+    def prefetch(self, part: slice) -> None:
+        """There is nothing to send for."""
+
+    def __call__(self, spectrum: Tensor, keys: Tensor, part: slice, decay: Tensor, feedback: Tensor) -> Tensor:
+        return spectrum * keys.conj()
+
+
+class Association:
+    """``M <- decay * M + sum_p G_p conj(K_p)``, read back as ``K_p M`` (an associative memory, Plate 1995).
+
+    With one row a hologram the read-out is the running sum of gradients, each turned by what the layer saw then against what
+    it sees now: momentum, where inputs stay alike.
+
+    With P rows a hologram, read-out of binding, over P, is the orthogonal projection onto a subspace of 1/P of the dimensions:
+    there the hologram is an exact momentum. What a gradient has outside of it cannot be held and is fed back into the update
+    at once: ``feedback * (g - projection of g)``. Of this the part in the spectral domain is added here; the caller adds
+    ``feedback * g``.
+
+    Args:
+        hologram: S rows of F bins.
+        slots: P.
+        compiled: fuse the arithmetic with torch.compile.
+    """
+
+    def __init__(self, hologram: Hologram, slots: int, compiled: bool) -> None:
+        self.hologram = hologram
+        self._slots = slots
+        self._recall = _fused() if compiled else _recalled
+
+    def prefetch(self, part: slice) -> None:
+        """Sends for rows that are wanted next."""
+        getattr(self.hologram, "prefetch", lambda part: None)(part)
+
+    def __call__(self, spectrum: Tensor, keys: Tensor, part: slice, decay: Tensor, feedback: Tensor) -> Tensor:
+        memory = self.hologram.load(part)
+        if self._slots == 1:
+            read = self._recall(memory, spectrum[0], keys[0], decay)[None]
+        else:
+            bound = (spectrum * keys.conj()).sum(0)
+            memory.mul_(decay).add_(bound)
+            read = (memory - feedback * bound) * keys / self._slots
+        self.hologram.keep(part, memory)
+        return read
+
+
+def _recalled(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
+    memory.mul_(decay).addcmul_(spectrum, keys.conj())
+    return memory * keys
+
+
+def _recalled_in_parts(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The same on (..., 2) real and imaginary parts, which the compiler can fuse."""
+    (a, b), (g, h), (c, s) = (t.unbind(-1) for t in (memory, spectrum, keys))
+    real, imaginary = decay * a + (g * c + h * s), decay * b + (h * c - g * s)
+    return torch.stack((real, imaginary), -1), torch.stack((real * c - imaginary * s, real * s + imaginary * c), -1)
+
+
+def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    parts = torch.compile(_recalled_in_parts)
+    real = torch.compile(_recalled)
+
+    def recall(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
+        if not memory.is_complex():
+            return real(memory, spectrum, keys, decay)
+        held = torch.view_as_real(memory)
+        new, read = parts(held, torch.view_as_real(spectrum), torch.view_as_real(keys), decay)
+        held.copy_(new)
+        return torch.view_as_complex(read)
+
+    return recall

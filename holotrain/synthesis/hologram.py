@@ -1,0 +1,122 @@
+"""The memory: spectra superposed over the steps, in full or half precision, on the device or on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF_RANGE = 1024.0
+"""Largest magnitude of a row in fp16, which leaves room above; each row has a scale of its own."""
+
+
+class Hologram:
+    """Rows of spectra, zero at first.
+
+    Args:
+        rows, bins: its shape.
+        dtype: of the spectra to keep, real or complex.
+        half: ``torch.bfloat16`` or ``torch.float16``, to keep their parts in; None: as they are.
+        device: that computes.
+    """
+
+    def __init__(self, rows: int, bins: int, dtype: torch.dtype, half: torch.dtype | None, device: torch.device) -> None:
+        self.dtype = dtype
+        self.memory = self._allocate(rows, bins, half, device)
+        scaled = half is torch.float16
+        self.scales = torch.ones(rows, *(1,) * (self.memory.ndim - 1), device=self.memory.device) if scaled else None
+
+    def _allocate(self, rows: int, bins: int, half: torch.dtype | None, device: torch.device) -> Tensor:
+        if half is None:
+            return torch.zeros(rows, bins, dtype=self.dtype, device=device)
+        parts = (2,) if self.dtype.is_complex else ()
+        return torch.zeros(rows, bins, *parts, dtype=half, device=device)
+
+    def load(self, part: slice) -> Tensor:
+        """Some rows, to be changed in place and handed to :meth:`keep`."""
+        return self._widened(self.memory[part], None if self.scales is None else self.scales[part])
+
+    def keep(self, part: slice, rows: Tensor) -> None:
+        """What :meth:`load` gave, changed."""
+        if self.memory.dtype == self.dtype:
+            return  # load gave the memory itself
+        memory, scales = self._narrowed(rows)
+        self.memory[part] = memory
+        if scales is not None:
+            self.scales[part] = scales
+
+    def _widened(self, memory: Tensor, scales: Tensor | None) -> Tensor:
+        if memory.dtype == self.dtype:
+            return memory
+        wide = memory.to(self.dtype.to_real())
+        wide = wide if scales is None else wide * scales
+        return torch.view_as_complex(wide) if self.dtype.is_complex else wide
+
+    def _narrowed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        parts = torch.view_as_real(rows) if rows.is_complex() else rows
+        if self.scales is None:
+            return parts.to(self.memory.dtype), None
+        largest = parts.abs().amax(tuple(range(1, parts.ndim)), keepdim=True)
+        scales = torch.where(largest > 0, largest / HALF_RANGE, 1.0).float()
+        return (parts / scales).to(self.memory.dtype), scales
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The tensors it consists of."""
+        return {"memory": self.memory} | ({} if self.scales is None else {"scales": self.scales})
+
+
+class OffloadedHologram(Hologram):
+    """The same on the CPU, in pinned memory where a GPU computes: rows come and go on a stream of their own.
+
+    Rows that were asked for ahead of time (:meth:`prefetch`) arrive while others are computed; changed rows leave while the
+    next are. Nothing waits on the host.
+    """
+
+    def __init__(self, rows: int, bins: int, dtype: torch.dtype, half: torch.dtype | None, device: torch.device) -> None:
+        super().__init__(rows, bins, dtype, half, torch.device("cpu"))
+        self._device = device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arriving: dict[int, tuple[list[Tensor], torch.cuda.Event]] = {}
+        if self._copies is not None:
+            self.memory = self.memory.pin_memory()
+            self.scales = None if self.scales is None else self.scales.pin_memory()
+
+    def prefetch(self, part: slice) -> None:
+        """Sends for some rows."""
+        if self._copies is not None:
+            with torch.cuda.stream(self._copies):
+                rows = [tensor[part].to(self._device, non_blocking=True) for tensor in self.state.values()]
+                self._arriving[part.start] = rows, self._copies.record_event()
+
+    def load(self, part: slice) -> Tensor:
+        if self._copies is None:
+            return super().load(part).clone()
+        if part.start not in self._arriving:
+            self.prefetch(part)
+        current = torch.cuda.current_stream(self._device)
+        arrived, event = self._arriving.pop(part.start)
+        current.wait_event(event)
+        for tensor in arrived:
+            tensor.record_stream(current)
+        return self._widened(arrived[0], arrived[1] if len(arrived) > 1 else None)
+
+    def keep(self, part: slice, rows: Tensor) -> None:
+        changed = (rows, None) if self.memory.dtype == self.dtype else self._narrowed(rows)
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):  # does nothing for None
+            for kept, new in zip(self.state.values(), changed, strict=False):
+                kept[part].copy_(new, non_blocking=True)
+                if new.is_cuda:
+                    new.record_stream(self._copies)
+
+    def wait(self) -> None:
+        """Until every row has come home, so that the CPU may read them."""
+        if self._copies is not None:
+            self._copies.synchronize()
+
+
+def make_hologram(offload: bool, *arguments: Any) -> Hologram:
+    return (OffloadedHologram if offload else Hologram)(*arguments)

@@ -1,0 +1,76 @@
+"""Which parameters share a key: those of one layer, or of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Covers = Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module, and the covered parameters that are its own."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+
+
+def layers_of(model: nn.Module, covers: Covers | None = None) -> list[Layer]:
+    """Every module with covered parameters of its own. A parameter of several modules belongs to the first.
+
+    Args:
+        covers: given a parameter's full name and the parameter, whether it is covered; None: all that require grad.
+
+    Raises:
+        ValueError: no parameter is covered; one is in parts on several processes, complex, or they are on several devices.
+    """
+    taken: set[int] = set()
+    layers = []
+    for name, module in model.named_modules():
+        own = {}
+        for local, parameter in module.named_parameters(name, recurse=False):
+            if id(parameter) not in taken and parameter.requires_grad and (covers is None or covers(local, parameter)):
+                taken.add(id(parameter))
+                own[local] = parameter
+        if own:
+            layers.append(Layer(name or type(module).__name__, module, own))
+    _check([pair for layer in layers for pair in layer.parameters.items()])
+    return layers
+
+
+def as_one(model: nn.Module, layers: list[Layer]) -> list[Layer]:
+    """The same parameters as one layer: the model."""
+    return [Layer(type(model).__name__, model, dict(_pairs(layers)))]
+
+
+def _pairs(layers: list[Layer]) -> Iterator[tuple[str, nn.Parameter]]:
+    for layer in layers:
+        yield from layer.parameters.items()
+
+
+def _check(named: list[tuple[str, nn.Parameter]]) -> None:
+    if not named:
+        raise ValueError("no parameter is covered: none requires grad, or covers takes none of them")
+    first, device = named[0][0], named[0][1].device
+    for name, parameter in named:
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} lies in parts on several processes (fully_shard, tensor parallel); synthesis needs it whole"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} is of {parameter.dtype}; synthesis takes real floating parameters")
+        if parameter.device != device:
+            raise ValueError(f"{name} is on {parameter.device} and {first} on {device}; synthesis needs one device")
+        if parameter.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device; give it memory before it is covered")
+
+
+def working_dtype(layers: list[Layer]) -> torch.dtype:
+    """In which gradients are transformed: fp32, or fp64 where a parameter is."""
+    return torch.float64 if any(p.dtype == torch.float64 for _, p in _pairs(layers)) else torch.float32

@@ -1,0 +1,115 @@
+"""Every option of a synthesis, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from holotrain.synthesis.transforms import TRANSFORMS
+
+MODES = ("associative", "bind", "shared")
+BLOCK_LENGTH = 1024
+"""Of the modes with a memory, unless another is asked for: short enough for a cache, long enough for keys of usual widths."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How gradients are turned into updates.
+
+    Args:
+        mode: ``"associative"``: each layer's gradient, bound with the layer's mean input, is superposed in a hologram of its
+            own and read back through the current input. ``"shared"``: several layers share a hologram. ``"bind"``: Algorithm
+            1 as published, the whole model's gradient bound with the model's output, in place of the gradient.
+        transform: ``"fft"`` or ``"hadamard"``.
+        block_length: entries that are transformed together, a power of two for ``"hadamard"``; 0: a whole layer (for
+            ``bind`` the whole model) at a time, padded to a power of two. None: 1024, for ``bind`` 0.
+        subsample: part of the entries of each parameter, in (0, 1], that takes part; a random choice, made once. The others
+            keep their gradient.
+        decay: of what stands in the hologram, a step; in [0, 1), or a function of the step's number.
+        phase_only: the gradient's bins count by their phase alone, at the norm of their block (for ``bind`` at norm 1, as
+            published, and always).
+        ema: share of the past, in [0, 1), in a running mean of gradients that takes the gradient's place; 0: none.
+        superpose: how many rows share a hologram in ``shared``; its state is so many times smaller.
+        feedback: what a shared hologram cannot hold of a gradient goes into the update at once, times this.
+        match_norm: give the update of each layer the norm of its gradient.
+        mix: share of the gradient itself in the update, in [0, 1].
+        cosine_floor: least cosine, in [0, 1), of a layer's update to its gradient; as much of the gradient is added as that
+            needs. Above 0 every update descends. None: no bound.
+        dtype: in which the hologram is kept: ``"fp32"`` (fp64 where parameters are), ``"bf16"`` or ``"fp16"``.
+        offload: keep the hologram in the CPU's memory, copied to and fro beside the computation.
+        compile: fuse the arithmetic on spectra with torch.compile.
+        cuda_graph: capture the synthesis once and replay it (CUDA alone).
+        seed: of the random choices: signs of the Hadamard transform, subsample, the keys that tell rows apart in ``shared``.
+
+    Raises:
+        ValueError: a value out of range, or two that cannot be together.
+    """
+
+    mode: str = "associative"
+    transform: str = "fft"
+    block_length: int | None = None
+    subsample: float = 1.0
+    decay: float | Callable[[int], float] = 0.9
+    phase_only: bool = False
+    ema: float = 0.0
+    superpose: int = 8
+    feedback: float = 1.0
+    match_norm: bool = False
+    mix: float = 0.0
+    cosine_floor: float | None = None
+    dtype: str = "fp32"
+    offload: bool = False
+    compile: bool = False
+    cuda_graph: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require("mode", self.mode, self.mode in MODES, " or ".join(MODES))
+        _require("transform", self.transform, self.transform in TRANSFORMS, " or ".join(TRANSFORMS))
+        _require("dtype", self.dtype, self.dtype in HALVES or self.dtype == "fp32", "fp32, bf16 or fp16")
+        _require("subsample", self.subsample, 0 < self.subsample <= 1, "in (0, 1]")
+        _require("ema", self.ema, 0 <= self.ema < 1, "in [0, 1)")
+        _require("mix", self.mix, 0 <= self.mix <= 1, "in [0, 1]")
+        if not callable(self.decay):
+            _require("decay", self.decay, 0 <= self.decay < 1, "in [0, 1)")
+        if self.cosine_floor is not None:
+            _require("cosine_floor", self.cosine_floor, 0 <= self.cosine_floor < 1, "in [0, 1)")
+        _require("feedback", self.feedback, self.feedback >= 0, "at least 0")
+        _require("superpose", self.superpose, self.superpose >= 1, "at least 1")
+        if self.block_length is not None:
+            _require("block_length", self.block_length, self.block_length >= 0, "at least 0")
+            if self.transform == "hadamard" and self.block_length & (self.block_length - 1):
+                raise ValueError(f"block_length={self.block_length}: the Hadamard transform needs a power of two")
+        if self.offload and self.cuda_graph:
+            raise ValueError("offload copies between steps, which cuda_graph cannot capture; take one of them")
+
+    @property
+    def entries_a_block(self) -> int:
+        """``block_length``, with the default filled in; 0: whole layers."""
+        if self.block_length is not None:
+            return self.block_length
+        return 0 if self.mode == "bind" else BLOCK_LENGTH
+
+    @property
+    def slots(self) -> int:
+        """Rows that share one row of the hologram."""
+        return self.superpose if self.mode == "shared" else 1
+
+    def decay_at(self, step: int) -> float:
+        """The decay of the step with this number, from 0."""
+        return self.decay(step) if callable(self.decay) else self.decay
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether what was read is changed once more, by what it and the gradient have in common."""
+        return self.match_norm or self.mix > 0 or self.cosine_floor is not None
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _require(name: str, value: object, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value!r}: it must be {wanted}")

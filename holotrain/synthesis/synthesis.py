@@ -1,0 +1,155 @@
+"""HolographicSynthesis: rewrites gradients between the backward and the optimizer's step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holotrain.synthesis.keys import Keys
+from holotrain.synthesis.layers import Covers, as_one, layers_of, working_dtype
+from holotrain.synthesis.recipe import Recipe
+from holotrain.synthesis.weaver import Weaver
+
+
+class HolographicSynthesis:
+    """Replaces gradients by what is synthesised of them and of what each layer saw.
+
+        synthesis = HolographicSynthesis(model, mode="associative")
+        loss.backward(); synthesis.step(); optimizer.step()
+
+    ``associative`` remembers, as momentum does: give it an optimizer without momentum of its own (SGD), at the learning rate
+    that momentum would have. ``bind`` is the published algorithm; its update is no direction of descent (cosine to the
+    gradient 0 +- 1/sqrt(n)) unless ``mix`` or ``cosine_floor`` make it one.
+
+    Args:
+        model: on its device; its training forwards give the keys (hooks are put on its layers).
+        mode: ``"associative"``, ``"shared"`` or ``"bind"``.
+        covers: which parameters, given name and parameter; None: all that require grad.
+        options: those of :class:`~holotrain.synthesis.Recipe`.
+
+    Attributes:
+        steps: how many were synthesised; skipped: how many were not, for gradients that held NaN or infinity.
+        measuring: whether a step also measures; measured: then the tensor (cosine of the update to the gradient, norm of the
+            update) of the last one, on the model's device, else None.
+
+    In distributed training gradients must be reduced already (DDP has done so after the backward); keys are, here. All
+    processes then hold the same holograms.
+
+    Raises:
+        ValueError: options out of range, parameters that cannot be covered.
+    """
+
+    def __init__(self, model: nn.Module, mode: str = "associative", *, covers: Covers | None = None, **options: Any) -> None:
+        self.recipe = Recipe(mode=mode, **options)
+        layers = layers_of(model, covers)
+        if mode == "bind":
+            layers = as_one(model, layers)
+        self.parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
+        self.steps = 0
+        self.skipped = 0
+        self.measuring = False
+        self.measured: Tensor | None = None
+        self._names = [name for layer in layers for name in layer.parameters]
+        like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
+        self._weaver = Weaver(layers, self.recipe, like)
+        self._keys = Keys(model, layers, self._weaver.key_length, like, outputs=mode == "bind")
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that lasts from step to step (momentum's would be the parameters' own)."""
+        return sum(tensor.nbytes for tensor in self._weaver.state().values())
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Rewrites the gradients of the covered parameters; between ``backward()`` and ``optimizer.step()``.
+
+        Returns whether it did. If a gradient held NaN or infinity, the holograms stay as they were and all covered gradients
+        are set to None, so that the optimizer passes the step over as well; that is counted and warned of.
+
+        Raises:
+            RuntimeError: no covered parameter has a gradient, or ``bind`` never saw the model's output.
+        """
+        if all(parameter.grad is None for parameter in self.parameters):
+            raise RuntimeError("no gradient to synthesise from; call step() after backward() and before zero_grad()")
+        if self.recipe.mode == "bind" and not self._keys.seen[0]:
+            raise RuntimeError(
+                "bind takes the model's output for its key, but the model was not called in training mode: give the module "
+                "whose forward makes the predictions"
+            )
+        for parameter, name in zip(self.parameters, self._names, strict=True):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise RuntimeError(f"the gradient of {name} is sparse; leave it out with covers")
+        finite, measured = self._weaver.weave(self._keys.take(), self.steps, self.measuring)
+        if not finite():
+            self.skipped += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+            warnings.warn(
+                f"gradients hold NaN or infinity after {self.steps} steps: the step is skipped ({self.skipped} so far)",
+                stacklevel=2,
+            )
+            self.measured = None
+            return False
+        self.steps += 1
+        self.measured = measured
+        return True
+
+    def in_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure for ``optimizer.step``: runs the given one, which differentiates, then :meth:`step`."""
+
+        def differentiate_and_synthesise() -> Any:
+            loss = closure()
+            self.step()
+            return loss
+
+        return differentiate_and_synthesise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors: holograms, running means, counts, and what they belong to."""
+        return {
+            "geometry": self._geometry(),
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "tensors": {name: tensor.detach().clone() for name, tensor in self._weaver.state().items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: the state is of other parameters, or of a recipe whose holograms are made another way.
+        """
+        mine = self._geometry()
+        for name, value in mine.items():
+            if state["geometry"].get(name) != value:
+                raise ValueError(
+                    f"the state belongs to another synthesis: its {name} is {_brief(state['geometry'].get(name))}, "
+                    f"not {_brief(value)}"
+                )
+        for name, tensor in self._weaver.state().items():
+            tensor.copy_(state["tensors"][name])
+        self.steps, self.skipped = state["steps"], state["skipped"]
+
+    def remove(self) -> None:
+        """Takes the hooks off the model and frees the holograms; the model is as it was before."""
+        self._keys.remove()
+        self._weaver = None
+
+    def _geometry(self) -> dict[str, Any]:
+        recipe = self.recipe
+        shapes = [f"{n} {tuple(p.shape)}" for n, p in zip(self._names, self.parameters, strict=True)]
+        chosen = ("mode", "transform", "subsample", "dtype", "seed")
+        return {name: getattr(recipe, name) for name in chosen} | {
+            "block_length": recipe.entries_a_block,
+            "superpose": recipe.slots,
+            "ema": recipe.ema > 0,
+            "parameters": shapes,
+        }
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,141 @@
+"""The two orthonormal transforms in which vectors are bound: real Fourier, and randomised Walsh-Hadamard.
+
+Binding is a product of spectra, entry by entry. In the Fourier domain that is a circular correlation; in the Hadamard domain,
+whose spectra are real, it takes additions and signs alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Transform(Protocol):
+    """Orthonormal, of vectors of one length n: (..., n) <-> (..., bins). ``out``: where the result is to stand."""
+
+    length: int
+    bins: int
+
+    def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the spectra of vectors of ``dtype``."""
+
+    def forward(self, rows: Tensor) -> Tensor: ...
+
+    def inverse(self, spectrum: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+class Fourier:
+    """The real discrete Fourier transform; n // 2 + 1 complex bins."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.bins = length, length // 2 + 1
+
+    def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype.to_complex()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.fft.rfft(rows, n=self.length, norm="ortho")
+
+    def inverse(self, spectrum: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.fft.irfft(spectrum, n=self.length, norm="ortho", out=out)
+
+
+class Hadamard:
+    """The Walsh-Hadamard transform of a vector whose entries were given random signs; n real bins, n a power of two.
+
+    The signs spread whatever is regular in a vector evenly over the bins (Ailon and Chazelle, 2006).
+    """
+
+    def __init__(self, length: int, seed: int = 0) -> None:
+        if length & (length - 1):
+            raise ValueError(f"a Hadamard transform has a power of two for its length, not {length}")
+        self.length = self.bins = length
+        self._seed = seed
+
+    def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return _walsh_hadamard(rows * self._signs(rows))
+
+    def inverse(self, spectrum: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(_walsh_hadamard(spectrum), self._signs(spectrum), out=out)
+
+    def _signs(self, like: Tensor) -> Tensor:
+        return _random_signs(self.length, self._seed, like.device, like.dtype)
+
+
+TRANSFORMS = {"fft": Fourier, "hadamard": Hadamard}
+
+
+@cache
+def _random_signs(length: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(0, 2, (length,), generator=generator) * 2 - 1).to(device, dtype)
+
+
+LARGEST_FACTOR = 256
+
+
+def _walsh_hadamard(x: Tensor) -> Tensor:
+    """H_n x / sqrt(n), in Sylvester's order, as products with the factors of H_n = H_a (x) H_b (x) ...: hardware multiplies
+    matrices far faster than it does log2(n) passes of additions."""
+    n, shape = x.shape[-1], x.shape
+    right = 1
+    while right < n:
+        factor = min(LARGEST_FACTOR, n // right)
+        matrix = _sylvester(factor, x.device, x.dtype)
+        if right == 1:
+            x = x.reshape(-1, factor) @ matrix
+        else:
+            x = matrix @ x.reshape(-1, factor, right)
+        right *= factor
+    return x.reshape(shape)
+
+
+@cache
+def _sylvester(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The orthonormal Hadamard matrix of a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < order:
+        matrix = torch.kron(matrix.new_tensor([[1, 1], [1, -1]]), matrix)
+    return (matrix / math.sqrt(order)).to(device, dtype)
+
+
+def units(spectrum: Tensor, empty: float, noise: float | None = None) -> Tensor:
+    """Each bin at magnitude 1: phasors of a complex spectrum, signs of a real one.
+
+    Args:
+        empty: what a bin becomes in which nothing is: 0 for a content, so that it stays nothing; 1 for a key, so that it
+            lets pass what it is bound with.
+        noise: magnitude, over the largest, up to which nothing is in a bin; None: four roundings, those of the transform.
+    """
+    parts = torch.view_as_real(spectrum) if spectrum.is_complex() else spectrum.unsqueeze(-1)
+    limits = torch.finfo(parts.dtype)
+    largest = parts.abs().amax((-2, -1), keepdim=True).clamp_min(limits.tiny)
+    scaled = parts / largest  # its squares neither overflow nor vanish
+    squared = scaled.square().sum(-1, keepdim=True)
+    nothing = torch.zeros_like(scaled[..., :1, :])
+    nothing[..., 0] = empty
+    noise = 4 * limits.eps if noise is None else noise
+    unit = torch.where(squared > noise**2, scaled * squared.clamp_min(limits.tiny).rsqrt(), nothing)
+    return torch.view_as_complex(unit) if spectrum.is_complex() else unit.squeeze(-1)
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest that is no less than n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def folded(vectors: Tensor, length: int) -> Tensor:
+    """(..., d) -> (..., length): padded with zeros, or wrapped around and added up.
+
+    Either way the Fourier spectrum is that of the vector, sampled at the frequencies of the new length.
+    """
+    d = vectors.shape[-1]
+    padded = torch.nn.functional.pad(vectors, (0, -d % length))
+    return padded if d <= length else padded.unflatten(-1, (-1, length)).sum(-2)

@@ -1,0 +1,243 @@
+"""The computation of one step: gradients in, updates out, all on the device and in memory allocated beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from holotrain.synthesis.association import Association, Binding
+from holotrain.synthesis.direction import Products, coefficients
+from holotrain.synthesis.graphed import Graphed
+from holotrain.synthesis.hologram import OffloadedHologram, make_hologram
+from holotrain.synthesis.layers import Layer
+from holotrain.synthesis.recipe import HALVES, Recipe
+from holotrain.synthesis.rows import Rows
+from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, Transform, folded, next_power_of_two, units
+
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 25}
+"""Entries that are worked on at once: on a CPU what its cache holds, on a GPU what keeps temporary memory small."""
+
+
+class Bundle:
+    """The rows of one length: their transform, keys and memory.
+
+    Args:
+        rows: the gradients.
+        transform: of a row.
+        association: binds a spectrum, and remembers.
+    """
+
+    def __init__(self, rows: Rows, recipe: Recipe, generator: torch.Generator) -> None:
+        self.rows, self._recipe = rows, recipe
+        buffer, length = rows.buffer, rows.length
+        self.transform: Transform = (
+            Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else TRANSFORMS[recipe.transform](length)
+        )
+        spectrum = self.transform.spectrum_dtype(buffer.dtype)
+        self._slots = recipe.slots
+        self._view = buffer.view(self._slots, -1, length)
+        self._layer = rows.layer.view(self._slots, -1)
+        # A row's place among those that share a hologram is part of its key: rows of one layer must differ too.
+        marks = torch.randn(self._slots, length, generator=generator)
+        self._marks = units(self.transform.forward(marks.to(buffer)), empty=1).unsqueeze(1) if self._slots > 1 else None
+        self.hologram = None
+        self._associate = Binding()
+        if recipe.mode != "bind":
+            half = HALVES.get(recipe.dtype)
+            shape = self._view.shape[1], self.transform.bins
+            self.hologram = make_hologram(recipe.offload, *shape, spectrum, half, buffer.device)
+            self._associate = Association(self.hologram, self._slots, recipe.compile)
+        self.mean = torch.zeros_like(buffer).view_as(self._view) if recipe.ema else None
+
+    def parts(self) -> list[slice]:
+        """Slices over the rows of the hologram, of a size to be worked on at once."""
+        total = self._view.shape[1]
+        most = CHUNK.get(self._view.device.type, CHUNK["cuda"])
+        size = max(1, most // (self._slots * self.rows.length))
+        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+    def weave(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
+        """Turns the gradients in the buffer into updates; returns (gg, gu, uu) of each row, (3, rows), if it is to measure."""
+        # A key's sum rounds with every input. Where nothing else is in a bin (the mean over channels of what a LayerNorm gives
+        # is zero), its phase would be chance, and another in every order of summing.
+        noise = torch.finfo(keys.dtype).eps ** 0.5
+        unit_keys = units(self.transform.forward(folded(keys, self.rows.length)), empty=1, noise=noise)
+        figures = []
+        parts = self.parts()
+        self._associate.prefetch(parts[0])
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            gradient = self._view[:, part]
+            content = self._smoothed(gradient, part, scalars)
+            spectrum = self.transform.forward(content)
+            if self._recipe.phase_only or self._recipe.mode == "bind":
+                spectrum = self._phases(spectrum, content)
+            row_keys = unit_keys[self._layer[:, part]]
+            if self._marks is not None:
+                row_keys = row_keys * self._marks
+            read = self._associate(spectrum, row_keys, part, scalars["decay"], scalars["feedback"])
+            if following is not None:
+                self._associate.prefetch(following)
+            if self._slots == 1 and not measure:
+                self.transform.inverse(read, out=gradient)
+                continue
+            update = self.transform.inverse(read)
+            if self._slots > 1:
+                update.addcmul_(content, scalars["feedback"])
+            if measure:
+                figures.append(torch.stack((_dot(gradient, gradient), _dot(gradient, update), _dot(update, update))))
+            gradient.copy_(update)
+        self.rows.clear_margins()
+        if not measure:
+            return None
+        products = torch.cat(figures, -1).flatten(1)
+        if self.rows.inside is not None:
+            ragged = self.rows.buffer[self.rows.ragged]
+            products[2, self.rows.ragged] = _dot(ragged, ragged)
+        return products
+
+    def _smoothed(self, gradient: Tensor, part: slice, scalars: dict[str, Tensor]) -> Tensor:
+        if self.mean is None:
+            return gradient
+        mean = self.mean[:, part]
+        mean.lerp_(gradient, scalars["fresh"])
+        return mean * scalars["unbias"]
+
+    def _phases(self, spectrum: Tensor, content: Tensor) -> Tensor:
+        """Every bin at one magnitude: rows of norm 1 as published, or of the norm that they had."""
+        phases = units(spectrum, empty=0) / self.rows.length**0.5
+        if self._recipe.mode == "bind":
+            return phases
+        return phases * torch.linalg.vector_norm(content, dim=-1, keepdim=True)
+
+    def state(self) -> dict[str, Tensor]:
+        kept = {} if self.hologram is None else dict(self.hologram.state)
+        return kept if self.mean is None else kept | {"mean": self.mean}
+
+
+class Weaver:
+    """All bundles of a model, and the step over them.
+
+    Args:
+        layers: in the order of their keys.
+        recipe: how.
+        like: of the dtype to compute in, on the parameters' device.
+    """
+
+    def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
+        self.recipe = recipe
+        self._layers = len(layers)
+        self._device = like.device
+        if recipe.cuda_graph and self._device.type != "cuda":
+            raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {self._device}")
+        generator = torch.Generator().manual_seed(recipe.seed)
+        by_length: dict[int, list[tuple[int, Layer]]] = {}
+        for number, layer in enumerate(layers):
+            size = sum(parameter.numel() for parameter in layer.parameters.values())
+            length = recipe.entries_a_block or next_power_of_two(max(1, round(size * recipe.subsample)))
+            by_length.setdefault(length, []).append((number, layer))
+        self.bundles = [
+            Bundle(Rows(numbered, length, recipe.slots, recipe.subsample, like, generator), recipe, generator)
+            for length, numbered in sorted(by_length.items())
+        ]
+        self.key_length = max(by_length)
+        self._scalars = {name: like.new_ones(()) for name in SCALARS}
+        self._graphed: dict[bool, Graphed] = {}
+
+    def weave(self, keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
+        """One step: returns a function that tells, waiting if need be, whether gradients were finite, and the figures.
+
+        On a CPU nothing is touched if they were not. On a GPU the host learns of it later, so the step is made with gradients
+        of zero and a decay of 1, which leaves every hologram as it is.
+        """
+        for bundle in self.bundles:
+            bundle.rows.gather()
+        finite = torch.stack([bundle.rows.buffer.sum() for bundle in self.bundles]).isfinite().all()
+        if self._device.type == "cpu" and not finite:
+            return lambda: False, None
+        self._set_scalars(step, finite)
+        arrived = _arriving(finite)
+        if self._device.type != "cpu":
+            for bundle in self.bundles:
+                bundle.rows.buffer.masked_fill_(~finite, 0)
+        figures = self._woven(keys, measuring)
+        self._write(figures)
+        return arrived, figures.get("figures")
+
+    def _set_scalars(self, step: int, finite: Tensor) -> None:
+        recipe = self.recipe
+        values = {
+            "decay": recipe.decay_at(step),
+            "feedback": recipe.feedback,
+            "fresh": 1 - recipe.ema,
+            "unbias": 1 / (1 - recipe.ema ** (step + 1)),
+        }
+        for name, scalar in self._scalars.items():
+            scalar.fill_(values[name])
+        if self._device.type != "cpu":
+            self._scalars["decay"].copy_(torch.where(finite, self._scalars["decay"], 1))
+            self._scalars["fresh"].copy_(torch.where(finite, self._scalars["fresh"], 0))
+
+    def _woven(self, keys: Tensor, measuring: bool) -> dict[str, Tensor]:
+        measure = measuring or self.recipe.reshapes
+        if not self.recipe.cuda_graph:
+            return self._compute(keys, measure)
+        if measure not in self._graphed:
+            volatile = [*(bundle.rows.buffer for bundle in self.bundles), *self._scalars.values()]
+            kept = [tensor.clone() for tensor in volatile]
+            self._graphed[measure] = Graphed(lambda keys: self._compute(keys, measure), keys, self._at_rest)
+            torch._foreach_copy_(volatile, kept)
+        return self._graphed[measure](keys)
+
+    def _compute(self, keys: Tensor, measure: bool) -> dict[str, Tensor]:
+        """Updates in the buffers; the figures, and the coefficients of update and gradient by layer, if they are wanted."""
+        products = [bundle.weave(keys, self._scalars, measure) for bundle in self.bundles]
+        if not measure:
+            return {}
+        of_layers = Products(
+            *sum(bundle.rows.by_layer(rows, self._layers) for bundle, rows in zip(self.bundles, products, strict=True))
+        )
+        if not self.recipe.reshapes:
+            return {"figures": of_layers.figures()}
+        a, b = coefficients(of_layers, self.recipe)
+        return {"figures": of_layers.combined(a, b).figures(), "a": a, "b": b}
+
+    def _at_rest(self) -> None:
+        """Buffers and scalars with which a step changes no hologram."""
+        for bundle in self.bundles:
+            bundle.rows.buffer.zero_()
+        self._scalars["decay"].fill_(1)
+        self._scalars["fresh"].fill_(0)
+
+    def _write(self, figures: dict[str, Tensor]) -> None:
+        for bundle in self.bundles:
+            bundle.rows.scatter(figures.get("a"), figures.get("b"))
+
+    def state(self) -> dict[str, Tensor]:
+        """What lasts from step to step, by name."""
+        for bundle in self.bundles:
+            if isinstance(bundle.hologram, OffloadedHologram):
+                bundle.hologram.wait()
+        return {f"{b.rows.length}.{name}": tensor for b in self.bundles for name, tensor in b.state().items()}
+
+
+SCALARS = ("decay", "feedback", "fresh", "unbias")
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.linalg.vecdot(a, b)
+
+
+def _arriving(flag: Tensor) -> Callable[[], bool]:
+    """Sends a flag to the host and gives a function that waits for it alone, not for what was launched since."""
+    if flag.device.type != "cuda":
+        return lambda: bool(flag)
+    host = flag.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream(flag.device).record_event()
+
+    def arrived() -> bool:
+        event.synchronize()
+        return bool(host)
+
+    return arrived

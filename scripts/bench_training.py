@@ -1,0 +1,330 @@
+"""What holographic synthesis is worth in training: none, bind, associative and shared under SGD, SGD with momentum and AdamW.
+
+    python scripts/bench_training.py                                       # all tasks; about 40 minutes on two cores
+    python scripts/bench_training.py --tasks mlp --json scripts/results/training.json --picture training.png
+
+Tasks: ``mlp`` and ``rev_vit`` classify scikit-learn's digits (a 64-256-256-10 network; the tiny reversible vision transformer);
+``bytes`` models the source of Python's standard library byte by byte with a small causal transformer. ``mlp`` and ``rev_vit``
+need scikit-learn beside torch, a picture matplotlib.
+
+Every pair of optimizer and synthesis is treated alike: its learning rate is chosen from the same number of the optimizer's by
+the validation score of one seed; then it trains on ``--seeds`` other seeds, whose test scores are given as mean and standard
+deviation. Gradients are clipped at norm 1 (after synthesis); the rate warms up over a tenth of the steps and falls to zero by a
+cosine. Then accuracy against the state of a shared hologram, under SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from bench_common import machine, save
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.models import RevViT
+from holotrain.models.branches import MLPBranch
+from holotrain.synthesis import HolographicSynthesis
+
+OPTIMIZERS = {
+    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+    "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+}
+RATES = {
+    "sgd": (0.03, 0.1, 0.3, 1.0),
+    "momentum": (0.01, 0.03, 0.1, 0.3),
+    "adamw": (3e-4, 1e-3, 3e-3, 1e-2),
+}
+REMEMBERING = {"associative": RATES["momentum"], "shared": RATES["sgd"]}
+"""Rates of SGD beneath a synthesis that remembers: in momentum's place altogether, or in part."""
+MODES = ("none", "bind", "associative", "shared")
+STATES = (2, 4, 8, 16, 32)
+TUNING_SEED = 100
+
+
+class Digits:
+    """1,200 images to train on, 237 to tune by, 360 to test."""
+
+    batch, better, unit = 32, max, "accuracy"
+
+    def __init__(self, flat: bool) -> None:
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        images = torch.tensor(images, dtype=torch.float32)[order] / 16
+        images = images if flat else images.view(-1, 1, 8, 8)
+        self.images, self.labels = images, torch.tensor(labels)[order]
+        self.parts = {"train": slice(0, 1200), "val": slice(1200, 1437), "test": slice(1437, None)}
+        self.steps = 1200
+
+    def model(self) -> nn.Module:
+        if self.images.ndim == 2:
+            return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        return RevViT(image_size=8, patch_size=2, channels=1, classes=10, dim=96, depth=6, heads=3, backward="autograd")
+
+    def loss(self, model: nn.Module) -> Tensor:
+        chosen = torch.randint(0, self.parts["train"].stop, (self.batch,))
+        return F.cross_entropy(model(self.images[chosen]), self.labels[chosen])
+
+    def score(self, model: nn.Module, part: str) -> float:
+        part = self.parts[part]
+        return (model(self.images[part]).argmax(-1) == self.labels[part]).float().mean().item()
+
+
+class Bytes:
+    """Bits a byte of the standard library's source, in windows of 64 bytes; whole files are held out."""
+
+    batch, better, unit, steps, window = 16, min, "bits a byte", 600, 64
+
+    def __init__(self) -> None:
+        import sysconfig
+
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        held_out = {"test": files[::10], "val": files[5::10]}
+        rest = [file for file in files if file not in held_out["test"] and file not in held_out["val"]]
+        self.text = {
+            part: torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in chosen)), dtype=torch.uint8).long()
+            for part, chosen in {"train": rest, **held_out}.items()
+        }
+
+    def model(self) -> nn.Module:
+        return ByteModel(self.window)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        return self._loss(model, "train", torch.randint(0, len(self.text["train"]) - self.window - 1, (self.batch,)))
+
+    def score(self, model: nn.Module, part: str) -> float:
+        starts = torch.arange(0, len(self.text[part]) - self.window - 1, len(self.text[part]) // 512)
+        return self._loss(model, part, starts).item() / math.log(2)
+
+    def _loss(self, model: nn.Module, part: str, starts: Tensor) -> Tensor:
+        rows = self.text[part][starts[:, None] + torch.arange(self.window + 1)]
+        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+class CausalAttention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm, self.qkv, self.project = heads, nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class ByteModel(nn.Module):
+    """Two pre-norm blocks of width 64 over bytes and positions."""
+
+    def __init__(self, window: int, dim: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, dim), nn.Embedding(window, dim)
+        self.branches = nn.ModuleList(
+            branch for _ in range(depth) for branch in (CausalAttention(dim, 4), MLPBranch(dim, 4 * dim))
+        )
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bytes(x) + self.positions(torch.arange(x.shape[1]))
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.head(self.norm(x))
+
+
+TASKS = {"mlp": lambda: Digits(flat=True), "rev_vit": lambda: Digits(flat=False), "bytes": Bytes}
+
+
+@cache
+def task_of(name: str):
+    return TASKS[name]()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training."""
+
+    task: str
+    optimizer: str
+    mode: str
+    rate: float
+    seed: int
+    options: tuple = field(default=())
+
+
+@dataclass
+class Result:
+    val: float
+    test: float
+    cosine: float | None
+    state: float
+    """bytes of the hologram over those of the parameters (momentum's state)"""
+
+
+def train(job: Job) -> Result:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    task = task_of(job.task)
+    torch.manual_seed(job.seed)
+    model = task.model()
+    optimizer = OPTIMIZERS[job.optimizer](model.parameters(), job.rate)
+    synthesis = None if job.mode == "none" else HolographicSynthesis(model, job.mode, **dict(job.options))
+    cosines = []
+    for step in range(task.steps):
+        risen, done = (step + 1) / (0.1 * task.steps), step / task.steps
+        optimizer.param_groups[0]["lr"] = job.rate * min(1.0, risen, (1 + math.cos(math.pi * done)) / 2)
+        optimizer.zero_grad()
+        task.loss(model).backward()
+        if synthesis is not None:
+            synthesis.measuring = step % 10 == 0
+            if synthesis.step() and synthesis.measured is not None:
+                cosines.append(synthesis.measured[0].item())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        val, test = task.score(model, "val"), task.score(model, "test")
+    parameters = sum(p.nbytes for p in model.parameters())
+    state = 0.0 if synthesis is None else synthesis.state_bytes / parameters
+    return Result(val, test, statistics.mean(cosines) if cosines else None, state)
+
+
+def finite(score: float, task: str) -> float:
+    return score if math.isfinite(score) else (-math.inf if task_of(task).better is max else math.inf)
+
+
+def rates(optimizer: str, mode: str) -> tuple[float, ...]:
+    return REMEMBERING.get(mode, RATES["sgd"]) if optimizer == "sgd" else RATES[optimizer]
+
+
+def run_all(jobs: list[Job], pool: ProcessPoolExecutor, what: str) -> dict[Job, Result]:
+    futures = {pool.submit(train, job): job for job in jobs}
+    results = {}
+    for number, future in enumerate(as_completed(futures)):
+        results[futures[future]] = future.result()
+        print(f"\r  {what}: {number + 1} of {len(jobs)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
+
+
+def compared(settings: list[Job], grids: list[tuple[float, ...]], seeds: int, pool) -> list[dict]:
+    """Tunes the rate of each setting, then trains it on the seeds."""
+    tuning = [
+        Job(s.task, s.optimizer, s.mode, rate, TUNING_SEED, s.options)
+        for s, grid in zip(settings, grids, strict=True)
+        for rate in grid
+    ]
+    tuned = run_all(tuning, pool, f"{settings[0].task}, learning rates")
+    chosen = []
+    for s, grid in zip(settings, grids, strict=True):
+        scores = {r: finite(tuned[Job(s.task, s.optimizer, s.mode, r, TUNING_SEED, s.options)].val, s.task) for r in grid}
+        chosen.append(task_of(s.task).better(scores, key=scores.get))
+    final = [
+        Job(s.task, s.optimizer, s.mode, rate, seed, s.options)
+        for s, rate in zip(settings, chosen, strict=True)
+        for seed in range(seeds)
+    ]
+    results = run_all(final, pool, f"{settings[0].task}, seeds")
+    rows = []
+    for s, rate in zip(settings, chosen, strict=True):
+        of_seeds = [results[Job(s.task, s.optimizer, s.mode, rate, seed, s.options)] for seed in range(seeds)]
+        cosines = [r.cosine for r in of_seeds if r.cosine is not None]
+        row = {
+            **{key: value for key, value in asdict(s).items() if key in ("task", "optimizer", "mode")},
+            "options": dict(s.options),
+            "rate": rate,
+            "test": [r.test for r in of_seeds],
+            "mean": statistics.mean(r.test for r in of_seeds),
+            "deviation": statistics.stdev(r.test for r in of_seeds),
+            "cosine": statistics.mean(cosines) if cosines else None,
+            "state": of_seeds[0].state,
+        }
+        rows.append(row)
+        show(row)
+    return rows
+
+
+def show(row: dict) -> None:
+    cosine = "" if row["cosine"] is None else f"{row['cosine']:8.3f}"
+    name = f"{row['mode']} {row['options'] or ''}"
+    print(
+        f"{row['task']:<9}{row['optimizer']:<10}{name:<28}{row['rate']:<9g}"
+        f"{row['mean']:.4f} +- {row['deviation']:.4f}{cosine:>9}{row['state']:8.3f}",
+        flush=True,
+    )
+
+
+def draw(rows: list[dict], states: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = pyplot.subplots(2, len(tasks), figsize=(4.6 * len(tasks), 7.5), squeeze=False)
+    for column, task in enumerate(tasks):
+        above, below = axes[0][column], axes[1][column]
+        for number, mode in enumerate(MODES):
+            mine = [row for row in rows if (row["task"], row["mode"]) == (task, mode)]
+            at = [list(OPTIMIZERS).index(row["optimizer"]) + 0.18 * (number - 1.5) for row in mine]
+            above.errorbar(
+                at, [r["mean"] for r in mine], [r["deviation"] for r in mine], fmt="os^D"[number], capsize=3, label=mode
+            )
+        above.set_xticks(range(len(OPTIMIZERS)), list(OPTIMIZERS))
+        above.set(title=task, ylabel=f"test {task_of(task).unit}")
+        above.grid(alpha=0.3)
+        mine = [row for row in states if row["task"] == task]
+        sizes = [row["state"] for row in mine]
+        below.errorbar(
+            sizes, [row["mean"] for row in mine], [row["deviation"] for row in mine], fmt="o-", capsize=3, label="shared, SGD"
+        )
+        for optimizer, style in (("sgd", ":"), ("momentum", "--")):
+            line = next(r for r in rows if (r["task"], r["optimizer"], r["mode"]) == (task, optimizer, "none"))
+            below.axhline(line["mean"], linestyle=style, color="grey", label=f"{optimizer}, no synthesis")
+        below.set_xscale("log", base=2)
+        below.set(xlabel="state over momentum's", ylabel=f"test {task_of(task).unit}")
+        below.grid(alpha=0.3)
+        below.legend(fontsize=8)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    print(f"drawn to {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    described = machine()
+    print(json.dumps(described))
+    print(f"{'task':<9}{'optimizer':<10}{'synthesis':<28}{'rate':<9}{'test':<18}{'cosine':>9}{'state':>8}")
+    rows, states = [], []
+    with ProcessPoolExecutor(options.workers) as pool:
+        for task in options.tasks:
+            settings = [Job(task, optimizer, mode, 0, 0) for optimizer in OPTIMIZERS for mode in MODES]
+            rows += compared(settings, [rates(s.optimizer, s.mode) for s in settings], options.seeds, pool)
+            shared = [Job(task, "sgd", "shared", 0, 0, (("superpose", superpose),)) for superpose in STATES]
+            states += compared(shared, [RATES["sgd"]] * len(shared), options.seeds, pool)
+    settings = {key: value for key, value in vars(options).items() if key not in ("json", "picture")}
+    save({"machine": described, "options": settings, "rows": rows, "states": states}, options.json)
+    if options.picture:
+        draw(rows, states, options.picture)
+
+
+if __name__ == "__main__":
+    main()

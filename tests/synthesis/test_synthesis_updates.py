@@ -1,0 +1,362 @@
+"""What a step makes of gradients, against an independent computation in float64 NumPy, and what each option adds."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from holotrain.synthesis import HolographicSynthesis, phasor_bind
+from holotrain.synthesis.transforms import Hadamard
+
+F64 = torch.float64
+
+
+def network(dtype=F64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3)).to(dtype)
+
+
+def batches(count: int, dtype=F64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 5, generator=generator, dtype=F64) + 0.5).to(dtype) for _ in range(count)]
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def differentiate(model, x) -> torch.Tensor:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return flat(model)
+
+
+def updates(count=4, precision=F64, learn=True, **options):
+    """The updates of some steps, with the gradients that they were made of; the weights move between steps."""
+    model = network(precision)
+    synthesis = HolographicSynthesis(model, **options)
+    result = []
+    for x in batches(count, precision):
+        gradient = differentiate(model, x)
+        assert synthesis.step()
+        result.append((gradient, flat(model)))
+        if learn:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+    return model, synthesis, result
+
+
+class Reference:
+    """Layer by layer, block by block, in NumPy."""
+
+    def __init__(self, block: int, decay: float, transform: str = "fft", phase_only: bool = False) -> None:
+        self.block, self.decay, self.phase_only = block, decay, phase_only
+        self.memory: dict = {}
+        signs = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(0)).numpy() * 2 - 1
+        hadamard = np.array([[1.0]])
+        while len(hadamard) < block:
+            hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+        hadamard = hadamard / math.sqrt(len(hadamard))
+        self.forward = np.fft.rfft if transform == "fft" else lambda v, n: hadamard @ (signs * np.pad(v, (0, n - len(v))))
+        self.inverse = np.fft.irfft if transform == "fft" else lambda s, n: signs * (hadamard @ s)
+
+    def key(self, inputs: np.ndarray) -> np.ndarray:
+        mean = inputs.mean(0)
+        mean = np.pad(mean, (0, -len(mean) % self.block)).reshape(-1, self.block).sum(0)
+        spectrum = self.forward(mean, self.block)
+        size = np.abs(spectrum)
+        return np.where(size > 1e-7 * size.max(), spectrum / size, 1)
+
+    def update(self, name: str, gradient: np.ndarray, inputs: np.ndarray) -> np.ndarray:
+        key, result = self.key(inputs), []
+        for start in range(0, len(gradient), self.block):
+            part = gradient[start : start + self.block]
+            spectrum = self.forward(part, self.block)
+            if self.phase_only:
+                spectrum = spectrum / np.abs(spectrum)
+                spectrum *= np.linalg.norm(part) / np.linalg.norm(self.inverse(spectrum, self.block))
+            memory = self.memory.get((name, start), 0) * self.decay + spectrum * np.conj(key)
+            self.memory[name, start] = memory
+            result.append(self.inverse(memory * key, self.block)[: len(part)])
+        return np.concatenate(result)
+
+
+@pytest.mark.parametrize(
+    ("options", "block"),
+    [
+        ({"block_length": 16}, 16),
+        ({"block_length": 64, "decay": 0.5}, 64),
+        ({"block_length": 4}, 4),  # keys are longer, and folded
+        ({"block_length": 64, "phase_only": True}, 64),
+        ({"block_length": 16, "transform": "hadamard"}, 16),
+    ],
+)
+def test_associative_equals_the_reference(options, block):
+    model = network()
+    inputs = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda module, args, out, name=name: inputs.update({name: args[0].detach().numpy()}))
+    synthesis = HolographicSynthesis(model, **options)
+    reference = Reference(block, options.get("decay", 0.9), options.get("transform", "fft"), options.get("phase_only", False))
+    for x in batches(5):
+        differentiate(model, x)
+        expected = []
+        for name, module in model.named_children():
+            if list(module.parameters()):
+                gradient = torch.cat([p.grad.flatten() for p in module.parameters()]).numpy()
+                expected.append(reference.update(name, gradient, inputs[name]))
+        synthesis.step()
+        expected = np.concatenate(expected)
+        assert np.abs(flat(model).numpy() - expected).max() <= 1e-10 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("transform", ["fft", "hadamard"])
+@pytest.mark.parametrize("block_length", [None, 0])
+def test_with_one_key_associative_is_momentum(block_length, transform):
+    model = network()
+    synthesis = HolographicSynthesis(model, transform=transform, block_length=block_length, decay=0.8)
+    velocity, x = 0, batches(1)[0]
+    for scale in (1.0, -0.5, 2.0):
+        velocity = 0.8 * velocity + scale * differentiate(model, x)
+        for parameter in model.parameters():
+            parameter.grad *= scale
+        synthesis.step()
+        assert torch.allclose(flat(model), velocity, rtol=1e-9, atol=1e-9 * velocity.abs().max())
+
+
+def test_bind_is_algorithm_1_on_the_whole_model():
+    model = network()
+    synthesis = HolographicSynthesis(model, "bind")
+    x = batches(1)[0]
+    gradient = differentiate(model, x)
+    synthesis.measuring = True
+    synthesis.step()
+    expected = phasor_bind(gradient, model(x).mean(0).detach())
+    assert torch.allclose(flat(model), expected[: len(gradient)], atol=1e-12)
+    figures = torch.cosine_similarity(flat(model), gradient, 0), flat(model).norm()
+    assert torch.allclose(synthesis.measured, torch.stack(figures))
+
+
+def test_bind_in_blocks_binds_each():
+    model = network()
+    synthesis = HolographicSynthesis(model, "bind", block_length=32)
+    gradient = differentiate(model, x := batches(1)[0])
+    synthesis.step()
+    expected = phasor_bind(gradient, model(x).mean(0).detach(), block_length=32)
+    assert torch.allclose(flat(model), expected[: len(gradient)], atol=1e-12)
+
+
+def test_what_a_shared_hologram_cannot_hold_is_fed_back():
+    """Without memory, read-out and feedback make up the gradient; alone, the read-out is a projection of it."""
+    for gradient, update in updates(mode="shared", decay=0.0, feedback=1.0, block_length=16, superpose=4)[2]:
+        assert torch.allclose(update, gradient, atol=1e-12)
+    for gradient, update in updates(mode="shared", decay=0.0, feedback=0.0, block_length=16, superpose=4)[2]:
+        assert 0 < update @ gradient < gradient @ gradient
+
+
+@pytest.mark.parametrize("superpose", [2, 8])
+def test_read_out_of_a_shared_hologram_is_an_orthogonal_projection(superpose):
+    """On the rows themselves, margins included: twice is as once, and it is symmetric."""
+    model = nn.Linear(64, 64, bias=False).double()
+    synthesis = HolographicSynthesis(model, "shared", decay=0.0, feedback=0.0, block_length=64, superpose=superpose)
+    x = torch.randn(3, 64, dtype=F64, generator=torch.Generator().manual_seed(2))
+
+    def projected(gradient):
+        model(x)
+        model.weight.grad = gradient.clone()
+        synthesis.step()
+        return model.weight.grad
+
+    a, b = torch.randn(2, 64, 64, dtype=F64, generator=torch.Generator().manual_seed(3))
+    once = projected(a)
+    assert torch.allclose(projected(once), once, atol=1e-12)
+    assert torch.allclose((once * b).sum(), (a * projected(b)).sum())
+    assert 0.5 / superpose < (once.norm() / a.norm()) ** 2 < 2 / superpose
+
+
+def test_shared_holograms_take_a_fraction_of_the_memory():
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+    parameters = sum(p.nbytes for p in model.parameters())
+    sizes = [HolographicSynthesis(model, "shared", superpose=s, block_length=256).state_bytes / parameters for s in (1, 8)]
+    assert 0.99 < sizes[0] < 1.02 and 0.12 < sizes[1] < 0.14
+
+
+def test_margins_are_no_gradients():
+    """What updates leave past the ends of layers must not return as a gradient in the next step."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 7).double(), batches(1)[0][:, :5].repeat(1, 2)[:, :6]
+    for mode in ("associative", "shared"):
+        synthesis = HolographicSynthesis(model, mode, block_length=16, superpose=8, decay=0.9, feedback=0.0)
+        norms = []
+        for _ in range(200):
+            differentiate(model, x)
+            synthesis.step()
+            norms.append(flat(model).norm().item())
+        assert norms[-1] == pytest.approx(norms[-50], rel=1e-3)  # it has settled: nothing feeds on itself
+        synthesis.remove()
+
+
+def test_the_norm_of_each_layer_is_that_of_its_gradient():
+    model, _, result = updates(match_norm=True)
+    sizes = [sum(p.numel() for p in module.parameters()) for module in model if list(module.parameters())]
+    for gradient, update in result:
+        for ours, given in zip(update.split(sizes), gradient.split(sizes), strict=True):
+            assert torch.allclose(ours.norm(), given.norm())
+
+
+def test_mix_adds_a_share_of_the_gradient():
+    model, x = network(), batches(1)[0]
+    pure, mixed = HolographicSynthesis(model, decay=0.5), HolographicSynthesis(model, decay=0.5, mix=0.25)
+    for _ in range(2):
+        gradient = differentiate(model, x)
+        pure.step()
+        expected = 0.75 * flat(model) + 0.25 * gradient
+        differentiate(model, x)
+        mixed.step()
+        assert torch.allclose(flat(model), expected)
+
+
+@pytest.mark.parametrize("mode", ["bind", "associative", "shared"])
+def test_the_floor_guarantees_descent_layer_by_layer(mode):
+    model, synthesis, result = updates(6, mode=mode, cosine_floor=0.3, **({} if mode == "bind" else {"block_length": 32}))
+    sizes = [sum(p.numel() for p in module.parameters()) for module in model if list(module.parameters())]
+    for gradient, update in result:
+        parts = [(update, gradient)] if mode == "bind" else zip(update.split(sizes), gradient.split(sizes), strict=True)
+        for ours, given in parts:
+            assert torch.cosine_similarity(ours, given, 0) >= 0.3 - 1e-9
+
+
+def test_measured_figures_are_those_of_what_was_written():
+    model = network()
+    for options in ({}, {"match_norm": True}, {"mix": 0.5, "cosine_floor": 0.9}, {"mode": "shared"}):
+        synthesis = HolographicSynthesis(model, block_length=32, **options)
+        synthesis.measuring = True
+        for x in batches(3):
+            gradient = differentiate(model, x)
+            synthesis.step()
+            expected = torch.stack((torch.cosine_similarity(flat(model), gradient, 0), flat(model).norm()))
+            assert torch.allclose(synthesis.measured, expected)
+        synthesis.remove()
+
+
+def test_a_running_mean_takes_the_gradients_place():
+    model, x = network(), batches(1)[0]
+    synthesis = HolographicSynthesis(model, decay=0.0, ema=0.75)
+    mean = 0
+    for step, scale in enumerate((1.0, -3.0, 2.0)):
+        gradient = scale * differentiate(model, x)
+        for parameter in model.parameters():
+            parameter.grad *= scale
+        mean = 0.75 * mean + 0.25 * gradient
+        synthesis.step()
+        assert torch.allclose(flat(model), mean / (1 - 0.75 ** (step + 1)))
+
+
+def test_a_subsample_leaves_the_other_entries_their_gradient():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).double()
+    synthesis = HolographicSynthesis(model, subsample=0.25, block_length=256)
+    x = torch.randn(4, 64, dtype=F64)
+    differentiate(model, x)
+    synthesis.step()
+    gradient = differentiate(model, 2 * x)
+    synthesis.step()
+    changed = (flat(model) != gradient).view(-1, 64)
+    assert changed.any(1).sum().item() == changed.all(1).sum().item() == 16  # a quarter of 64 runs; none of the bias's one
+    assert synthesis.state_bytes == pytest.approx(model.weight.nbytes / 4, rel=0.02)
+
+
+def test_a_subsample_with_shares_of_the_gradient():
+    model = nn.Linear(64, 64).double()
+    x = torch.randn(4, 64, dtype=F64, generator=torch.Generator().manual_seed(0))
+    synthesis = HolographicSynthesis(model, subsample=0.5, mix=0.5, decay=0.0)
+    gradient = differentiate(model, x)
+    synthesis.step()
+    assert torch.allclose(flat(model), gradient)  # without memory the read-out is the gradient, in any mixture
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 2e-2), ("fp16", 2e-3)])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_hologram_in_half_precision_is_near(dtype, error, scale):
+    full, half = (updates(6, torch.float32, learn=False, dtype=kind, block_length=32)[1:] for kind in ("fp32", dtype))
+    assert half[0].state_bytes <= 0.6 * full[0].state_bytes
+    model, kept = network(torch.float32), []
+    for kind in ("fp32", dtype):
+        synthesis = HolographicSynthesis(model, dtype=kind, block_length=32)
+        for x in batches(6, torch.float32):
+            differentiate(model, x)
+            for parameter in model.parameters():
+                parameter.grad *= scale
+            synthesis.step()
+        kept.append(flat(model))
+    assert (kept[1] - kept[0]).norm() <= error * kept[0].norm()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["associative", "shared"])
+def test_an_offloaded_hologram_gives_the_same(mode, dtype):
+    results = [updates(4, torch.float32, mode=mode, dtype=dtype, offload=offload, block_length=32)[2] for offload in (0, 1)]
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(*results, strict=True))
+
+
+def test_chunks_make_no_difference(monkeypatch):
+    from holotrain.synthesis import weaver
+
+    for mode in ("associative", "shared"):
+        options = {"mode": mode, "block_length": 16, "superpose": 2, "cosine_floor": 0.1, "ema": 0.5}
+        whole = updates(4, **options)[2]
+        with monkeypatch.context() as patch:
+            patch.setitem(weaver.CHUNK, "cpu", 64)
+            parts = updates(4, **options)[2]
+        assert all(torch.allclose(a[1], b[1], rtol=1e-12) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+@pytest.mark.parametrize("transform", ["fft", "hadamard"])
+def test_fused_arithmetic_gives_the_same(transform):
+    results = [updates(3, block_length=32, transform=transform, compile=fused)[2] for fused in (False, True)]
+    assert all(torch.allclose(a[1], b[1], rtol=1e-10, atol=1e-12) for a, b in zip(*results, strict=True))
+
+
+def test_a_decay_that_changes():
+    model, x = network(), batches(1)[0]
+    asked = []
+
+    def decay(step):
+        asked.append(step)
+        return 0.5 * step
+
+    synthesis = HolographicSynthesis(model, decay=decay)
+    velocity = 0
+    for step in range(3):
+        velocity = 0.5 * step * velocity + differentiate(model, x)
+        synthesis.step()
+        assert torch.allclose(flat(model), velocity)
+    assert set(asked) == {0, 1, 2}
+
+
+def test_half_precision_parameters():
+    model, twin = network(torch.bfloat16), network(torch.bfloat16).float()
+    of_half, of_full = HolographicSynthesis(model, block_length=32), HolographicSynthesis(twin, block_length=32)
+    for x in batches(3, torch.bfloat16):
+        differentiate(model, x)
+        differentiate(twin, x.float())
+        for full, half in zip(twin.parameters(), model.parameters(), strict=True):
+            full.grad = half.grad.float()
+        of_half.step()
+        of_full.step()
+    assert model[0].weight.grad.dtype == torch.bfloat16
+    assert (flat(model) - flat(twin)).norm() <= 0.1 * flat(twin).norm()
+
+
+def test_transforms_take_no_part_in_random_numbers():
+    state = torch.get_rng_state()
+    model = nn.Linear(64, 64)
+    after_model = torch.get_rng_state()
+    HolographicSynthesis(model, "shared", subsample=0.5, transform="hadamard")
+    assert torch.equal(torch.get_rng_state(), after_model) and not torch.equal(state, after_model)
+    assert Hadamard(8, 1).forward(torch.ones(8)).tolist() != Hadamard(8, 2).forward(torch.ones(8)).tolist()
