@@ -1,0 +1,384 @@
+"""The hook around the computation: keys as layers saw them, steps that are skipped, state, and leaving no trace."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from engine_cases import ENGINES, Branch, sequence
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from holotrain.reversible import trial
+from holotrain.synthesis import HolographicSynthesis
+
+F64 = torch.float64
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+
+
+def data(rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, 5, dtype=F64, generator=torch.Generator().manual_seed(1)) + 0.5
+
+
+def grads(model) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def taken(synthesis) -> torch.Tensor:
+    return synthesis._keys.sums.clone()
+
+
+class Stack(nn.Module):
+    """A stem, a reversible sequence in some engine, a head."""
+
+    def __init__(self, engine) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 8).double()
+        self.blocks = sequence(4, dropout=0.2, branch=Branch, engine=engine)
+        self.head = nn.Linear(8, 1).double()
+
+    def forward(self, x):
+        x = self.stem(x).unsqueeze(1).expand(-1, 3, -1)
+        return self.head(sum(self.blocks(x, x.tanh())))
+
+
+@pytest.fixture
+def overlapping(monkeypatch):
+    """Engines on a thread truly use one."""
+    monkeypatch.setattr(trial.Trial, "overlap", lambda self: True)
+    monkeypatch.setattr(trial, "_cores", lambda: 2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("engine", [None, *ENGINES])
+def test_a_recomputation_is_no_second_input(engine, overlapping):
+    torch.manual_seed(3)
+    model = Stack(engine and ENGINES[engine])
+    synthesis = HolographicSynthesis(model, block_length=32)
+    model(data())
+    seen = taken(synthesis)
+    assert seen.abs().sum(1).gt(0).all()
+    model(data()).sum().backward()
+    twice = taken(synthesis)
+    model(data())
+    assert torch.equal(taken(synthesis) - twice, torch.zeros_like(seen)) or taken(synthesis).ne(twice).any()
+    torch.manual_seed(5)
+    synthesis._keys.take()
+    model(data()).sum().backward()
+    after_backward = taken(synthesis)
+    torch.manual_seed(5)
+    synthesis._keys.take()
+    with torch.no_grad():
+        model(data())
+    assert torch.allclose(after_backward, taken(synthesis), rtol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_by_others_is_no_second_input(reentrant):
+    model = network()
+    synthesis = HolographicSynthesis(model)
+    model(data())
+    once = synthesis._keys.take()
+    x = data().requires_grad_()
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(taken(synthesis), once)
+
+
+def test_accumulated_batches_add_up_to_one():
+    whole, halves = network(), network()
+    synthesis = [HolographicSynthesis(model, block_length=32) for model in (whole, halves)]
+    for _ in range(3):
+        for model, parts in ((whole, [data(8)]), (halves, data(8).chunk(4))):
+            model.zero_grad()
+            for part in parts:
+                model(part).square().sum().backward()
+        for each in synthesis:
+            each.step()
+        assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(grads(whole), grads(halves), strict=True))
+
+
+def test_evaluation_gives_no_keys():
+    model = network()
+    synthesis = HolographicSynthesis(model)
+    model.eval()
+    with torch.no_grad():
+        model(data())
+    assert not taken(synthesis).any()
+
+
+def test_convolutions_embeddings_and_parameters_without_an_input():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.mix, self.head = nn.Embedding(7, 6), nn.Conv1d(6, 4, 3), nn.Linear(4, 2)
+            self.unused = nn.Linear(3, 3)
+
+        def forward(self, index):
+            return self.head(self.mix(self.words(index).transpose(1, 2)).mean(-1))
+
+    model = Mixed()
+    synthesis = HolographicSynthesis(model, block_length=8)
+    index = torch.tensor([[0, 3, 5, 1], [2, 2, 6, 0]])
+    model(index).sum().backward()
+    words = model.words(index).sum((0, 1))
+    keys = taken(synthesis)
+    assert torch.allclose(keys[0, :6], words) and torch.allclose(keys[1, :6], words)
+    assert not keys[3].any()
+    synthesis.step()
+    assert model.unused.weight.grad is None and model.words.weight.grad is not None
+
+
+@pytest.mark.parametrize("mode", ["associative", "shared", "bind"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad):
+    runs = []
+    for spoiled in (False, True):
+        model = network()
+        options = {} if mode == "bind" else {"ema": 0.5, "block_length": 16}
+        synthesis = HolographicSynthesis(model, mode, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        for step in range(4):
+            if spoiled and step == 2:
+                before = copy.deepcopy(synthesis.state_dict()["tensors"])
+                weights = copy.deepcopy(model.state_dict())
+                model.zero_grad()
+                model(7 * data()).square().sum().backward()
+                model[2].weight.grad[1, 3] = bad
+                with pytest.warns(UserWarning, match=r"NaN or infinity after 2 steps: the step is skipped \(1 so far\)"):
+                    assert not synthesis.step()
+                optimizer.step()
+                assert all(torch.equal(before[name], kept) for name, kept in synthesis.state_dict()["tensors"].items())
+                assert all(torch.equal(weights[name], kept) for name, kept in model.state_dict().items())
+            model.zero_grad()
+            model(data()).square().sum().backward()
+            assert synthesis.step()
+            optimizer.step()
+        assert (synthesis.steps, synthesis.skipped) == (4, int(spoiled))
+        runs.append(model.state_dict())
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "shared"}, {"dtype": "fp16", "ema": 0.9}, {"offload": True}, {"mode": "bind"}]
+)
+def test_a_resumed_training_is_the_same_bit_for_bit(options):
+    def steps(model, synthesis, count):
+        for number in range(count):
+            model.zero_grad()
+            model(data() * (1 + number)).square().sum().backward()
+            synthesis.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.001 * parameter.grad
+
+    model = network()
+    synthesis = HolographicSynthesis(model, **options)
+    steps(model, synthesis, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "synthesis": synthesis.state_dict()}, file)
+    steps(model, synthesis, 3)
+    file.seek(0)
+    kept = torch.load(file, weights_only=True)
+    again = network()
+    again.load_state_dict(kept["model"])
+    resumed = HolographicSynthesis(again, **options)
+    resumed.load_state_dict(kept["synthesis"])
+    steps(again, resumed, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert (resumed.steps, resumed.skipped) == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_length": 32}, "its block_length is 1024, not 32"),
+        ({"mode": "shared"}, "its mode is 'associative', not 'shared'"),
+        ({"ema": 0.5}, "its ema is False, not True"),
+        ({"covers": lambda name, parameter: "weight" in name}, "its parameters is"),
+    ],
+)
+def test_a_state_of_another_synthesis_is_refused(options, words):
+    state = HolographicSynthesis(network()).state_dict()
+    with pytest.raises(ValueError, match=words):
+        HolographicSynthesis(network(), **options).load_state_dict(state)
+
+
+def test_remove_leaves_no_trace():
+    model, untouched = network(), network()
+    synthesis = HolographicSynthesis(model)
+    model(data()).sum().backward()
+    synthesis.step()
+    synthesis.remove()
+    model.zero_grad()
+    for module, twin in zip(model.modules(), untouched.modules(), strict=True):
+        assert module.__dict__.keys() == twin.__dict__.keys()
+        assert not module._forward_hooks and not module._forward_hooks_with_kwargs
+    model(data()).sum().backward()
+    untouched(data()).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(untouched), strict=True))
+
+
+def test_copies_and_pickles_of_the_model_gather_nothing():
+    model = network()
+    synthesis = HolographicSynthesis(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(data())
+    assert not taken(synthesis).any()
+    model(data())
+    assert taken(synthesis).any()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+def test_in_a_closure(optimizer):
+    """The same updates as when it is called between backward and step, and L-BFGS' many evaluations too."""
+    made = {
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=3),
+    }[optimizer]
+    model = network()
+    synthesis, optimizer_ = HolographicSynthesis(model), made(model)
+
+    def closure():
+        optimizer_.zero_grad()
+        loss = model(data()).square().sum()
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer_.step(synthesis.in_closure(closure))) for _ in range(3)]
+    if optimizer == "lbfgs":
+        assert synthesis.steps > 3 and losses[-1] < losses[0]
+        return
+    twin = network()
+    other, twin_optimizer = HolographicSynthesis(twin), made(twin)
+    for _ in range(3):
+        twin_optimizer.zero_grad()
+        twin(data()).square().sum().backward()
+        other.step()
+        twin_optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_what_is_covered_and_what_is_not():
+    model = network()
+    model[0].bias.requires_grad_(False)
+    synthesis = HolographicSynthesis(model, "shared", covers=lambda name, parameter: name.endswith("weight"), feedback=0.0)
+    model(data()).sum().backward()
+    bias = model[2].bias.grad.clone()
+    before = [model[index].weight.grad.clone() for index in (0, 2)]
+    synthesis.step()
+    assert torch.equal(model[2].bias.grad, bias) and model[0].bias.grad is None
+    assert not any(torch.equal(model[index].weight.grad, old) for index, old in zip((0, 2), before, strict=True))
+
+
+def test_tied_parameters_are_covered_once():
+    model = network()
+    model.append(nn.Linear(3, 40).double())
+    model.append(nn.Linear(40, 3).double())
+    model[4].weight = model[2].weight
+    synthesis = HolographicSynthesis(model)
+    assert len(synthesis.parameters) == len(set(map(id, synthesis.parameters))) == 7
+    model(data()).sum().backward()
+    synthesis.step()
+
+
+def refused_parameters() -> dict:
+    frozen = network().requires_grad_(False)
+    mixed = network()
+    mixed[0].to("meta")
+    odd = nn.Linear(2, 2, dtype=torch.complex64)
+    return {
+        "none requires grad": frozen,
+        "on cpu and|on meta|meta device": mixed,
+        "real floating parameters": odd,
+    }
+
+
+@pytest.mark.parametrize("words", refused_parameters())
+def test_parameters_that_cannot_be_covered_are_named(words):
+    with pytest.raises(ValueError, match=words):
+        HolographicSynthesis(refused_parameters()[words])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "magic"}, "mode='magic': it must be associative or bind or shared"),
+        ({"transform": "wavelet"}, "transform='wavelet'"),
+        ({"decay": 1.0}, r"decay=1.0: it must be in \[0, 1\)"),
+        ({"subsample": 0}, "subsample=0"),
+        ({"ema": 1}, "ema=1"),
+        ({"mix": 2}, "mix=2"),
+        ({"cosine_floor": 1.0}, "cosine_floor=1.0"),
+        ({"superpose": 0}, "superpose=0"),
+        ({"feedback": -1}, "feedback=-1"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"block_length": -1}, "block_length=-1"),
+        ({"transform": "hadamard", "block_length": 48}, "power of two"),
+        ({"offload": True, "cuda_graph": True}, "take one of them"),
+        ({"cuda_graph": True}, "needs a model on a CUDA device"),
+        ({"mode": "bind", "offload": True}, "offload"),
+        ({"mode": "bind", "dtype": "bf16"}, "dtype"),
+        ({"mode": "associative", "superpose": 2}, "superpose"),
+    ],
+)
+def test_options_out_of_range_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        HolographicSynthesis(network(), **options)
+
+
+def test_a_step_without_gradients_or_output_is_an_error():
+    model = network()
+    with pytest.raises(RuntimeError, match=r"after backward\(\)"):
+        HolographicSynthesis(model).step()
+    synthesis = HolographicSynthesis(model, "bind")
+    model[2](model[0](data())).sum().backward()
+    with pytest.raises(RuntimeError, match="the model was not called"):
+        synthesis.step()
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    synthesis = HolographicSynthesis(model)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="gradient of 0.weight is sparse"):
+        synthesis.step()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cuda_graph": True},
+        {"cuda_graph": True, "mode": "shared", "cosine_floor": 0.2},
+        {"cuda_graph": True, "transform": "hadamard", "dtype": "bf16"},
+        {"offload": True},
+        {"offload": True, "dtype": "fp16", "mode": "shared"},
+        {"compile": True},
+    ],
+)
+def test_on_cuda_graphs_offload_and_fusion_give_the_same(options, monkeypatch):
+    from holotrain.synthesis import weaver
+
+    monkeypatch.setitem(weaver.CHUNK, "cuda", 256)
+    plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "offload", "compile")}
+    results = []
+    for chosen in (plain, options):
+        model = network().to("cuda", torch.float32)
+        synthesis = HolographicSynthesis(model, block_length=32, **chosen)
+        for step in range(6):
+            model.zero_grad()
+            model(data().to("cuda", torch.float32) * (1 + step)).square().sum().backward()
+            if step == 3:
+                model[0].weight.grad[0, 0] = torch.nan
+            assert synthesis.step() == (step != 3)
+        results.append(grads(model))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
