@@ -37,7 +37,7 @@ class Association:
     Args:
         hologram: S rows of F bins.
         slots: P.
-        compiled: fuse the arithmetic with torch.compile.
+        compiled: fuse the arithmetic with torch.compile, where P is 1.
     """
 
     def __init__(self, hologram: Hologram, slots: int, compiled: bool) -> None:

@@ -39,7 +39,7 @@ class Recipe:
             needs. Above 0 every update descends. None: no bound.
         dtype: in which the hologram is kept: ``"fp32"`` (fp64 where parameters are), ``"bf16"`` or ``"fp16"``.
         offload: keep the hologram in the CPU's memory, copied to and fro beside the computation.
-        compile: fuse the arithmetic on spectra with torch.compile.
+        compile: fuse the arithmetic on spectra with torch.compile; for ``associative``.
         cuda_graph: capture the synthesis once and replay it (CUDA alone).
         seed: of the random choices: signs of the Hadamard transform, subsample, the keys that tell rows apart in ``shared``.
 
@@ -82,6 +82,9 @@ class Recipe:
             _require("block_length", self.block_length, self.block_length >= 0, "at least 0")
             if self.transform == "hadamard" and self.block_length & (self.block_length - 1):
                 raise ValueError(f"block_length={self.block_length}: the Hadamard transform needs a power of two")
+        for name in UNUSED[self.mode]:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"{name} is of no use with mode={self.mode!r}; leave it out")
         if self.offload and self.cuda_graph:
             raise ValueError("offload copies between steps, which cuda_graph cannot capture; take one of them")
 
@@ -106,6 +109,13 @@ class Recipe:
         """Whether what was read is changed once more, by what it and the gradient have in common."""
         return self.match_norm or self.mix > 0 or self.cosine_floor is not None
 
+
+UNUSED = {
+    "associative": ("superpose", "feedback"),
+    "shared": ("compile",),
+    "bind": ("superpose", "feedback", "decay", "phase_only", "dtype", "offload", "compile"),
+}
+"""Options that a mode has no use for."""
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -63,22 +63,14 @@ def test_a_recomputation_is_no_second_input(engine, overlapping):
     torch.manual_seed(3)
     model = Stack(engine and ENGINES[engine])
     synthesis = HolographicSynthesis(model, block_length=32)
-    model(data())
-    seen = taken(synthesis)
-    assert seen.abs().sum(1).gt(0).all()
-    model(data()).sum().backward()
-    twice = taken(synthesis)
-    model(data())
-    assert torch.equal(taken(synthesis) - twice, torch.zeros_like(seen)) or taken(synthesis).ne(twice).any()
     torch.manual_seed(5)
-    synthesis._keys.take()
-    model(data()).sum().backward()
-    after_backward = taken(synthesis)
-    torch.manual_seed(5)
-    synthesis._keys.take()
     with torch.no_grad():
         model(data())
-    assert torch.allclose(after_backward, taken(synthesis), rtol=1e-12)
+    forward_alone = synthesis._keys.take()
+    assert forward_alone.abs().sum(1).gt(0).all()
+    torch.manual_seed(5)
+    model(data()).sum().backward()
+    assert torch.allclose(taken(synthesis), forward_alone, rtol=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -128,7 +120,7 @@ def test_convolutions_embeddings_and_parameters_without_an_input():
     synthesis = HolographicSynthesis(model, block_length=8)
     index = torch.tensor([[0, 3, 5, 1], [2, 2, 6, 0]])
     model(index).sum().backward()
-    words = model.words(index).sum((0, 1))
+    words = model.words.weight[index].sum((0, 1))
     keys = taken(synthesis)
     assert torch.allclose(keys[0, :6], words) and torch.allclose(keys[1, :6], words)
     assert not keys[3].any()
@@ -167,7 +159,7 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "shared"}, {"dtype": "fp16", "ema": 0.9}, {"offload": True}, {"mode": "bind"}]
+    "options", [{}, {"mode": "shared"}, {"dtype": "fp16", "ema": 0.9}, {"offload": True}, {"mode": "bind"}, {"subsample": 0.5}]
 )
 def test_a_resumed_training_is_the_same_bit_for_bit(options):
     def steps(model, synthesis, count):
@@ -252,9 +244,9 @@ def test_in_a_closure(optimizer):
         loss.backward()
         return loss
 
-    losses = [float(optimizer_.step(synthesis.in_closure(closure))) for _ in range(3)]
+    assert all(optimizer_.step(synthesis.in_closure(closure)).isfinite() for _ in range(3))
     if optimizer == "lbfgs":
-        assert synthesis.steps > 3 and losses[-1] < losses[0]
+        assert synthesis.steps == 9
         return
     twin = network()
     other, twin_optimizer = HolographicSynthesis(twin), made(twin)
@@ -324,9 +316,9 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"transform": "hadamard", "block_length": 48}, "power of two"),
         ({"offload": True, "cuda_graph": True}, "take one of them"),
         ({"cuda_graph": True}, "needs a model on a CUDA device"),
-        ({"mode": "bind", "offload": True}, "offload"),
-        ({"mode": "bind", "dtype": "bf16"}, "dtype"),
-        ({"mode": "associative", "superpose": 2}, "superpose"),
+        ({"mode": "bind", "offload": True}, "offload is of no use with mode='bind'"),
+        ({"mode": "bind", "dtype": "bf16"}, "dtype is of no use"),
+        ({"mode": "associative", "superpose": 2}, "superpose is of no use with mode='associative'"),
     ],
 )
 def test_options_out_of_range_are_named(options, words):

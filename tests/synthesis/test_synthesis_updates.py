@@ -69,7 +69,8 @@ class Reference:
         mean = np.pad(mean, (0, -len(mean) % self.block)).reshape(-1, self.block).sum(0)
         spectrum = self.forward(mean, self.block)
         size = np.abs(spectrum)
-        return np.where(size > 1e-7 * size.max(), spectrum / size, 1)
+        present = size > 1e-7 * size.max()
+        return np.where(present, spectrum / np.where(present, size, 1), 1)
 
     def update(self, name: str, gradient: np.ndarray, inputs: np.ndarray) -> np.ndarray:
         key, result = self.key(inputs), []

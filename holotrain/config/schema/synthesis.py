@@ -50,9 +50,6 @@ class BindConfig(SynthesisConfig):
     exclude: list[str] = field(default_factory=list)
     """patterns of the names of parameters to leave alone"""
 
-    compile: bool = False
-    """fuse the arithmetic on spectra with torch.compile"""
-
     cuda_graph: bool = False
     """capture the synthesis once and replay it (GPU only)"""
 
@@ -82,6 +79,9 @@ class AssociativeConfig(BindConfig):
 
     offload: bool = False
     """keep the hologram in the CPU's memory"""
+
+    compile: bool = False
+    """fuse the arithmetic on spectra with torch.compile (associative alone)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
