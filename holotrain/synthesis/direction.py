@@ -25,7 +25,7 @@ class Products:
     def figures(self) -> Tensor:
         """(cosine of the whole update to the whole gradient, norm of the update)."""
         gg, gu, uu = (total.sum() for total in (self.gg, self.gu, self.uu))
-        return torch.stack((gu / (gg * uu).sqrt().clamp_min(torch.finfo(gg.dtype).tiny), uu.sqrt()))
+        return torch.stack((gu / (gg.sqrt() * uu.sqrt()).clamp_min(torch.finfo(gg.dtype).tiny), uu.sqrt()))
 
 
 def coefficients(products: Products, recipe: Recipe) -> tuple[Tensor, Tensor]:

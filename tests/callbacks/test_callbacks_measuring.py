@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import Logger
+from memo import Memo
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,30 +15,6 @@ from holotrain.models import RevViT
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 MIB = 2**20
-
-
-class Memo(Logger):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        self.rows = []
-
-    @property
-    def name(self):
-        return "memo"
-
-    @property
-    def version(self):
-        return "0"
-
-    def log_hyperparams(self, params):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def of(self, tag):
-        return [(step, row[tag]) for step, row in self.rows if tag in row]
 
 
 class Module(pl.LightningModule):

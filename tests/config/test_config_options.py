@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from holotrain.config.build import build_data, build_model, build_task
+from holotrain.config.build_synthesis import build_synthesis
 from holotrain.config.build_trainer import build_loggers, check_device, check_training_device
 from holotrain.config.checkpointed import typed
 from holotrain.config.composition import composed, config_folder, option_names
@@ -114,6 +115,9 @@ def test_options_reach_what_they_describe():
         (["backward.cuda_graph=true", "trainer.precision=16-mixed"], "take bf16-mixed"),
         (["compile=true", "backward.keep=[attention]"], "take compile=false"),
         (["callbacks.drift.threshold=-1"], "callbacks.drift.threshold"),
+        (["synthesis=shared", "synthesis.transform=fftt"], "synthesis.transform: 'fftt' is not one of fft, hadamard. Did"),
+        (["synthesis=associative", "synthesis.dtype=int8"], "synthesis.dtype: 'int8' is not one of fp32"),
+        (["synthesis=associative", "synthesis.decay_warmup=-1"], "synthesis.decay_warmup"),
         (["callbacks.progress=fancy"], "callbacks.progress"),
         (["callbacks.ema.decay=1"], "callbacks.ema.decay"),
         (["callbacks.checkpoint.mode=most"], "callbacks.checkpoint.mode"),
@@ -127,6 +131,44 @@ def test_values_out_of_range_are_named(overrides, words):
     with pytest.raises(UserError) as error:
         configuration("fit", *overrides)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def synthesis_of(*overrides):
+    config = configuration("fit", *overrides)
+    return build_synthesis(config.synthesis, build_task(config, build_data(config.data, 0)))
+
+
+@pytest.mark.parametrize("kind", ["associative", "bind", "shared"])
+def test_every_synthesis_builds(kind):
+    assert synthesis_of(f"synthesis={kind}")._arguments["mode"] == kind
+
+
+def test_the_options_of_a_synthesis_reach_it():
+    callback = synthesis_of(
+        "synthesis=shared", "synthesis.superpose=4", "synthesis.decay=0.8", "synthesis.decay_warmup=4", "synthesis.dtype=bf16",
+        "synthesis.cover=['*.blocks.*','*.head.*']", "synthesis.exclude=['*.norm.*']", "synthesis.cosine_floor=0.1",
+    )  # fmt: skip
+    options = callback._arguments
+    assert (options["superpose"], options["dtype"], options["cosine_floor"]) == (4, "bf16", 0.1)
+    assert [options["decay"](step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.4, 0.8, 0.8])
+    names = ("model.blocks.0.f.qkv.weight", "model.head.bias", "model.blocks.0.norm.weight", "model.embedding.position")
+    assert [options["covers"](name, None) for name in names] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["synthesis=associative", "synthesis.decay=1"], r"synthesis: decay=1.0: it must be in \[0, 1\)"),
+        (
+            ["synthesis=bind", "synthesis.cover=[nothing]"],
+            "no parameter matches; they have names such as model.",
+        ),
+        (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile is of no use with mode='shared'"),
+    ],
+)
+def test_a_synthesis_that_cannot_be_is_named(overrides, words):
+    with pytest.raises(UserError, match=words):
+        synthesis_of(*overrides)
 
 
 def test_sizes_that_do_not_divide_are_named():
@@ -143,9 +185,10 @@ def test_what_the_machine_cannot_do_is_refused(override):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
-def test_graphs_without_a_gpu_are_refused():
+@pytest.mark.parametrize("overrides", [["backward.cuda_graph=true"], ["synthesis=bind", "synthesis.cuda_graph=true"]])
+def test_graphs_without_a_gpu_are_refused(overrides):
     with pytest.raises(UserError, match="CUDA graphs need an NVIDIA GPU"):
-        check_training_device(configuration("fit", "backward.cuda_graph=true"))
+        check_training_device(configuration("fit", *overrides))
 
 
 def test_the_options_of_the_engine_reach_the_model():

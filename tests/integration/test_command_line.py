@@ -166,7 +166,13 @@ STUBBORN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("extra", [[], ["callbacks=ema", "trainer.precision=bf16-mixed", "data.num_workers=1"]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["synthesis=associative", "synthesis.ema=0.5"],
+        ["callbacks=ema", "trainer.precision=bf16-mixed", "data.num_workers=1", "synthesis=shared"],
+    ],
+)
 def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, extra):
     """kill -9 in the middle of the second epoch, in a process of its own; resumed in this one."""
     status, _, _ = holotrain("fit", *STUBBORN, *extra, "output_dir=whole")

@@ -1,15 +1,11 @@
 """DDP and FSDP2 on two gloo processes against one process: figures from two_processes.py."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed
+from gloo_pair import found_by_two_processes
 
-SCRIPT = Path(__file__).with_name("two_processes.py")
 DEPTH = 4
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
@@ -17,22 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("two_processes")
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(SCRIPT)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), str(folder / "found.json")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
-    return json.loads((folder / "found.json").read_text())
+    return found_by_two_processes(Path(__file__).with_name("two_processes.py"), tmp_path_factory.mktemp("two_processes"))
 
 
 @pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])

@@ -190,8 +190,8 @@ def test_margins_are_no_gradients():
     """What updates leave past the ends of layers must not return as a gradient in the next step."""
     torch.manual_seed(0)
     model, x = nn.Linear(6, 7).double(), batches(1)[0][:, :5].repeat(1, 2)[:, :6]
-    for mode in ("associative", "shared"):
-        synthesis = HolographicSynthesis(model, mode, block_length=16, superpose=8, decay=0.9, feedback=0.0)
+    for options in ({}, {"mode": "shared", "feedback": 0.0}):
+        synthesis = HolographicSynthesis(model, block_length=16, **options)
         norms = []
         for _ in range(200):
             differentiate(model, x)
@@ -307,8 +307,8 @@ def test_an_offloaded_hologram_gives_the_same(mode, dtype):
 def test_chunks_make_no_difference(monkeypatch):
     from holotrain.synthesis import weaver
 
-    for mode in ("associative", "shared"):
-        options = {"mode": mode, "block_length": 16, "superpose": 2, "cosine_floor": 0.1, "ema": 0.5}
+    for options in ({}, {"mode": "shared", "superpose": 2}):
+        options |= {"block_length": 16, "cosine_floor": 0.1, "ema": 0.5}
         whole = updates(4, **options)[2]
         with monkeypatch.context() as patch:
             patch.setitem(weaver.CHUNK, "cpu", 64)

@@ -1,0 +1,185 @@
+"""SynthesisCallback against a plain loop: where it stands between backward, unscaling, clipping and the optimizer's step."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from memo import Memo
+from torch import nn
+
+from holotrain.callbacks import ExactCheckpoint, SynthesisCallback
+from holotrain.synthesis import HolographicSynthesis
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+BATCHES = list(torch.randn(12, 6, 5, generator=torch.Generator().manual_seed(1)) + 0.5)
+
+
+class Regression(pl.LightningModule):
+    def __init__(self, optimizers: int = 1, **optimizer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
+        self.optimizer, self.count = {"lr": 0.002, **optimizer}, optimizers
+        self.automatic_optimization = optimizers == 1
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().sum()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.layers.parameters(), **self.optimizer) for _ in range(self.count)]
+
+
+def fit(callback, epochs=2, module=None, checkpoint=None, callbacks=(), **options):
+    module = module or Regression()
+    trainer = pl.Trainer(
+        max_epochs=epochs, callbacks=[callback, *callbacks], enable_checkpointing=bool(callbacks), **QUIET | options
+    )
+    loader = torch.utils.data.DataLoader(BATCHES, batch_size=None, shuffle=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=True)
+    return module, trainer
+
+
+def loop(options, epochs=2, accumulate=1, clip=None, scaler=None, **optimizer_options):
+    """The same training in plain PyTorch."""
+    module = Regression()
+    optimizer = torch.optim.SGD(module.layers.parameters(), **{"lr": 0.002} | optimizer_options)
+    synthesis = HolographicSynthesis(module, **options)
+    for _ in range(epochs):
+        for start in range(0, len(BATCHES), accumulate):
+            for batch in BATCHES[start : start + accumulate]:
+                with torch.autocast("cpu", torch.float16, enabled=scaler is not None):
+                    loss = module(batch).square().sum() / accumulate
+                (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.unscale_(optimizer)
+            synthesis.step()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    return module, synthesis
+
+
+def assert_same(module, twin):
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "shared", "superpose": 4}, {"mode": "bind"}, {"cosine_floor": 0.5}])
+def test_it_is_the_plain_loop(options):
+    assert_same(fit(SynthesisCallback(**options))[0], loop(options)[0])
+
+
+def test_accumulation_and_clipping():
+    module, _ = fit(SynthesisCallback(), accumulate_grad_batches=4, gradient_clip_val=0.5)
+    assert_same(module, loop({}, accumulate=4, clip=0.5)[0])
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=8)
+
+
+def test_scaled_gradients_that_overflow():
+    """16-mixed: the scale is too large at first, and grows too large again; those steps are skipped, the rest is the loop's."""
+    callback, seen = SynthesisCallback(), []
+    callback.on_train_end = lambda trainer, module: seen.append((callback.synthesis.steps, callback.synthesis.skipped))
+    module, _ = fit(callback, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler())], gradient_clip_val=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        twin, synthesis = loop({}, clip=1.0, scaler=scaler())
+    assert_same(module, twin)
+    assert seen == [(synthesis.steps, synthesis.skipped)]
+    assert synthesis.skipped > 1 and synthesis.steps > 10
+
+
+def test_a_fused_optimizer_with_scaled_gradients_is_refused():
+    with pytest.raises(ValueError, match="fused=False"):
+        fit(
+            SynthesisCallback(),
+            module=Regression(fused=True),
+            plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler())],
+        )
+
+
+def test_several_optimizers_are_refused():
+    with pytest.raises(ValueError, match="one optimizer; this training has 2"):
+        fit(SynthesisCallback(), module=Regression(optimizers=2))
+
+
+def test_a_mistake_is_named_when_the_callback_is_made():
+    with pytest.raises(ValueError, match="decay=2"):
+        SynthesisCallback(decay=2)
+
+
+def test_a_module_within():
+    module, _ = fit(SynthesisCallback("bind", module="layers"))
+    assert_same(module, loop({"mode": "bind"})[0])
+    with pytest.raises(AttributeError, match="nothing"):
+        fit(SynthesisCallback(module="nothing"))
+
+
+def test_a_step_without_a_loss_is_passed_over():
+    class Choosy(Regression):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx % 3 == 0 else super().training_step(batch, batch_idx)
+
+    callback, seen = SynthesisCallback(), []
+    callback.on_train_end = lambda trainer, module: seen.append(callback.synthesis.steps)
+    fit(callback, module=Choosy())
+    assert seen == [16]
+
+
+def test_scalars_say_how_long_and_how_alike():
+    memo = Memo()
+
+    class Timed(SynthesisCallback):
+        def on_fit_start(self, trainer, pl_module):
+            super().on_fit_start(trainer, pl_module)
+            self._clock = Ticking()
+
+    class Ticking:
+        """Every instant is a second later; the first question about any two comes too early."""
+
+        now, asked = 0, set()
+
+        def mark(self):
+            Ticking.now += 1
+            return Ticking.now
+
+        def seconds(self, earlier, later, wait=False):
+            if not wait and later not in self.asked:
+                self.asked.add(later)
+                return None
+            return later - earlier
+
+    fit(Timed(every_n_steps=5), logger=memo)
+    assert [step for step, _ in memo.of("synthesis/milliseconds")] == [5, 10, 15, 20]
+    for _, row in memo.rows:
+        assert row.keys() == {f"synthesis/{name}" for name in ("milliseconds", "gradient_cosine", "update_norm", "skipped")}
+        assert row["synthesis/milliseconds"] == 1000 and 0 < row["synthesis/gradient_cosine"] < 1
+        assert row["synthesis/update_norm"] > 0 and row["synthesis/skipped"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "shared", "ema": 0.5, "dtype": "bf16"}])
+def test_resuming_is_the_same_bit_for_bit(tmp_path, options):
+    every_epoch = ExactCheckpoint(tmp_path, filename="{step}", every_n_epochs=1, save_top_k=-1)
+    whole, _ = fit(SynthesisCallback(**options), epochs=3, callbacks=[every_epoch])
+    for checkpoint in (tmp_path / "step=12.ckpt", tmp_path / "step=24.ckpt"):
+        resumed, trainer = fit(SynthesisCallback(**options), epochs=3, checkpoint=checkpoint)
+        assert trainer.global_step == 36
+        assert_same(resumed, whole)
+
+
+def test_nothing_is_left_on_the_module():
+    module, _ = fit(SynthesisCallback())
+    assert not any(part._forward_hooks for part in module.modules())

@@ -1,0 +1,29 @@
+"""Synthesis under DDP on two gloo processes against one process: figures from two_ranks.py."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed
+from gloo_pair import found_by_two_processes
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+
+CASES = ["associative", "shared", "bind", "every option", "accumulation 4", "NaN on one rank"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    return found_by_two_processes(Path(__file__).with_name("two_ranks.py"), tmp_path_factory.mktemp("two_ranks"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one_does(found, case):
+    assert found.keys() == set(CASES)
+    assert found[case]["error"] <= 1e-10
+    skipped = 1 if "NaN" in case else 0
+    assert found[case]["skipped"] == [skipped] * 2 and found[case]["steps"] == [5 - skipped] * 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_holograms_are_the_same_on_both(found, case):
+    assert found[case]["same on both"]
