@@ -1,7 +1,13 @@
-"""Gradients as rows of one length, in one contiguous buffer that stays where it is: transforms then work on all at once."""
+"""Gradients as rows of one length: where the entries of each parameter stand, and their way there and back.
+
+The rows of all layers, one layer after the other, are dealt out to ``slots`` equal shares, so that a row of the hologram has
+one row of each. A part is a stretch of hologram rows with the gradient rows that belong to it; parts share one piece of memory
+where they are worked on one at a time, which keeps it in a CPU's cache.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,29 +20,86 @@ RUN = 64
 
 
 @dataclass
-class Place:
-    """Where a parameter's gradient stands.
+class Span:
+    """Consecutive entries of one parameter, and where they stand.
 
     Args:
-        view: of the buffer: in the parameter's shape, or flat where ``runs`` are chosen.
-        runs: which runs of 64 entries take part; None: every entry.
+        start, stop: of the parameter's entries (of those chosen, where a subsample is).
+        runs: which runs of the parameter's entries they are; None: the entries from start to stop.
+        view: of a part's memory, flat.
     """
 
     parameter: nn.Parameter
     layer: int
-    view: Tensor
+    start: int
+    stop: int
     runs: Tensor | None
+    view: Tensor
 
-    def gather(self, grad: Tensor) -> None:
-        """The chosen entries of a gradient into the buffer."""
-        count = self.parameter.numel() // RUN * RUN
-        self.view.view(-1, RUN).copy_(grad.reshape(-1)[:count].view(-1, RUN)[self.runs])
+    @property
+    def grad(self) -> Tensor:
+        """The entries of the (contiguous) gradient: a view of it, or a copy where runs of it are chosen."""
+        flat = self.parameter.grad.view(-1)
+        if self.runs is None:
+            return flat[self.start : self.stop]
+        return self._in_runs(flat)[self.runs].flatten()
 
-    def scatter(self, grad: Tensor, share: Tensor | None) -> None:
-        """The buffer, and a share of what stood there, into the chosen entries of a (contiguous) gradient."""
-        count = self.parameter.numel() // RUN * RUN
-        target, new = grad.view(-1)[:count].view(-1, RUN), self.view.view(-1, RUN)
-        target[self.runs] = (new if share is None else share * target[self.runs] + new).to(grad.dtype)
+    def put(self, values: Tensor) -> None:
+        """Overwrites the chosen runs of the gradient."""
+        flat = self.parameter.grad.view(-1)
+        self._in_runs(flat)[self.runs] = values.view(len(self.runs), -1).to(flat.dtype)
+
+    def _in_runs(self, flat: Tensor) -> Tensor:
+        run = (self.stop - self.start) // len(self.runs)
+        return flat[: len(flat) // run * run].view(-1, run)
+
+
+@dataclass
+class Part:
+    """What is worked on at once.
+
+    Args:
+        rows: of the hologram.
+        memory: (slots, rows, length).
+        layer: (slots, rows), the layer that each row belongs to; 0 for rows that fill up.
+        spans: where gradients stand in it.
+        margins: what is left of it.
+    """
+
+    rows: slice
+    memory: Tensor
+    layer: Tensor
+    spans: list[Span]
+    margins: list[Tensor]
+
+    def gather(self) -> None:
+        """The gradients into the memory; zeros where there is none."""
+        present = [span for span in self.spans if span.parameter.grad is not None]
+        absent = [span.view for span in self.spans if span.parameter.grad is None]
+        if present:
+            torch._foreach_copy_([span.view for span in present], [span.grad for span in present])
+        if absent:
+            torch._foreach_zero_(absent)
+        self.clear_margins()
+
+    def clear_margins(self) -> None:
+        """Zeros where no gradient stands: what an update leaves there is none."""
+        if self.margins:
+            torch._foreach_zero_(self.margins)
+
+    def scatter(self, a: Tensor | None = None, b: Tensor | None = None) -> None:
+        """``a * memory + b * gradient`` into the gradients, where there are any; a and b by layer, None for 1 and 0."""
+        present = [span for span in self.spans if span.parameter.grad is not None]
+        if a is not None:
+            self.memory.mul_(a[self.layer].unsqueeze(-1))
+            for span, grad in ((span, span.grad) for span in present):
+                span.view.add_(b[span.layer] * grad)
+        whole = [span for span in present if span.runs is None]
+        if whole:
+            torch._foreach_copy_([span.grad for span in whole], [span.view for span in whole])
+        for span in present:
+            if span.runs is not None:
+                span.put(span.view)
 
 
 class Rows:
@@ -45,13 +108,16 @@ class Rows:
     Args:
         numbered: the layers with their numbers.
         length: of a row.
-        slots: the number of rows is made a multiple of it.
+        slots: shares of equal size that the rows are dealt out to.
         subsample: part of each parameter's entries that takes part.
-        like: of the buffer's dtype, on its device.
+        most: entries that a part has room for, if rows are no longer than that.
+        together: give every part memory of its own.
+        like: of the dtype and on the device that the rows are to have.
+        generator: chooses the subsample.
 
     Attributes:
-        buffer: (rows, length); zero past the end of a layer.
-        layer: (rows,) the number of each row's layer; rows that fill up belong to layer 0 and stay zero.
+        count: rows of the hologram.
+        parts: which make up all rows.
     """
 
     def __init__(
@@ -60,97 +126,67 @@ class Rows:
         length: int,
         slots: int,
         subsample: float,
+        most: int,
+        together: bool,
         like: Tensor,
         generator: torch.Generator,
     ) -> None:
-        device = like.device
-        chosen = {
-            name: _chosen(parameter, subsample, generator)
-            for _, layer in numbered
-            for name, parameter in layer.parameters.items()
-        }
-        sizes = [sum(_size(p, chosen[name]) for name, p in layer.parameters.items()) for _, layer in numbered]
-        counts = [-(-size // length) for size in sizes]
-        total = sum(counts)
         self.length = length
-        self.buffer = like.new_zeros(total + -total % slots, length)
-        self._filling = self.buffer[total:]
-        self.places: list[Place] = []
-        owner, ends, flat, row = [], [], self.buffer.view(-1), 0
-        for (number, layer), size, count in zip(numbered, sizes, counts, strict=True):
-            at = row * length
-            for name, parameter in layer.parameters.items():
-                runs, width = chosen[name], _size(parameter, chosen[name])
-                if width:
-                    view = flat[at : at + width]
-                    view = view.view(parameter.shape) if runs is None else view
-                    self.places.append(Place(parameter, number, view, None if runs is None else runs.to(device)))
-                at += width
-            owner += [number] * count
-            row += count
-            if size % length:
-                ends.append((row - 1, size % length))
-        owner += [0] * (len(self.buffer) - total)
-        self.layer = torch.tensor(owner, device=device)
-        self._numbers = torch.tensor([number for number, _ in numbered], device=device)
-        self._counts = torch.tensor([*counts, len(self.buffer) - total], device=device)  # the last: rows that fill up
-        self._whole = [place for place in self.places if place.runs is None]
-        self._sampled = [place for place in self.places if place.runs is not None]
-        self.ragged = torch.tensor([row for row, _ in ends], dtype=torch.long, device=device)
-        valid = torch.tensor([end for _, end in ends], device=device).unsqueeze(-1)
-        self.inside = torch.arange(length, device=device) < valid if ends else None
+        run = min(RUN, length)
+        stretches: list[tuple[int, int, int, nn.Parameter, Tensor | None]] = []
+        counts, owners = [], []
+        for number, layer in numbered:
+            at = begin = sum(counts) * length
+            for parameter in layer.parameters.values():
+                runs = _chosen(parameter, subsample, run, generator)
+                size = parameter.numel() if runs is None else len(runs) * run
+                if size:
+                    stretches.append((at, at + size, number, parameter, None if runs is None else runs.to(like.device)))
+                at += size
+            counts.append(-(-(at - begin) // length))
+            owners += [number] * counts[-1]
+        filling = -len(owners) % slots
+        self.count = (len(owners) + filling) // slots
+        self._numbers = torch.tensor([number for number, _ in numbered], device=like.device)
+        self._counts = torch.tensor([*counts, filling], device=like.device)
+        layer = torch.tensor(owners + [0] * filling, device=like.device).view(slots, -1)
+        size = min(self.count, max(1, most // (slots * length)))
+        memory = like.new_zeros(slots, self.count if together else size, length)
+        self.parts = []
+        for start in range(0, self.count, size):
+            rows = slice(start, min(start + size, self.count))
+            mine = memory[:, rows] if together else memory[:, : rows.stop - rows.start]
+            self.parts.append(Part(rows, mine, layer[:, rows], [], []))
+            for slot in range(slots):
+                first = (slot * self.count + rows.start) * length
+                self._place(self.parts[-1], mine[slot].view(-1), first, stretches, run)
 
-    def gather(self) -> None:
-        """The parameters' gradients into the buffer; zeros where there is none."""
-        with_grad = [place for place in self._whole if place.parameter.grad is not None]
-        without = [place.view for place in self.places if place.parameter.grad is None]
-        if with_grad:
-            torch._foreach_copy_([place.view for place in with_grad], [place.parameter.grad for place in with_grad])
-        if without:
-            torch._foreach_zero_(without)
-        for place in self._sampled:
-            if place.parameter.grad is not None:
-                place.gather(place.parameter.grad)
-
-    def scatter(self, a: Tensor | None, b: Tensor | None) -> None:
-        """``a * buffer + b * gradient`` into the gradients, where there are any; a and b by layer, None for 1 and 0."""
-        with_grad = [place for place in self._whole if place.parameter.grad is not None]
-        grads, views = [place.parameter.grad for place in with_grad], [place.view for place in with_grad]
-        shares = None if b is None else b.unbind()
-        if a is not None:
-            self.buffer.mul_(a[self.layer].unsqueeze(-1))
-        if grads and shares is None:
-            torch._foreach_copy_(grads, views)
-        elif grads:
-            torch._foreach_mul_(
-                grads, [shares[place.layer].to(grad.dtype) for place, grad in zip(with_grad, grads, strict=True)]
-            )
-            torch._foreach_add_(grads, views)
-        for place in self._sampled:
-            if place.parameter.grad is not None:
-                place.parameter.grad = place.parameter.grad.contiguous()
-                place.scatter(place.parameter.grad, None if shares is None else shares[place.layer])
+    def _place(self, part: Part, memory: Tensor, first: int, stretches: Iterable[tuple], run: int) -> None:
+        """The spans of a part, and the margins between them, in flat memory that stands for the entries from ``first`` on."""
+        done = 0
+        for start, stop, number, parameter, runs in stretches:
+            low, high = max(start, first), min(stop, first + len(memory))
+            if low >= high:
+                continue
+            if low - first > done:
+                part.margins.append(memory[done : low - first])
+            done = high - first
+            mine = None if runs is None else runs[(low - start) // run : (high - start) // run]
+            part.spans.append(Span(parameter, number, low - start, high - start, mine, memory[low - first : done]))
+        if done < len(memory):
+            part.margins.append(memory[done:])
 
     def by_layer(self, of_rows: Tensor, layers: int) -> Tensor:
-        """(figures, rows) -> (figures, layers): the sums over each layer's rows, in a fixed order."""
-        sums = torch.segment_reduce(of_rows.T.contiguous(), "sum", lengths=self._counts, axis=0, unsafe=True)
+        """(figures, slots, rows) -> (figures, layers): the sums over each layer's rows, in a fixed order."""
+        flat = of_rows.flatten(1).T.contiguous()
+        sums = torch.segment_reduce(flat, "sum", lengths=self._counts, axis=0, unsafe=True)
         result = of_rows.new_zeros(len(of_rows), layers)
-        result[:, self._numbers] = sums[: len(self._numbers)].T
+        result[:, self._numbers] = sums[:-1].T
         return result
 
-    def clear_margins(self) -> None:
-        """Zeros past the ends of the layers: what an update leaves there must not count as a gradient next time."""
-        self._filling.zero_()
-        if self.inside is not None:
-            self.buffer[self.ragged] = self.buffer[self.ragged] * self.inside
 
-
-def _chosen(parameter: nn.Parameter, subsample: float, generator: torch.Generator) -> Tensor | None:
+def _chosen(parameter: nn.Parameter, subsample: float, run: int, generator: torch.Generator) -> Tensor | None:
     if subsample == 1:
         return None
-    runs = parameter.numel() // RUN
+    runs = parameter.numel() // run
     return torch.randperm(runs, generator=generator)[: round(subsample * runs)].sort().values
-
-
-def _size(parameter: nn.Parameter, runs: Tensor | None) -> int:
-    return parameter.numel() if runs is None else len(runs) * RUN

@@ -83,7 +83,10 @@ class HolographicSynthesis:
         for parameter, name in zip(self.parameters, self._names, strict=True):
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(f"the gradient of {name} is sparse; leave it out with covers")
-        finite, measured = self._weaver.weave(self._keys.take(), self.steps, self.measuring)
+            if parameter.grad is not None and not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
             self.skipped += 1
             for parameter in self.parameters:

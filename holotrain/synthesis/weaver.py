@@ -13,10 +13,10 @@ from holotrain.synthesis.graphed import Graphed
 from holotrain.synthesis.hologram import OffloadedHologram, make_hologram
 from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.recipe import HALVES, Recipe
-from holotrain.synthesis.rows import Rows
+from holotrain.synthesis.rows import Part, Rows
 from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, Transform, folded, next_power_of_two, units
 
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 25}
+MOST = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Entries that are worked on at once: on a CPU what its cache holds, on a GPU what keeps temporary memory small."""
 
 
@@ -25,82 +25,84 @@ class Bundle:
 
     Args:
         rows: the gradients.
-        transform: of a row.
-        association: binds a spectrum, and remembers.
+        recipe: what becomes of them.
+        like: of the dtype to compute in, on the parameters' device.
+        generator: draws what tells rows apart that share a hologram.
     """
 
-    def __init__(self, rows: Rows, recipe: Recipe, generator: torch.Generator) -> None:
+    def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
         self.rows, self._recipe = rows, recipe
-        buffer, length = rows.buffer, rows.length
+        length, slots = rows.length, recipe.slots
+        self._slots = slots
         self.transform: Transform = (
             Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else TRANSFORMS[recipe.transform](length)
         )
-        spectrum = self.transform.spectrum_dtype(buffer.dtype)
-        self._slots = recipe.slots
-        self._view = buffer.view(self._slots, -1, length)
-        self._layer = rows.layer.view(self._slots, -1)
         # A row's place among those that share a hologram is part of its key: rows of one layer must differ too.
-        marks = torch.randn(self._slots, length, generator=generator)
-        self._marks = units(self.transform.forward(marks.to(buffer)), empty=1).unsqueeze(1) if self._slots > 1 else None
+        marks = torch.randn(slots, length, generator=generator).to(like)
+        self._marks = units(self.transform.forward(marks), empty=1).unsqueeze(1) if slots > 1 else None
         self.hologram = None
         self._associate = Binding()
         if recipe.mode != "bind":
+            spectrum = self.transform.spectrum_dtype(like.dtype)
             half = HALVES.get(recipe.dtype)
-            shape = self._view.shape[1], self.transform.bins
-            self.hologram = make_hologram(recipe.offload, *shape, spectrum, half, buffer.device)
-            self._associate = Association(self.hologram, self._slots, recipe.compile)
-        self.mean = torch.zeros_like(buffer).view_as(self._view) if recipe.ema else None
+            self.hologram = make_hologram(recipe.offload, rows.count, self.transform.bins, spectrum, half, like.device)
+            self._associate = Association(self.hologram, slots, recipe.compile)
+        self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
 
-    def parts(self) -> list[slice]:
-        """Slices over the rows of the hologram, of a size to be worked on at once."""
-        total = self._view.shape[1]
-        most = CHUNK.get(self._view.device.type, CHUNK["cuda"])
-        size = max(1, most // (self._slots * self.rows.length))
-        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+    def weave(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:
+        """Turns gradients into updates.
 
-    def weave(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
-        """Turns the gradients in the buffer into updates; returns (gg, gu, uu) of each row, (3, rows), if it is to measure."""
+        Args:
+            keys: (layers, length of a key).
+            scalars: those of :data:`SCALARS`.
+            measure: return (gg, gu, uu) of each row, (3, slots, rows).
+            in_turn: fetch the gradients of each part and write its updates back; otherwise they stand in the parts' memory
+                beforehand, and the updates do so afterwards.
+        """
         # A key's sum rounds with every input. Where nothing else is in a bin (the mean over channels of what a LayerNorm gives
         # is zero), its phase would be chance, and another in every order of summing.
         noise = torch.finfo(keys.dtype).eps ** 0.5
         unit_keys = units(self.transform.forward(folded(keys, self.rows.length)), empty=1, noise=noise)
         figures = []
-        parts = self.parts()
-        self._associate.prefetch(parts[0])
+        parts = self.rows.parts
+        self._associate.prefetch(parts[0].rows)
         for part, following in zip(parts, [*parts[1:], None], strict=True):
-            gradient = self._view[:, part]
-            content = self._smoothed(gradient, part, scalars)
-            spectrum = self.transform.forward(content)
-            if self._recipe.phase_only or self._recipe.mode == "bind":
-                spectrum = self._phases(spectrum, content)
-            row_keys = unit_keys[self._layer[:, part]]
+            if in_turn:
+                part.gather()
+            row_keys = unit_keys[part.layer]
             if self._marks is not None:
                 row_keys = row_keys * self._marks
-            read = self._associate(spectrum, row_keys, part, scalars["decay"], scalars["feedback"])
+            figures.append(self._weave(part, row_keys, scalars, measure))
             if following is not None:
-                self._associate.prefetch(following)
-            if self._slots == 1 and not measure:
-                self.transform.inverse(read, out=gradient)
-                continue
-            update = self.transform.inverse(read)
-            if self._slots > 1:
-                update.addcmul_(content, scalars["feedback"])
-            if measure:
-                figures.append(torch.stack((_dot(gradient, gradient), _dot(gradient, update), _dot(update, update))))
-            gradient.copy_(update)
-        self.rows.clear_margins()
+                self._associate.prefetch(following.rows)
+            if in_turn:
+                part.scatter()
+        return torch.cat(figures, -1) if measure else None
+
+    def _weave(self, part: Part, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
+        gradient = part.memory
+        content = self._smoothed(gradient, part.rows, scalars)
+        spectrum = self.transform.forward(content)
+        if self._recipe.phase_only or self._recipe.mode == "bind":
+            spectrum = self._phases(spectrum, content)
+        read = self._associate(spectrum, keys, part.rows, scalars["decay"], scalars["feedback"])
+        if self._slots == 1 and not measure and gradient.is_contiguous():
+            self.transform.inverse(read, out=gradient)
+            return None
+        update = self.transform.inverse(read)
+        if self._slots > 1:
+            update.addcmul_(content, scalars["feedback"])
+        products = [_dot(gradient, gradient), _dot(gradient, update)] if measure else []
+        gradient.copy_(update)
         if not measure:
             return None
-        products = torch.cat(figures, -1).flatten(1)
-        if self.rows.inside is not None:
-            ragged = self.rows.buffer[self.rows.ragged]
-            products[2, self.rows.ragged] = _dot(ragged, ragged)
-        return products
+        part.clear_margins()
+        return torch.stack((*products, _dot(gradient, gradient)))
 
-    def _smoothed(self, gradient: Tensor, part: slice, scalars: dict[str, Tensor]) -> Tensor:
+    def _smoothed(self, gradient: Tensor, rows: slice, scalars: dict[str, Tensor]) -> Tensor:
         if self.mean is None:
             return gradient
-        mean = self.mean[:, part]
+        mean = self.mean[:, rows]
         mean.lerp_(gradient, scalars["fresh"])
         return mean * scalars["unbias"]
 
@@ -137,33 +139,50 @@ class Weaver:
             size = sum(parameter.numel() for parameter in layer.parameters.values())
             length = recipe.entries_a_block or next_power_of_two(max(1, round(size * recipe.subsample)))
             by_length.setdefault(length, []).append((number, layer))
-        self.bundles = [
-            Bundle(Rows(numbered, length, recipe.slots, recipe.subsample, like, generator), recipe, generator)
-            for length, numbered in sorted(by_length.items())
-        ]
+        # Updates that are changed by what a whole layer has in common with its gradient wait for all of it. On a GPU, where a
+        # launch has its price, everything is worked on together.
+        self._together = recipe.reshapes or self._device.type != "cpu"
+        most = MOST.get(self._device.type, MOST["cuda"])
+        self.bundles = []
+        for length, numbered in sorted(by_length.items()):
+            rows = Rows(numbered, length, recipe.slots, recipe.subsample, most, self._together, like, generator)
+            self.bundles.append(Bundle(rows, recipe, like, generator))
         self.key_length = max(by_length)
         self._scalars = {name: like.new_ones(()) for name in SCALARS}
         self._graphed: dict[bool, Graphed] = {}
 
-    def weave(self, keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
+    def weave(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
         """One step: returns a function that tells, waiting if need be, whether gradients were finite, and the figures.
 
         On a CPU nothing is touched if they were not. On a GPU the host learns of it later, so the step is made with gradients
         of zero and a decay of 1, which leaves every hologram as it is.
+
+        Args:
+            grads: all that there are, contiguous.
         """
-        for bundle in self.bundles:
-            bundle.rows.gather()
-        finite = torch.stack([bundle.rows.buffer.sum() for bundle in self.bundles]).isfinite().all()
+        if self._together:
+            for part in self._parts:
+                part.gather()
+            sums = [part.memory.sum() for part in self._parts]
+        else:
+            sums = [grad.sum(dtype=self._scalars["decay"].dtype) for grad in grads]
+        finite = torch.stack(sums).isfinite().all()
         if self._device.type == "cpu" and not finite:
             return lambda: False, None
         self._set_scalars(step, finite)
         arrived = _arriving(finite)
         if self._device.type != "cpu":
-            for bundle in self.bundles:
-                bundle.rows.buffer.masked_fill_(~finite, 0)
-        figures = self._woven(keys, measuring)
-        self._write(figures)
-        return arrived, figures.get("figures")
+            for part in self._parts:
+                part.memory.masked_fill_(~finite, 0)
+        results = self._woven(keys, measuring)
+        if self._together:
+            for part in self._parts:
+                part.scatter(results.get("a"), results.get("b"))
+        return arrived, results.get("figures")
+
+    @property
+    def _parts(self) -> list[Part]:
+        return [part for bundle in self.bundles for part in bundle.rows.parts]
 
     def _set_scalars(self, step: int, finite: Tensor) -> None:
         recipe = self.recipe
@@ -184,15 +203,15 @@ class Weaver:
         if not self.recipe.cuda_graph:
             return self._compute(keys, measure)
         if measure not in self._graphed:
-            volatile = [*(bundle.rows.buffer for bundle in self.bundles), *self._scalars.values()]
+            volatile = [*(part.memory for part in self._parts), *self._scalars.values()]
             kept = [tensor.clone() for tensor in volatile]
             self._graphed[measure] = Graphed(lambda keys: self._compute(keys, measure), keys, self._at_rest)
             torch._foreach_copy_(volatile, kept)
         return self._graphed[measure](keys)
 
     def _compute(self, keys: Tensor, measure: bool) -> dict[str, Tensor]:
-        """Updates in the buffers; the figures, and the coefficients of update and gradient by layer, if they are wanted."""
-        products = [bundle.weave(keys, self._scalars, measure) for bundle in self.bundles]
+        """Makes the updates; returns the figures, and the coefficients of update and gradient by layer, if they are wanted."""
+        products = [bundle.weave(keys, self._scalars, measure, not self._together) for bundle in self.bundles]
         if not measure:
             return {}
         of_layers = Products(
@@ -204,15 +223,11 @@ class Weaver:
         return {"figures": of_layers.combined(a, b).figures(), "a": a, "b": b}
 
     def _at_rest(self) -> None:
-        """Buffers and scalars with which a step changes no hologram."""
-        for bundle in self.bundles:
-            bundle.rows.buffer.zero_()
+        """Gradients and scalars with which a step changes no hologram."""
+        for part in self._parts:
+            part.memory.zero_()
         self._scalars["decay"].fill_(1)
         self._scalars["fresh"].fill_(0)
-
-    def _write(self, figures: dict[str, Tensor]) -> None:
-        for bundle in self.bundles:
-            bundle.rows.scatter(figures.get("a"), figures.get("b"))
 
     def state(self) -> dict[str, Tensor]:
         """What lasts from step to step, by name."""

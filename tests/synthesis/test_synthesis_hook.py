@@ -360,7 +360,7 @@ def test_sparse_gradients_are_refused_by_name():
 def test_on_cuda_graphs_offload_and_fusion_give_the_same(options, monkeypatch):
     from holotrain.synthesis import weaver
 
-    monkeypatch.setitem(weaver.CHUNK, "cuda", 256)
+    monkeypatch.setitem(weaver.MOST, "cuda", 256)
     plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "offload", "compile")}
     results = []
     for chosen in (plain, options):

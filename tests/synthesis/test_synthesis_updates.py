@@ -311,7 +311,7 @@ def test_chunks_make_no_difference(monkeypatch):
         options |= {"block_length": 16, "cosine_floor": 0.1, "ema": 0.5}
         whole = updates(4, **options)[2]
         with monkeypatch.context() as patch:
-            patch.setitem(weaver.CHUNK, "cpu", 64)
+            patch.setitem(weaver.MOST, "cpu", 64)
             parts = updates(4, **options)[2]
         assert all(torch.allclose(a[1], b[1], rtol=1e-12) for a, b in zip(whole, parts, strict=True))
 

@@ -1,0 +1,220 @@
+"""What a synthesis costs: by length of a vector, and for whole models against an optimizer's step and a training step.
+
+    python scripts/bench_synthesis.py                                  # vectors of 2^10 to 2^24, ViT-S
+    python scripts/bench_synthesis.py --models small base --json scripts/results/synthesis.json
+
+Torch alone is needed. Times are of alternating runs in one process, medians; ratios are medians of ratios round by round. On
+CUDA a time is what the GPU takes between two events, and the host does not wait in between.
+
+Vectors: binding as published (two transforms of the whole vector, one back), in blocks of 1024, with a Hadamard transform in
+blocks of 256, and captured as a CUDA graph. Beside them, "timed as published": the clock of the host, with the allocations, the
+copy of the gradient into one vector and, on CUDA, the host's waiting for the device inside of what is timed.
+
+Models: one step of HolographicSynthesis over all parameters in several recipes; AdamW (foreach and fused) and SGD with
+momentum; forward and backward of a batch, with the hooks that gather keys and without. State is over the size of the parameters,
+which momentum's would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench_common import alternating, machine, median_ratio, save
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.models import VIT_SIZES, ViT
+from holotrain.synthesis import HolographicSynthesis, hadamard_bind, phasor_bind
+
+PARTS = 16
+"""Gradients that the published form gathers into one vector."""
+
+
+def timed(work: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, repeats: int = 1) -> Callable:
+    """A function that runs ``before`` untimed, then ``work``, and returns the seconds of one repetition."""
+
+    def run() -> float:
+        before()
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(repeats):
+                work()
+            end.record()
+            torch.cuda.synchronize()
+            return begin.elapsed_time(end) / 1e3 / repeats
+        started = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - started) / repeats
+
+    return run
+
+
+def timed_as_published(work: Callable[[], object], device: str) -> Callable[[], float]:
+    """The host's clock around one run, and the host's waiting for the device within."""
+
+    def run() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    return run
+
+
+def graphed(work: Callable[[], Tensor]) -> Callable[[], None]:
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def as_published(gradients: list[Tensor], representation: Tensor) -> list[Tensor]:
+    """Algorithm 1 from a list of gradients to a list of updates: one vector of the whole, new memory for everything."""
+    vector = torch.cat([gradient.flatten() for gradient in gradients])
+    bound = phasor_bind(vector, representation)[: len(vector)]
+    return [part.view_as(g) for part, g in zip(bound.split([g.numel() for g in gradients]), gradients, strict=True)]
+
+
+def vectors(options) -> list[dict]:
+    device, rows = options.device, []
+    print(f"\n{'length':>10}{'whole':>12}{'blocks':>12}{'hadamard':>12}{'graphed':>12}{'as published':>14}   milliseconds")
+    for power in range(options.shortest, options.longest + 1, 2):
+        n = 2**power
+        gradient, key = torch.randn(n, device=device), torch.randn(min(n, 384), device=device)
+        parts = list(gradient.chunk(PARTS))
+        work = {
+            "whole": lambda g=gradient, k=key: phasor_bind(g, k),
+            "blocks": lambda g=gradient, k=key: phasor_bind(g, k, block_length=1024),
+            "hadamard": lambda g=gradient, k=key: hadamard_bind(g, k, block_length=256),
+        }
+        repeats = max(1, 2**16 // n)
+        contestants = {name: timed(run, device, repeats=repeats) for name, run in work.items()}
+        if device == "cuda":
+            contestants["graphed"] = timed(graphed(work["blocks"]), device, repeats=repeats)
+        contestants["as published"] = timed_as_published(lambda p=parts, k=key: as_published(p, k), device)
+        seconds = alternating(contestants, options.rounds)
+        milliseconds = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
+        rows.append({"length": n, "milliseconds": milliseconds})
+        columns = [milliseconds.get(name) for name in ("whole", "blocks", "hadamard", "graphed")]
+        shown = "".join(f"{'-' if value is None else format(value, '.3f'):>12}" for value in columns)
+        print(f"{n:>10}{shown}{milliseconds['as published']:>14.3f}", flush=True)
+    return rows
+
+
+def recipes(options) -> dict[str, dict]:
+    made = {
+        "bind, whole model (as published)": {"mode": "bind"},
+        "bind, blocks": {"mode": "bind", "block_length": 1024},
+        "associative, whole layers": {"block_length": 0},
+        "associative": {},
+        "associative, blocks of 256": {"block_length": 256},
+        "associative, bf16": {"dtype": "bf16"},
+        "associative, phase only": {"phase_only": True},
+        "associative, a quarter of entries": {"subsample": 0.25},
+        "associative, descent guaranteed": {"cosine_floor": 0.1},
+        "associative, hadamard": {"transform": "hadamard", "block_length": 256},
+        "shared by 8": {"mode": "shared"},
+    }
+    if shutil.which("g++") or options.device == "cuda":
+        made["associative, fused"] = {"compile": True}
+    if options.device == "cuda":
+        made["associative, graphed"] = {"cuda_graph": True}
+        made["associative, offloaded"] = {"offload": True}
+    return {name: recipe for name, recipe in made.items() if not options.recipes or name in options.recipes}
+
+
+def model_rows(size: str, options) -> dict:
+    """Everything against AdamW's foreach step, pair by pair, so that no more than one hologram stands in memory."""
+    device = options.device
+    model = ViT(**VIT_SIZES[size]).to(device)
+    parameters = list(model.parameters())
+    images = torch.randn(options.batch, 3, 224, 224, device=device)
+
+    def train() -> None:
+        model(images).square().mean().backward()
+
+    train()
+    kept = [parameter.grad.clone() for parameter in parameters]
+
+    def restore() -> None:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient.clone()
+
+    def drop() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    reference = timed(torch.optim.AdamW(parameters, lr=0.0, foreach=True).step, device, restore)
+    rows = {}
+    print(f"\nViT-{size}, {sum(p.numel() for p in parameters) / 1e6:.1f} M parameters, batch {options.batch}")
+    print(f"{'':<36}{'ms':>10}{'/ AdamW foreach':>17}{'/ training step':>17}{'state':>8}")
+
+    def measure(name: str, contestant: Callable[[], float], state: float | None = None) -> None:
+        seconds = alternating({"reference": reference, name: contestant}, options.rounds)
+        over = median_ratio(seconds[name], seconds["reference"])
+        training = rows.get("training step", {}).get("over_adamw")
+        row = rows[name] = {"milliseconds": statistics.median(seconds[name]) * 1e3, "over_adamw": over, "state": state}
+        row["over_training"] = over / training if training else None
+        shown = f"{over / training:>17.3f}" if training else f"{'':>17}"
+        print(
+            f"{name:<36}{row['milliseconds']:>10.2f}{over:>17.3f}{shown}{'' if state is None else format(state, '8.2f')}",
+            flush=True,
+        )
+
+    measure("training step", timed(train, device, drop))
+    gathering = HolographicSynthesis(model)
+    measure("training step, keys gathered", timed(train, device, drop))
+    gathering.remove()
+    measure("AdamW fused", timed(torch.optim.AdamW(parameters, lr=0.0, fused=True).step, device, restore))
+    momentum = torch.optim.SGD(parameters, lr=0.0, momentum=0.9, foreach=True)
+    measure("SGD with momentum", timed(momentum.step, device, restore))
+    for name, recipe in recipes(options).items():
+        synthesis = HolographicSynthesis(model, **recipe)
+        model(images[:1])  # the keys
+        measure(name, timed(synthesis.step, device, restore), synthesis.state_bytes / sum(p.nbytes for p in parameters))
+        synthesis.remove()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["small"], choices=list(VIT_SIZES))
+    parser.add_argument("--batch", type=int, default=8, help="of the training step")
+    parser.add_argument("--recipes", nargs="*", help="only these")
+    parser.add_argument("--shortest", type=int, default=10, help="power of two of the shortest vector")
+    parser.add_argument("--longest", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    described = machine()
+    print(json.dumps(described))
+    result = {"machine": described, "options": {key: value for key, value in vars(options).items() if key != "json"}}
+    result["vectors"] = vectors(options)
+    result["models"] = {size: model_rows(size, options) for size in options.models}
+    save(result, options.json)
+
+
+if __name__ == "__main__":
+    main()
