@@ -11,7 +11,7 @@ blocks of 256, and captured as a CUDA graph. Beside them, "timed as published": 
 copy of the gradient into one vector and, on CUDA, the host's waiting for the device inside of what is timed.
 
 Models: one step of HolographicSynthesis over all parameters in several recipes; AdamW (foreach and fused) and SGD with
-momentum; forward and backward of a batch, with the hooks that gather keys and without. State is over the size of the parameters,
+momentum; forward and backward of a batch, with the hooks that gather keys and without. State is over the parameters' size,
 which momentum's would be.
 """
 

@@ -9,7 +9,9 @@ keys        what a layer saw, gathered by forward hooks
 hologram    the memory: precision, or on the CPU behind asynchronous copies
 association what becomes of a spectrum: bound, or superposed and read back
 direction   the last touch: norm, share of the raw gradient, descent guarantee
-graphed     the whole of it as one CUDA graph
+bundle      what a step makes of rows of one length
+weaver      the step over all of them
+graphed     a computation as one CUDA graph
 synthesis   HolographicSynthesis: the hook between backward and optimizer
 """
 
