@@ -31,7 +31,7 @@ class DriftMonitor(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         window = self.every_n_steps or trainer.log_every_n_steps
-        if (trainer.global_step + 1) % window == 0:
+        if window and (trainer.global_step + 1) % window == 0:
             self._watched = [module for module in pl_module.modules() if isinstance(module, ReversibleSequence)]
             for sequence in self._watched:
                 sequence.witnesses = []

@@ -52,7 +52,7 @@ class MemoryMonitor(pl.Callback):
         stepped = trainer.fit_loop.epoch_loop._should_accumulate() is False
         self._close("optimizer" if stepped else "forward_backward")
         window = self.every_n_steps or trainer.log_every_n_steps
-        if trainer.global_step % window == 0 and trainer.global_step != self._logged_step:
+        if window and trainer.global_step % window == 0 and trainer.global_step != self._logged_step:
             self._logged_step = trainer.global_step
             self._log(trainer, pl_module.device)
 

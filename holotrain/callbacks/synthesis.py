@@ -26,18 +26,19 @@ class SynthesisCallback(pl.Callback):
     """Rewrites gradients before every optimizer step, for any Lightning Trainer with one optimizer.
 
     It sees gradients that are fresh, unscaled and not yet clipped. A step whose gradients hold NaN or infinity is skipped, the
-    optimizer's included.
+    optimizer's included (its gradients are then None).
 
     Args:
         mode: ``"associative"``, ``"shared"`` or ``"bind"``.
         module: dotted name of the part of the LightningModule to work on; None: all of it. ``bind`` takes this part's output
             for its key.
         covers: which parameters, given name and parameter; None: all that require grad.
-        every_n_steps: optimizer steps from one measurement to the next; None: the trainer's ``log_every_n_steps``.
+        every_n_steps: optimizer steps from one measurement to the next; None: the trainer's ``log_every_n_steps``; 0: none.
         options: those of :class:`~holotrain.synthesis.Recipe`.
 
-    Logs ``synthesis/milliseconds`` (on a GPU from CUDA events, read once it has passed them), ``synthesis/gradient_cosine`` and
-    ``synthesis/update_norm`` of the update before clipping, and ``synthesis/skipped``, the count of steps that were.
+    Logs ``synthesis/milliseconds`` (on a GPU from CUDA events, read once it has passed them; of the step before the one whose
+    figures are taken, which costs more), ``synthesis/gradient_cosine`` and ``synthesis/update_norm`` of the update before
+    clipping, over the entries that are covered, and ``synthesis/skipped``, the count of steps that were.
 
     Its state travels in the trainer's checkpoints.
 
@@ -62,8 +63,10 @@ class SynthesisCallback(pl.Callback):
         self.every_n_steps = every_n_steps
         self._arguments = {"mode": mode, "covers": covers, **options}
         self._module = module
-        self._kept: dict[str, Any] = {}
+        self._to_load: dict[str, Any] = {}
+        self._left: dict[str, Any] = {}
         self._clock: Clock | None = None
+        self._times: tuple[Any, Any] | None = None
         self._pending: list[Measurement] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -78,37 +81,58 @@ class SynthesisCallback(pl.Callback):
         module = pl_module.get_submodule(self._module) if self._module else pl_module
         self.synthesis = HolographicSynthesis(module, **self._arguments)
         self._clock = clock_of(pl_module.device)
-        if self._kept:
-            self.synthesis.load_state_dict(self._kept)
-            self._kept = {}
+        state, self._to_load = self._to_load, {}
+        if state:
+            try:
+                self.synthesis.load_state_dict(state)
+            except ValueError:
+                self._end()
+                raise
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         synthesis = self.synthesis
         if all(parameter.grad is None for parameter in synthesis.parameters):
             return  # the training step returned no loss
         step = trainer.global_step + 1
-        synthesis.measuring = step % (self.every_n_steps or trainer.log_every_n_steps) == 0
-        begin = self._clock.mark() if synthesis.measuring else None
-        synthesis.step()
-        if synthesis.measuring and synthesis.measured is not None:
+        period = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+        period = period if trainer.loggers else 0
+        synthesis.measuring = period > 0 and step % period == 0
+        if period > 0 and (step + 1) % period == 0:  # with a period of 1, of the same step
+            begin = self._clock.mark()
+            synthesis.step()
+            self._times = begin, self._clock.mark()
+        else:
+            synthesis.step()
+        if synthesis.measuring and synthesis.measured is not None and self._times is not None:
             figures = synthesis.measured.to("cpu", non_blocking=True)
-            self._pending.append(Measurement(step, begin, self._clock.mark(), figures))
+            self._pending.append(Measurement(step, *self._times, figures))
         self._log(trainer, wait=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._log(trainer, wait=True)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end()
+
+    def _end(self) -> None:
         if self.synthesis is not None:
+            self._left = self.synthesis.state_dict()  # for checkpoints that are saved after the training
             self.synthesis.remove()
             self.synthesis = None
 
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(mode=self._arguments["mode"], module=self._module)
+
     def state_dict(self) -> dict[str, Any]:
-        return self._kept if self.synthesis is None else self.synthesis.state_dict()
+        return self._left if self.synthesis is None else self.synthesis.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.synthesis is None:
-            self._kept = state_dict  # the parameters are not on their device yet
+            self._to_load = self._left = state_dict  # the parameters are not on their device yet
         else:
             self.synthesis.load_state_dict(state_dict)
 

@@ -6,8 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from holotrain.config import checkpointed
+from holotrain.config.build_synthesis import check_synthesis_continues
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.synthesis import GEOMETRY
 from holotrain.errors import UserError
 
 
@@ -43,13 +43,11 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         kept, wanted = checkpoint[checkpointed.KEY]["config"][group]["kind"], getattr(config, group).kind
         if kept != wanted:
             raise UserError(f"{group}={wanted}: {path} was trained with {group}={kept}, and continues with its state alone")
-    kept = checkpoint[checkpointed.KEY]["config"].get("synthesis", {"kind": "none"})
-    for option in GEOMETRY:
-        wanted = getattr(config.synthesis, option, None)
-        if kept.get(option) != wanted:
-            raise UserError(
-                f"synthesis.{option}={wanted}: {path} was trained with {kept.get(option)}, and its holograms continue with that"
-            )
+    kept = checkpoint[checkpointed.KEY]["config"].get("synthesis", {"kind": "none"})["kind"]
+    if kept != config.synthesis.kind:
+        raise UserError(f"synthesis={config.synthesis.kind}: {path} was trained with synthesis={kept}, and continues with that")
+    if kept != "none":
+        check_synthesis_continues(config.synthesis, task, checkpoint["callbacks"])
     if "optimizer_states" not in checkpoint:
         raise UserError(f"ckpt_path: {path} holds weights alone; a training cannot continue from it")
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.config.build import described_by
 from holotrain.config.schema.synthesis import BindConfig
 from holotrain.errors import UserError
+from holotrain.synthesis import HolographicSynthesis
 
 OWN = ("kind", "cover", "exclude", "decay", "decay_warmup")
 """Fields that the callback takes in another form."""
@@ -21,15 +23,39 @@ def build_synthesis(config: BindConfig, task: nn.Module) -> SynthesisCallback:
     Raises:
         UserError: an option out of range, or patterns that match no parameter.
     """
+    with described_by("synthesis"):
+        return SynthesisCallback(config.kind, **_options(config, task))
+
+
+def check_synthesis_continues(config: BindConfig, task: nn.Module, states: dict[str, Any]) -> None:
+    """
+    Args:
+        states: of the callbacks in a checkpoint.
+
+    Raises:
+        UserError: the holograms among them are of other parameters, or made with other options.
+    """
+    options = _options(config, task) | {"cuda_graph": False}
+    options.pop("offload", None)
+    with described_by("synthesis"):
+        synthesis = HolographicSynthesis(task, config.kind, **options)
+        try:
+            for name, state in states.items():
+                if name.startswith(SynthesisCallback.__name__):
+                    synthesis.load_state_dict(state)
+        finally:
+            synthesis.remove()
+
+
+def _options(config: BindConfig, task: nn.Module) -> dict[str, Any]:
     covers = partial(_covered, config.cover, config.exclude)
     if not any(covers(name, parameter) for name, parameter in task.named_parameters() if parameter.requires_grad):
         example = next(name for name, _ in task.named_parameters())
         raise UserError(f"synthesis.cover: no parameter matches; they have names such as {example}")
-    options = {name: value for name, value in vars(config).items() if name not in OWN}
+    options = {name: value for name, value in vars(config).items() if name not in OWN} | {"covers": covers}
     if hasattr(config, "decay"):
         options["decay"] = rising(config.decay, config.decay_warmup) if config.decay_warmup else config.decay
-    with described_by("synthesis"):
-        return SynthesisCallback(config.kind, covers=covers, **options)
+    return options
 
 
 def rising(decay: float, steps: int) -> Callable[[int], float]:

@@ -104,6 +104,8 @@ def check_training_device(config: RunConfig) -> None:
         raise UserError("backward.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
     if getattr(config.synthesis, "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
         raise UserError("synthesis.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
+    if getattr(config.synthesis, "offload", False) and device_kind(config.trainer.accelerator) != "cuda":
+        raise UserError("synthesis.offload: it takes holograms off an NVIDIA GPU; this run would train without one")
 
 
 def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:

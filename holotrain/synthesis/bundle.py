@@ -12,8 +12,8 @@ from holotrain.synthesis.rows import Part, Rows
 from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, Transform, folded, units
 
 SCALARS = ("decay", "feedback", "fresh", "unbias")
-"""0-dim tensors that change from step to step: decay and feedback of the hologram, weight of the present in the running mean of
-gradients, and what corrects that mean for having begun at zero."""
+"""0-dim tensors that change from step to step: decay and feedback of the hologram, weight of the present in the running mean
+of gradients, and what corrects that mean for having begun at zero."""
 
 
 class Bundle:
@@ -34,8 +34,10 @@ class Bundle:
             Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else TRANSFORMS[recipe.transform](length)
         )
         # A row's place among those that share a hologram is part of its key: rows of one layer must differ too.
-        marks = torch.randn(slots, length, generator=generator).to(like)
-        self._marks = units(self.transform.forward(marks), empty=1).unsqueeze(1) if slots > 1 else None
+        self._marks = None
+        if slots > 1:
+            marks = torch.randn(slots, 1, length, generator=generator).to(like)
+            self._marks = units(self.transform.forward(marks), empty=1)
         self.hologram = None
         self._associate = Binding()
         if recipe.mode != "bind":
@@ -92,7 +94,7 @@ class Bundle:
         gradient.copy_(update)
         if not measure:
             return None
-        part.clear_margins()
+        part.clear_unwritten()
         return torch.stack((*products, _dot(gradient, gradient)))
 
     def _smoothed(self, gradient: Tensor, rows: slice, scalars: dict[str, Tensor]) -> Tensor:

@@ -23,6 +23,10 @@ class Graphed:
     def __init__(self, compute: Callable[[Tensor], dict[str, Tensor]], keys: Tensor, at_rest: Callable[[], None]) -> None:
         self._keys = keys.clone()
         self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(keys.device):
+            self._capture(compute, at_rest)
+
+    def _capture(self, compute: Callable[[Tensor], dict[str, Tensor]], at_rest: Callable[[], None]) -> None:
         ambient, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(ambient)
         with torch.cuda.stream(aside):
@@ -30,10 +34,11 @@ class Graphed:
                 at_rest()
                 compute(self._keys)
         ambient.wait_stream(aside)
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # a loader's thread may pin memory meanwhile
             self._results = compute(self._keys)
 
     def __call__(self, keys: Tensor) -> dict[str, Tensor]:
         self._keys.copy_(keys)
-        self._graph.replay()
+        with torch.cuda.device(keys.device):
+            self._graph.replay()
         return {name: tensor.clone() for name, tensor in self._results.items()}

@@ -57,9 +57,15 @@ class Hologram:
         parts = torch.view_as_real(rows) if rows.is_complex() else rows
         if self.scales is None:
             return parts.to(self.memory.dtype), None
-        largest = parts.abs().amax(tuple(range(1, parts.ndim)), keepdim=True)
-        scales = torch.where(largest > 0, largest / HALF_RANGE, 1.0).float()
+        largest = parts.abs().amax(tuple(range(1, parts.ndim)), keepdim=True).float()
+        scales = (largest / HALF_RANGE).clamp_min(torch.finfo(torch.float32).tiny)  # what is smaller still counts as nothing
         return (parts / scales).to(self.memory.dtype), scales
+
+    def prefetch(self, part: slice) -> None:
+        """Sends for rows that are wanted next, where they are elsewhere."""
+
+    def wait(self) -> None:
+        """Until every row is at home, so that the host may read them."""
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -68,31 +74,26 @@ class Hologram:
 
 
 class OffloadedHologram(Hologram):
-    """The same on the CPU, in pinned memory where a GPU computes: rows come and go on a stream of their own.
+    """The same in pinned memory of the host of a CUDA device: rows come and go on a stream of their own.
 
     Rows that were asked for ahead of time (:meth:`prefetch`) arrive while others are computed; changed rows leave while the
-    next are. Nothing waits on the host.
+    next are. The host waits for nothing.
     """
 
     def __init__(self, rows: int, bins: int, dtype: torch.dtype, half: torch.dtype | None, device: torch.device) -> None:
         super().__init__(rows, bins, dtype, half, torch.device("cpu"))
         self._device = device
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = torch.cuda.Stream(device)
         self._arriving: dict[int, tuple[list[Tensor], torch.cuda.Event]] = {}
-        if self._copies is not None:
-            self.memory = self.memory.pin_memory()
-            self.scales = None if self.scales is None else self.scales.pin_memory()
+        self.memory = self.memory.pin_memory()
+        self.scales = None if self.scales is None else self.scales.pin_memory()
 
     def prefetch(self, part: slice) -> None:
-        """Sends for some rows."""
-        if self._copies is not None:
-            with torch.cuda.stream(self._copies):
-                rows = [tensor[part].to(self._device, non_blocking=True) for tensor in self.state.values()]
-                self._arriving[part.start] = rows, self._copies.record_event()
+        with torch.cuda.stream(self._copies):
+            rows = [tensor[part].to(self._device, non_blocking=True) for tensor in self.state.values()]
+            self._arriving[part.start] = rows, self._copies.record_event()
 
     def load(self, part: slice) -> Tensor:
-        if self._copies is None:
-            return super().load(part).clone()
         if part.start not in self._arriving:
             self.prefetch(part)
         current = torch.cuda.current_stream(self._device)
@@ -104,18 +105,14 @@ class OffloadedHologram(Hologram):
 
     def keep(self, part: slice, rows: Tensor) -> None:
         changed = (rows, None) if self.memory.dtype == self.dtype else self._narrowed(rows)
-        if self._copies is not None:
-            self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):  # does nothing for None
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
             for kept, new in zip(self.state.values(), changed, strict=False):
                 kept[part].copy_(new, non_blocking=True)
-                if new.is_cuda:
-                    new.record_stream(self._copies)
+                new.record_stream(self._copies)
 
     def wait(self) -> None:
-        """Until every row has come home, so that the CPU may read them."""
-        if self._copies is not None:
-            self._copies.synchronize()
+        self._copies.synchronize()
 
 
 def make_hologram(offload: bool, *arguments: Any) -> Hologram:

@@ -33,10 +33,11 @@ class Keys:
         layers: a key each: the total of the layer's first floating input, or of its output where there is none (embeddings).
         length: of a key, at most :data:`KEY_LENGTH`; shorter ones are padded, longer ones folded.
         like: of the dtype and on the device that keys are to have.
-        outputs: take what the layers return rather than what they are given, averaged over the batch alone.
+        outputs: take what the layers return rather than what they are given, summed over the batch alone. Of calls within
+            calls of one module (Lightning's DDP runs a training step through its module's forward) the innermost counts.
 
     A second run of a forward, in a backward that recomputes activations, is no second input: what a backward runs is passed
-    over, and so is what another thread than that of the steps runs, such as one that recomputes ahead of time.
+    over, and so is what another thread runs than the first to run a forward after a step, such as one that recomputes.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[Layer], length: int, like: Tensor, outputs: bool = False) -> None:
@@ -45,16 +46,19 @@ class Keys:
         self.seen = [False] * len(layers)
         self._outputs = outputs
         self._model = weakref.ref(model)
-        self._thread = threading.get_ident()
-        self._handles = [
-            layer.module.register_forward_hook(_Hook(self, number), with_kwargs=True) for number, layer in enumerate(layers)
-        ]
+        self._thread: int | None = None
+        self._begun = [True] * len(layers)
+        self._handles = []
+        for number, layer in enumerate(layers):
+            self._handles.append(layer.module.register_forward_hook(_Hook(self, number), with_kwargs=True))
+            if outputs:
+                self._handles.append(layer.module.register_forward_pre_hook(_Beginning(self, number)))
 
     def take(self) -> Tensor:
         """The keys (layers, length) since they were last taken, of all processes together; the next begin from nothing."""
         taken = self.sums.clone()
         self.sums.zero_()
-        self._thread = threading.get_ident()
+        self._thread = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(taken)
         return taken
@@ -64,11 +68,17 @@ class Keys:
         for handle in self._handles:
             handle.remove()
 
+    def begin(self, number: int) -> None:
+        self._begun[number] = True
+
     def gather(self, number: int, module: nn.Module, given: Any, returned: Any) -> None:
         model = self._model()
-        recomputed = torch._C._current_graph_task_id() != -1 or threading.get_ident() != self._thread
-        if recomputed or model is None or not model.training:
+        if model is None or not model.training or torch._C._current_graph_task_id() != -1:
             return
+        self._thread = self._thread or threading.get_ident()
+        if threading.get_ident() != self._thread or (self._outputs and not self._begun[number]):
+            return
+        self._begun[number] = False
         tensor = next((t for t in tree_leaves(returned if self._outputs else (given, returned)) if _is_floating(t)), None)
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
@@ -92,16 +102,24 @@ class _Hook:
             self._keys.gather(self._number, module, (args, kwargs), returned)
 
     def __deepcopy__(self, memo: dict) -> _Hook:
-        return _Hook(None, self._number)
+        return type(self)(None, self._number)
 
     def __reduce__(self):
-        return _Hook, (None, self._number)
+        return type(self), (None, self._number)
+
+
+class _Beginning(_Hook):
+    """Notes that a call of a module begins."""
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if self._keys is not None:
+            self._keys.begin(self._number)
 
 
 def _total(x: Tensor, module: nn.Module, dtype: torch.dtype, over_batch: bool) -> Tensor:
     """The sum over all but the channels' dimension; or over the first alone, flattened."""
     if over_batch:
-        return x.sum(0, dtype=dtype).flatten() if x.ndim > 1 else x.to(dtype).flatten()
+        return x.to(dtype).flatten() if x.ndim == 0 else x.sum(0, dtype=dtype).flatten()
     channels = 1 if x.ndim > 1 and isinstance(module, _ConvNd | _NormBase | nn.GroupNorm) else x.ndim - 1
     others = [dim for dim in range(x.ndim) if dim != channels]
     return x.sum(others, dtype=dtype) if others else x.to(dtype).flatten()

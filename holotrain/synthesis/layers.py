@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 Covers = Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module, and the covered parameters that are its own."""
+    """A module, and the covered parameters that are its own, by their full names."""
 
-    name: str
     module: nn.Module
     parameters: dict[str, nn.Parameter]
 
@@ -39,14 +38,14 @@ def layers_of(model: nn.Module, covers: Covers | None = None) -> list[Layer]:
                 taken.add(id(parameter))
                 own[local] = parameter
         if own:
-            layers.append(Layer(name or type(module).__name__, module, own))
+            layers.append(Layer(module, own))
     _check([pair for layer in layers for pair in layer.parameters.items()])
     return layers
 
 
 def as_one(model: nn.Module, layers: list[Layer]) -> list[Layer]:
     """The same parameters as one layer: the model."""
-    return [Layer(type(model).__name__, model, dict(_pairs(layers)))]
+    return [Layer(model, dict(_pairs(layers)))]
 
 
 def _pairs(layers: list[Layer]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -59,7 +58,7 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
         raise ValueError("no parameter is covered: none requires grad, or covers takes none of them")
     first, device = named[0][0], named[0][1].device
     for name, parameter in named:
-        if isinstance(parameter, DTensor):
+        if _is_sharded(parameter):
             raise ValueError(
                 f"{name} lies in parts on several processes (fully_shard, tensor parallel); synthesis needs it whole"
             )
@@ -69,6 +68,11 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
             raise ValueError(f"{name} is on {parameter.device} and {first} on {device}; synthesis needs one device")
         if parameter.device.type == "meta":
             raise ValueError(f"{name} is on the meta device; give it memory before it is covered")
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    sharding = sys.modules.get("torch.distributed.tensor")  # not imported for the question's sake
+    return type(parameter).__name__ == "FlatParameter" or (sharding is not None and isinstance(parameter, sharding.DTensor))
 
 
 def working_dtype(layers: list[Layer]) -> torch.dtype:

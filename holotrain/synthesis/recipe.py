@@ -21,7 +21,8 @@ class Recipe:
     Args:
         mode: ``"associative"``: each layer's gradient, bound with the layer's mean input, is superposed in a hologram of its
             own and read back through the current input. ``"shared"``: several layers share a hologram. ``"bind"``: Algorithm
-            1 as published, the whole model's gradient bound with the model's output, in place of the gradient.
+            1 as published, the whole model's gradient bound with the model's output (folded to 4096 entries where it is
+            longer), in place of the gradient.
         transform: ``"fft"`` or ``"hadamard"``.
         block_length: entries that are transformed together, a power of two for ``"hadamard"``; 0: a whole layer (for
             ``bind`` the whole model) at a time, padded to a power of two. None: 1024, for ``bind`` 0.
@@ -36,9 +37,9 @@ class Recipe:
         match_norm: give the update of each layer the norm of its gradient.
         mix: share of the gradient itself in the update, in [0, 1].
         cosine_floor: least cosine, in [0, 1), of a layer's update to its gradient; as much of the gradient is added as that
-            needs. Above 0 every update descends. None: no bound.
+            needs. Above 0 the update of every covered layer descends. None: no bound.
         dtype: in which the hologram is kept: ``"fp32"`` (fp64 where parameters are), ``"bf16"`` or ``"fp16"``.
-        offload: keep the hologram in the CPU's memory, copied to and fro beside the computation.
+        offload: keep the hologram in the host's memory, copied to and fro beside the computation (CUDA alone).
         compile: fuse the arithmetic on spectra with torch.compile; for ``associative``.
         cuda_graph: capture the synthesis once and replay it (CUDA alone).
         seed: of the random choices: signs of the Hadamard transform, subsample, the keys that tell rows apart in ``shared``.
@@ -85,6 +86,8 @@ class Recipe:
         for name in UNUSED[self.mode]:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name} is of no use with mode={self.mode!r}; leave it out")
+        if self.mode == "shared" and self.entries_a_block == 0:
+            raise ValueError("block_length=0: layers of different lengths can share no hologram; give a length of blocks")
         if self.offload and self.cuda_graph:
             raise ValueError("offload copies between steps, which cuda_graph cannot capture; take one of them")
 
@@ -102,7 +105,9 @@ class Recipe:
 
     def decay_at(self, step: int) -> float:
         """The decay of the step with this number, from 0."""
-        return self.decay(step) if callable(self.decay) else self.decay
+        decay = self.decay(step) if callable(self.decay) else self.decay
+        _require(f"decay, at step {step},", decay, 0 <= decay < 1, "in [0, 1)")
+        return decay
 
     @property
     def reshapes(self) -> bool:

@@ -18,6 +18,8 @@ from holotrain.synthesis.layers import Layer
 RUN = 64
 """Neighbouring entries that a subsample takes or leaves together."""
 
+Chosen = dict[nn.Parameter, Tensor | None]
+
 
 @dataclass
 class Span:
@@ -75,17 +77,15 @@ class Part:
     def gather(self) -> None:
         """The gradients into the memory; zeros where there is none."""
         present = [span for span in self.spans if span.parameter.grad is not None]
-        absent = [span.view for span in self.spans if span.parameter.grad is None]
         if present:
             torch._foreach_copy_([span.view for span in present], [span.grad for span in present])
-        if absent:
-            torch._foreach_zero_(absent)
-        self.clear_margins()
+        self.clear_unwritten()
 
-    def clear_margins(self) -> None:
-        """Zeros where no gradient stands: what an update leaves there is none."""
-        if self.margins:
-            torch._foreach_zero_(self.margins)
+    def clear_unwritten(self) -> None:
+        """Zeros where no gradient stands: what an update leaves there is written nowhere."""
+        unwritten = [*self.margins, *(span.view for span in self.spans if span.parameter.grad is None)]
+        if unwritten:
+            torch._foreach_zero_(unwritten)
 
     def scatter(self, a: Tensor | None = None, b: Tensor | None = None) -> None:
         """``a * memory + b * gradient`` into the gradients, where there are any; a and b by layer, None for 1 and 0."""
@@ -107,13 +107,13 @@ class Rows:
 
     Args:
         numbered: the layers with their numbers.
+        chosen: which runs of a parameter take part; None: all of its entries.
+        run: entries of one.
         length: of a row.
         slots: shares of equal size that the rows are dealt out to.
-        subsample: part of each parameter's entries that takes part.
         most: entries that a part has room for, if rows are no longer than that.
         together: give every part memory of its own.
         like: of the dtype and on the device that the rows are to have.
-        generator: chooses the subsample.
 
     Attributes:
         count: rows of the hologram.
@@ -123,23 +123,22 @@ class Rows:
     def __init__(
         self,
         numbered: list[tuple[int, Layer]],
+        chosen: Chosen,
+        run: int,
         length: int,
         slots: int,
-        subsample: float,
         most: int,
         together: bool,
         like: Tensor,
-        generator: torch.Generator,
     ) -> None:
         self.length = length
-        run = min(RUN, length)
         stretches: list[tuple[int, int, int, nn.Parameter, Tensor | None]] = []
         counts, owners = [], []
         for number, layer in numbered:
             at = begin = sum(counts) * length
             for parameter in layer.parameters.values():
-                runs = _chosen(parameter, subsample, run, generator)
-                size = parameter.numel() if runs is None else len(runs) * run
+                runs = chosen[parameter]
+                size = _size(parameter, runs, run)
                 if size:
                     stretches.append((at, at + size, number, parameter, None if runs is None else runs.to(like.device)))
                 at += size
@@ -185,8 +184,23 @@ class Rows:
         return result
 
 
-def _chosen(parameter: nn.Parameter, subsample: float, run: int, generator: torch.Generator) -> Tensor | None:
-    if subsample == 1:
-        return None
-    runs = parameter.numel() // run
+def choose(layers: Iterable[Layer], subsample: float, run: int, generator: torch.Generator) -> Chosen:
+    """A random part of the whole runs of each parameter, in order; None for all entries."""
+    return {
+        parameter: None if subsample == 1 else _choice(parameter.numel() // run, subsample, generator)
+        for layer in layers
+        for parameter in layer.parameters.values()
+    }
+
+
+def size_of(layer: Layer, chosen: Chosen, run: int) -> int:
+    """How many entries of a layer take part."""
+    return sum(_size(parameter, chosen[parameter], run) for parameter in layer.parameters.values())
+
+
+def _choice(runs: int, subsample: float, generator: torch.Generator) -> Tensor:
     return torch.randperm(runs, generator=generator)[: round(subsample * runs)].sort().values
+
+
+def _size(parameter: nn.Parameter, runs: Tensor | None, run: int) -> int:
+    return parameter.numel() if runs is None else len(runs) * run

@@ -34,7 +34,7 @@ class HolographicSynthesis:
     Attributes:
         steps: how many were synthesised; skipped: how many were not, for gradients that held NaN or infinity.
         measuring: whether a step also measures; measured: then the tensor (cosine of the update to the gradient, norm of the
-            update) of the last one, on the model's device, else None.
+            update) of the last one, over the entries that are covered, on the model's device, else None.
 
     In distributed training gradients must be reduced already (DDP has done so after the backward); keys are, here. All
     processes then hold the same holograms.
@@ -53,6 +53,7 @@ class HolographicSynthesis:
         self.skipped = 0
         self.measuring = False
         self.measured: Tensor | None = None
+        self._model = model
         self._names = [name for layer in layers for name in layer.parameters]
         like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
         self._weaver = Weaver(layers, self.recipe, like)
@@ -60,15 +61,18 @@ class HolographicSynthesis:
 
     @property
     def state_bytes(self) -> int:
-        """Memory that lasts from step to step (momentum's would be the parameters' own)."""
+        """Memory that lasts from step to step, where momentum would take as much as the parameters do.
+
+        Beside it a step works in a MiB or so on a CPU, and in as much as the gradients on a GPU.
+        """
         return sum(tensor.nbytes for tensor in self._weaver.state().values())
 
     @torch.no_grad()
     def step(self) -> bool:
         """Rewrites the gradients of the covered parameters; between ``backward()`` and ``optimizer.step()``.
 
-        Returns whether it did. If a gradient held NaN or infinity, the holograms stay as they were and all covered gradients
-        are set to None, so that the optimizer passes the step over as well; that is counted and warned of.
+        Returns whether it did. If any gradient of the model held NaN or infinity, the holograms stay as they were and all of
+        the model's gradients are set to None, so that the optimizer passes the step over too; that is counted and warned of.
 
         Raises:
             RuntimeError: no covered parameter has a gradient, or ``bind`` never saw the model's output.
@@ -80,16 +84,17 @@ class HolographicSynthesis:
                 "bind takes the model's output for its key, but the model was not called in training mode: give the module "
                 "whose forward makes the predictions"
             )
-        for parameter, name in zip(self.parameters, self._names, strict=True):
+        for name, parameter in self._model.named_parameters():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise RuntimeError(f"the gradient of {name} is sparse; leave it out with covers")
+                raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs it dense (sparse=False)")
+        for parameter in self.parameters:
             if parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        grads = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
             self.skipped += 1
-            for parameter in self.parameters:
+            for parameter in self._model.parameters():
                 parameter.grad = None
             warnings.warn(
                 f"gradients hold NaN or infinity after {self.steps} steps: the step is skipped ({self.skipped} so far)",
@@ -140,6 +145,7 @@ class HolographicSynthesis:
         """Takes the hooks off the model and frees the holograms; the model is as it was before."""
         self._keys.remove()
         self._weaver = None
+        self.parameters = []
 
     def _geometry(self) -> dict[str, Any]:
         recipe = self.recipe

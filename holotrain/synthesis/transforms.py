@@ -7,7 +7,7 @@ whose spectra are real, it takes additions and signs alone.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -72,7 +72,8 @@ class Hadamard:
 TRANSFORMS = {"fft": Fourier, "hadamard": Hadamard}
 
 
-@cache
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)  # what is kept must serve autograd later
 def _random_signs(length: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(0, 2, (length,), generator=generator) * 2 - 1).to(device, dtype)
@@ -86,18 +87,17 @@ def _walsh_hadamard(x: Tensor) -> Tensor:
     matrices far faster than it does log2(n) passes of additions."""
     n, shape = x.shape[-1], x.shape
     right = 1
-    while right < n:
-        factor = min(LARGEST_FACTOR, n // right)
-        matrix = _sylvester(factor, x.device, x.dtype)
-        if right == 1:
-            x = x.reshape(-1, factor) @ matrix
-        else:
-            x = matrix @ x.reshape(-1, factor, right)
-        right *= factor
+    with torch.autocast(x.device.type, enabled=False):  # signs do not survive products in half precision
+        while right < n:
+            factor = min(LARGEST_FACTOR, n // right)
+            matrix = _sylvester(factor, x.device, x.dtype)
+            x = x.reshape(-1, factor) @ matrix if right == 1 else matrix @ x.reshape(-1, factor, right)
+            right *= factor
     return x.reshape(shape)
 
 
-@cache
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def _sylvester(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The orthonormal Hadamard matrix of a power of two."""
     matrix = torch.ones(1, 1, dtype=torch.float64)

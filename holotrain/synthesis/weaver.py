@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,14 +11,19 @@ from torch import Tensor
 from holotrain.synthesis.bundle import SCALARS, Bundle
 from holotrain.synthesis.direction import Products, coefficients
 from holotrain.synthesis.graphed import Graphed
-from holotrain.synthesis.hologram import OffloadedHologram
 from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.recipe import Recipe
-from holotrain.synthesis.rows import Part, Rows
+from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import next_power_of_two
 
 MOST = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Entries that are worked on at once: on a CPU what its cache holds, on a GPU what keeps temporary memory small."""
+
+TOLD_AT_ONCE = ("cpu",)
+"""Devices whose results the host sees without waiting."""
+
+AT_REST = {"decay": 1, "fresh": 0, "unbias": 0}
+"""Of the scalars, those with which nothing that lasts is changed by gradients of zero."""
 
 
 class Weaver:
@@ -36,18 +42,25 @@ class Weaver:
         if recipe.cuda_graph and self._device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {self._device}")
         generator = torch.Generator().manual_seed(recipe.seed)
+        if recipe.offload and self._device.type != "cuda":
+            raise ValueError(f"offload takes the hologram off a CUDA device; this model is on {self._device}")
+        run = min(RUN, recipe.entries_a_block or RUN)
+        chosen = choose(layers, recipe.subsample, run, generator)
         by_length: dict[int, list[tuple[int, Layer]]] = {}
         for number, layer in enumerate(layers):
-            size = sum(parameter.numel() for parameter in layer.parameters.values())
-            length = recipe.entries_a_block or next_power_of_two(max(1, round(size * recipe.subsample)))
-            by_length.setdefault(length, []).append((number, layer))
+            if size := size_of(layer, chosen, run):
+                length = recipe.entries_a_block or next_power_of_two(size)
+                by_length.setdefault(length, []).append((number, layer))
+        if not by_length:
+            raise ValueError(f"subsample={recipe.subsample} takes nothing of these parameters; the largest are too small")
         # Updates that are changed by what a whole layer has in common with its gradient wait for all of it. On a GPU, where a
         # launch has its price, everything is worked on together.
-        self._together = recipe.reshapes or self._device.type != "cpu"
+        self._told_at_once = self._device.type in TOLD_AT_ONCE
+        self._together = recipe.reshapes or not self._told_at_once
         most = MOST.get(self._device.type, MOST["cuda"])
         self.bundles = []
         for length, numbered in sorted(by_length.items()):
-            rows = Rows(numbered, length, recipe.slots, recipe.subsample, most, self._together, like, generator)
+            rows = Rows(numbered, chosen, run, length, recipe.slots, most, self._together, like)
             self.bundles.append(Bundle(rows, recipe, like, generator))
         self.key_length = max(by_length)
         self._scalars = {name: like.new_ones(()) for name in SCALARS}
@@ -60,22 +73,19 @@ class Weaver:
         of zero and a decay of 1, which leaves every hologram as it is.
 
         Args:
-            grads: all that there are, contiguous.
+            grads: of the whole model, covered or not; those that are covered contiguous.
         """
+        finite = _total([*grads, keys]).isfinite()
+        if self._told_at_once and not finite:
+            return lambda: False, None
+        self._set_scalars(step)
         if self._together:
             for part in self._parts:
                 part.gather()
-            sums = [part.memory.sum() for part in self._parts]
-        else:
-            sums = [grad.sum(dtype=self._scalars["decay"].dtype) for grad in grads]
-        finite = torch.stack(sums).isfinite().all()
-        if self._device.type == "cpu" and not finite:
-            return lambda: False, None
-        self._set_scalars(step, finite)
+        if not self._told_at_once:
+            keys = keys.masked_fill(~finite, 0)
+            self._rest(unless=finite)
         arrived = _arriving(finite)
-        if self._device.type != "cpu":
-            for part in self._parts:
-                part.memory.masked_fill_(~finite, 0)
         results = self._woven(keys, measuring)
         if self._together:
             for part in self._parts:
@@ -86,7 +96,7 @@ class Weaver:
     def _parts(self) -> list[Part]:
         return [part for bundle in self.bundles for part in bundle.rows.parts]
 
-    def _set_scalars(self, step: int, finite: Tensor) -> None:
+    def _set_scalars(self, step: int) -> None:
         recipe = self.recipe
         values = {
             "decay": recipe.decay_at(step),
@@ -96,9 +106,13 @@ class Weaver:
         }
         for name, scalar in self._scalars.items():
             scalar.fill_(values[name])
-        if self._device.type != "cpu":
-            self._scalars["decay"].copy_(torch.where(finite, self._scalars["decay"], 1))
-            self._scalars["fresh"].copy_(torch.where(finite, self._scalars["fresh"], 0))
+
+    def _rest(self, unless: Tensor) -> None:
+        """Gradients and scalars with which a step changes neither hologram nor running mean."""
+        for part in self._parts:
+            part.memory.masked_fill_(~unless, 0)
+        for name, value in AT_REST.items():
+            self._scalars[name].masked_fill_(~unless, value)
 
     def _woven(self, keys: Tensor, measuring: bool) -> dict[str, Tensor]:
         measure = measuring or self.recipe.reshapes
@@ -107,7 +121,9 @@ class Weaver:
         if measure not in self._graphed:
             volatile = [*(part.memory for part in self._parts), *self._scalars.values()]
             kept = [tensor.clone() for tensor in volatile]
-            self._graphed[measure] = Graphed(lambda keys: self._compute(keys, measure), keys, self._at_rest)
+            never = torch.zeros((), dtype=torch.bool, device=self._device)
+            compute = partial(self._compute, measure=measure)
+            self._graphed[measure] = Graphed(compute, keys, partial(self._rest, unless=never))
             torch._foreach_copy_(volatile, kept)
         return self._graphed[measure](keys)
 
@@ -124,19 +140,20 @@ class Weaver:
         a, b = coefficients(of_layers, self.recipe)
         return {"figures": of_layers.combined(a, b).figures(), "a": a, "b": b}
 
-    def _at_rest(self) -> None:
-        """Gradients and scalars with which a step changes no hologram."""
-        for part in self._parts:
-            part.memory.zero_()
-        self._scalars["decay"].fill_(1)
-        self._scalars["fresh"].fill_(0)
-
     def state(self) -> dict[str, Tensor]:
         """What lasts from step to step, by name."""
         for bundle in self.bundles:
-            if isinstance(bundle.hologram, OffloadedHologram):
+            if bundle.hologram is not None:
                 bundle.hologram.wait()
         return {f"{b.rows.length}.{name}": tensor for b in self.bundles for name, tensor in b.state().items()}
+
+
+def _total(tensors: list[Tensor]) -> Tensor:
+    """One number that is finite if all entries are (and do not add up to more than the format holds)."""
+    if tensors[0].device.type == "cpu":
+        return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
+    norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
+    return torch.stack(norms).sum()
 
 
 def _arriving(flag: Tensor) -> Callable[[], bool]:

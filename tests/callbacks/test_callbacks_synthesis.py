@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from memo import Memo
 from torch import nn
 
@@ -166,7 +167,8 @@ def test_scalars_say_how_long_and_how_alike():
     assert [step for step, _ in memo.of("synthesis/milliseconds")] == [5, 10, 15, 20]
     for _, row in memo.rows:
         assert row.keys() == {f"synthesis/{name}" for name in ("milliseconds", "gradient_cosine", "update_norm", "skipped")}
-        assert row["synthesis/milliseconds"] == 1000 and 0 < row["synthesis/gradient_cosine"] < 1
+        assert row["synthesis/milliseconds"] == 1000  # of the step before
+        assert 0 < row["synthesis/gradient_cosine"] < 1
         assert row["synthesis/update_norm"] > 0 and row["synthesis/skipped"] == 0
 
 
@@ -180,6 +182,74 @@ def test_resuming_is_the_same_bit_for_bit(tmp_path, options):
         assert_same(resumed, whole)
 
 
+def test_a_checkpoint_saved_after_the_training(tmp_path):
+    _, trainer = fit(SynthesisCallback())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    whole, _ = fit(SynthesisCallback(), epochs=3)
+    resumed, _ = fit(SynthesisCallback(), epochs=3, checkpoint=tmp_path / "after.ckpt")
+    assert_same(resumed, whole)
+
+
 def test_nothing_is_left_on_the_module():
     module, _ = fit(SynthesisCallback())
     assert not any(part._forward_hooks for part in module.modules())
+
+
+def test_after_an_exception_a_training_resumes_as_ever(tmp_path):
+    class Stopping(Regression):
+        def on_train_epoch_start(self):
+            if self.trainer.current_epoch == 2:
+                raise RuntimeError("stop")
+
+    every_epoch = ExactCheckpoint(tmp_path, filename="{step}", every_n_epochs=1, save_top_k=-1)
+    callback, module = SynthesisCallback(), Stopping()
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(callback, module=module, epochs=3, callbacks=[every_epoch])
+    assert not any(part._forward_hooks for part in module.modules())
+    resumed, _ = fit(callback, epochs=3, checkpoint=tmp_path / "step=24.ckpt")
+    assert_same(resumed, fit(SynthesisCallback(), epochs=3)[0])
+
+
+def test_a_state_of_another_synthesis_is_refused(tmp_path):
+    _, trainer = fit(SynthesisCallback())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    module = Regression()
+    with pytest.raises(ValueError, match="its ema is False"):
+        fit(SynthesisCallback(ema=0.5), module=module, checkpoint=tmp_path / "after.ckpt")
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+@pytest.mark.parametrize("options", [{"log_every_n_steps": 0}, {"log_every_n_steps": 1, "logger": False}])
+def test_without_logging_nothing_is_measured(options):
+    class Watched(SynthesisCallback):
+        def on_before_optimizer_step(self, *arguments):
+            super().on_before_optimizer_step(*arguments)
+            assert not self.synthesis.measuring
+
+    fit(Watched(), **{"logger": Memo()} | options)
+
+
+def test_two_parts_of_a_module():
+    class Two(Regression):
+        def __init__(self):
+            super().__init__()
+            self.more = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.more(self.layers(x))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.001)
+
+    module, _ = fit(SynthesisCallback(module="layers"), callbacks=[SynthesisCallback("bind", module="more")], module=Two())
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_under_lightnings_ddp_bind_sees_the_output_alone():
+    try:
+        ddp = DDPStrategy(process_group_backend="gloo")
+        options = {"strategy": ddp, "devices": 1, "use_distributed_sampler": False}
+        assert_same(fit(SynthesisCallback("bind"), **options)[0], loop({"mode": "bind"})[0])
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -118,6 +118,7 @@ def test_options_reach_what_they_describe():
         (["synthesis=shared", "synthesis.transform=fftt"], "synthesis.transform: 'fftt' is not one of fft, hadamard. Did"),
         (["synthesis=associative", "synthesis.dtype=int8"], "synthesis.dtype: 'int8' is not one of fp32"),
         (["synthesis=associative", "synthesis.decay_warmup=-1"], "synthesis.decay_warmup"),
+        (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis.decay: 1.5 is out of range"),
         (["callbacks.progress=fancy"], "callbacks.progress"),
         (["callbacks.ema.decay=1"], "callbacks.ema.decay"),
         (["callbacks.checkpoint.mode=most"], "callbacks.checkpoint.mode"),
@@ -158,7 +159,7 @@ def test_the_options_of_a_synthesis_reach_it():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["synthesis=associative", "synthesis.decay=1"], r"synthesis: decay=1.0: it must be in \[0, 1\)"),
+        (["synthesis=associative", "synthesis.mix=2"], r"synthesis: mix=2.0: it must be in \[0, 1\]"),
         (
             ["synthesis=bind", "synthesis.cover=[nothing]"],
             "no parameter matches; they have names such as model.",
@@ -185,9 +186,16 @@ def test_what_the_machine_cannot_do_is_refused(override):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
-@pytest.mark.parametrize("overrides", [["backward.cuda_graph=true"], ["synthesis=bind", "synthesis.cuda_graph=true"]])
-def test_graphs_without_a_gpu_are_refused(overrides):
-    with pytest.raises(UserError, match="CUDA graphs need an NVIDIA GPU"):
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["backward.cuda_graph=true"],
+        ["synthesis=bind", "synthesis.cuda_graph=true"],
+        ["synthesis=shared", "synthesis.offload=true"],
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(overrides):
+    with pytest.raises(UserError, match="NVIDIA GPU; this run would train without one"):
         check_training_device(configuration("fit", *overrides))
 
 

@@ -107,7 +107,7 @@ def test_the_same_losses_from_every_schedule(holotrain, precision, tolerance):
 @pytest.fixture
 def trained(holotrain):
     """A finished run, and the best checkpoint in it."""
-    status, _, _ = holotrain("fit", *SMALL, "optimizer=sgd", "logger=none", "data.val_fraction=0.2")
+    status, _, _ = holotrain("fit", *SMALL, "optimizer=sgd", "synthesis=associative", "logger=none", "data.val_fraction=0.2")
     assert status == 0
     folder = only(Path("runs/fit"))
     return folder, Path(summary(folder)["checkpoint"])
@@ -342,6 +342,9 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
         (["fit", f"ckpt_path={checkpoint}", "model=vit_tiny"], "another model"),
         (["test", f"ckpt_path={checkpoint}", "data=fake", "data.num_classes=3"], "another model"),
         (["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"], "trained with optimizer=sgd"),
+        (["fit", f"ckpt_path={checkpoint}", "synthesis=none"], "trained with synthesis=associative"),
+        (["fit", f"ckpt_path={checkpoint}", "synthesis.ema=0.5"], "synthesis: the state belongs to another synthesis: its ema"),
+        (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']"], "its parameters is"),
     ]:
         status, _, err = holotrain(*words)
         assert status == 2 and expected in err, (words, err)

@@ -9,7 +9,7 @@ import torchhd
 from scipy.linalg import hadamard
 
 from holotrain.synthesis import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
-from holotrain.synthesis.transforms import Hadamard, folded, next_power_of_two, units
+from holotrain.synthesis.transforms import Hadamard, _random_signs, folded, next_power_of_two, units
 
 LENGTHS = [1, 2, 3, 7, 8, 97, 1000, 4096]
 
@@ -167,6 +167,19 @@ def test_units_are_phasors_or_signs():
 def test_what_cannot_be_bound_is_named(arguments, words):
     with pytest.raises(ValueError, match=words):
         phasor_bind(**{"x": torch.ones(4), "key": torch.ones(4)} | arguments)
+
+
+def test_autocast_and_inference_mode_change_nothing():
+    x, key = normal(300), normal(100, seed=1)
+    expected = hadamard_bind(x, key, seed=77)
+    _random_signs.cache_clear()
+    with torch.inference_mode():
+        hadamard_bind(x, key, seed=77)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(hadamard_bind(x, key, seed=77), expected)
+    learned = x.clone().requires_grad_()
+    hadamard_unbind(learned, key, seed=77).sum().backward()
+    assert learned.grad.isfinite().all()
 
 
 def test_a_hadamard_length_is_a_power_of_two():

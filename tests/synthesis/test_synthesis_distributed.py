@@ -8,7 +8,7 @@ from gloo_pair import found_by_two_processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
-CASES = ["associative", "shared", "bind", "every option", "accumulation 4", "NaN on one rank"]
+CASES = ["associative", "shared", "bind", "hadamard", "every option", "accumulation 4", "NaN on one rank"]
 
 
 @pytest.fixture(scope="module")

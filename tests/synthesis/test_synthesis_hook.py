@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible import trial
-from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis import HolographicSynthesis, weaver
 
 F64 = torch.float64
 
@@ -36,10 +37,10 @@ def taken(synthesis) -> torch.Tensor:
 class Stack(nn.Module):
     """A stem, a reversible sequence in some engine, a head."""
 
-    def __init__(self, engine) -> None:
+    def __init__(self, engine, dropout) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 8).double()
-        self.blocks = sequence(4, dropout=0.2, branch=Branch, engine=engine)
+        self.blocks = sequence(4, dropout, Branch, engine)
         self.head = nn.Linear(8, 1).double()
 
     def forward(self, x):
@@ -58,10 +59,11 @@ def overlapping(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])  # halves that draw random numbers are never recomputed on a thread
 @pytest.mark.parametrize("engine", [None, *ENGINES])
-def test_a_recomputation_is_no_second_input(engine, overlapping):
+def test_a_recomputation_is_no_second_input(engine, dropout, overlapping):
     torch.manual_seed(3)
-    model = Stack(engine and ENGINES[engine])
+    model = Stack(engine and ENGINES[engine], dropout)
     synthesis = HolographicSynthesis(model, block_length=32)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -159,7 +161,7 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "shared"}, {"dtype": "fp16", "ema": 0.9}, {"offload": True}, {"mode": "bind"}, {"subsample": 0.5}]
+    "options", [{}, {"mode": "shared"}, {"dtype": "fp16", "ema": 0.9}, {"mode": "bind"}, {"subsample": 0.5, "block_length": 16}]
 )
 def test_a_resumed_training_is_the_same_bit_for_bit(options):
     def steps(model, synthesis, count):
@@ -270,6 +272,89 @@ def test_what_is_covered_and_what_is_not():
     assert not any(torch.equal(model[index].weight.grad, old) for index, old in zip((0, 2), before, strict=True))
 
 
+@pytest.mark.parametrize("options", [{"covers": lambda name, _: name.startswith("0")}, {"subsample": 0.5}])
+def test_nan_in_entries_that_are_not_covered_skips_the_step_too(options):
+    model = network()
+    synthesis = HolographicSynthesis(model, **options)
+    model(data()).sum().backward()
+    model[2].weight.grad.fill_(torch.nan)
+    with pytest.warns(UserWarning, match="skipped"):
+        assert not synthesis.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_inputs_that_are_nan_do_not_reach_the_holograms():
+    model = network()
+    synthesis = HolographicSynthesis(model)
+    with torch.no_grad():
+        model(torch.full((2, 5), torch.nan, dtype=F64))
+    model(data()).sum().backward()
+    with pytest.warns(UserWarning, match="skipped"):
+        assert not synthesis.step()
+    model(data()).sum().backward()
+    assert synthesis.step() and all(grad.isfinite().all() for grad in grads(model))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ema": 0.5}, {"mode": "shared", "ema": 0.5, "cosine_floor": 0.1}, {"phase_only": True}]
+)
+def test_where_the_host_learns_of_nan_later_the_holograms_are_as_untouched(options, monkeypatch):
+    """The GPU's way of going about it, on a CPU."""
+    monkeypatch.setattr(weaver, "TOLD_AT_ONCE", ())
+    model = network()
+    synthesis = HolographicSynthesis(model, block_length=32, **options)
+    for step in range(4):
+        model.zero_grad()
+        model(data() * (1 + step)).square().sum().backward()
+        if step == 2:
+            model[0].weight.grad[1, 1] = torch.nan
+            before = synthesis.state_dict()["tensors"]
+            with pytest.warns(UserWarning, match="skipped"):
+                assert not synthesis.step()
+            assert all(torch.equal(before[name], kept) for name, kept in synthesis.state_dict()["tensors"].items())
+            assert all(parameter.grad is None for parameter in model.parameters())
+        else:
+            assert synthesis.step()
+    twin = network()
+    monkeypatch.setattr(weaver, "TOLD_AT_ONCE", ("cpu",))
+    at_once = HolographicSynthesis(twin, block_length=32, **options)
+    for step in (0, 1, 3):
+        twin.zero_grad()
+        twin(data() * (1 + step)).square().sum().backward()
+        at_once.step()
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(grads(model), grads(twin), strict=True))
+
+
+def test_made_in_another_thread():
+    model = network()
+    with ThreadPoolExecutor(1) as elsewhere:
+        synthesis = elsewhere.submit(HolographicSynthesis, model, "bind").result()
+    model(data()).sum().backward()
+    assert synthesis.step()
+
+
+def test_of_calls_within_calls_the_innermost_gives_the_output():
+    """As in Lightning under DDP, where a training step runs through the forward of its module."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.outer = network(), True
+
+        def forward(self, x):
+            if self.outer:
+                self.outer = False
+                loss = self(x).sum()
+                self.outer = True
+                return loss
+            return self.layers(x)
+
+    model = Nested()
+    synthesis = HolographicSynthesis(model, "bind")
+    model(data())
+    assert torch.allclose(taken(synthesis)[0, :3], model.layers(data()).sum(0))
+
+
 def test_tied_parameters_are_covered_once():
     model = network()
     model.append(nn.Linear(3, 40).double())
@@ -316,6 +401,9 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"transform": "hadamard", "block_length": 48}, "power of two"),
         ({"offload": True, "cuda_graph": True}, "take one of them"),
         ({"cuda_graph": True}, "needs a model on a CUDA device"),
+        ({"offload": True}, "takes the hologram off a CUDA device"),
+        ({"mode": "shared", "block_length": 0}, "can share no hologram"),
+        ({"subsample": 0.001}, "takes nothing of these parameters"),
         ({"mode": "bind", "offload": True}, "offload is of no use with mode='bind'"),
         ({"mode": "bind", "dtype": "bf16"}, "dtype is of no use"),
         ({"mode": "associative", "superpose": 2}, "superpose is of no use with mode='associative'"),
@@ -358,8 +446,6 @@ def test_sparse_gradients_are_refused_by_name():
     ],
 )
 def test_on_cuda_graphs_offload_and_fusion_give_the_same(options, monkeypatch):
-    from holotrain.synthesis import weaver
-
     monkeypatch.setitem(weaver.MOST, "cuda", 256)
     plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "offload", "compile")}
     results = []

@@ -297,11 +297,66 @@ def test_a_hologram_in_half_precision_is_near(dtype, error, scale):
     assert (kept[1] - kept[0]).norm() <= error * kept[0].norm()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("mode", ["associative", "shared"])
-def test_an_offloaded_hologram_gives_the_same(mode, dtype):
-    results = [updates(4, torch.float32, mode=mode, dtype=dtype, offload=offload, block_length=32)[2] for offload in (0, 1)]
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(*results, strict=True))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_hologram_of_which_nothing_remains_stays_finite(dtype):
+    model = network(torch.float32)
+    synthesis = HolographicSynthesis(model, dtype=dtype, block_length=32, decay=0.5)
+    for step in range(300):
+        differentiate(model, batches(1, torch.float32)[0])
+        for parameter in model.parameters():
+            parameter.grad *= float(step == 0)
+        assert synthesis.step() and flat(model).isfinite().all()
+    assert not flat(model).any()
+
+
+def test_rows_of_one_layer_are_told_apart():
+    """Rows with one gradient and one key, superposed: without marks of their own each would read out the sum of all."""
+    model = nn.Linear(16, 16, bias=False).double()
+    synthesis = HolographicSynthesis(model, "shared", decay=0.0, feedback=0.0, block_length=64, superpose=4)
+    model(torch.ones(2, 16, dtype=F64))
+    block = torch.randn(64, dtype=F64, generator=torch.Generator().manual_seed(0))
+    model.weight.grad = block.repeat(4).view(16, 16).clone()
+    synthesis.step()
+    assert model.weight.grad.norm() / (2 * block.norm()) < 0.8  # the sum of four equals, over four, would be 1
+
+
+def test_bins_in_which_a_key_has_but_rounding_count_as_empty():
+    """What a LayerNorm gives has no mean over channels: the key's first bin is rounding, of another sign in another order."""
+    model = nn.Sequential(nn.LayerNorm(32, elementwise_affine=False), nn.Linear(32, 32, bias=False))
+    x = torch.randn(8, 7, 32, generator=torch.Generator().manual_seed(4))
+    synthesis = HolographicSynthesis(model, block_length=32)
+    results = []
+    for order in (slice(None), torch.randperm(8, generator=torch.Generator().manual_seed(5))):
+        for _ in range(2):
+            model.zero_grad()
+            model(x[order]).square().sum().backward()
+            synthesis.step()
+        results.append(model[1].weight.grad.clone())
+        synthesis.load_state_dict(HolographicSynthesis(model, block_length=32).state_dict())
+    assert torch.allclose(*results, rtol=1e-4, atol=1e-5 * results[0].abs().max().item())
+
+
+def test_figures_leave_out_what_is_written_nowhere():
+    model = network()
+    synthesis = HolographicSynthesis(model, block_length=32)
+    differentiate(model, batches(1)[0])
+    synthesis.step()
+    gradient = differentiate(model, batches(1)[0])
+    model[3].weight.grad = None
+    model[3].bias.grad = None
+    synthesis.measuring = True
+    synthesis.step()
+    written = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert torch.allclose(synthesis.measured[1], written.norm())
+    assert torch.allclose(synthesis.measured[0], torch.cosine_similarity(written, gradient[: len(written)], 0))
+
+
+def test_a_subsample_of_whole_layers():
+    model = nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 300), nn.Linear(300, 1)).double()
+    synthesis = HolographicSynthesis(model, subsample=0.5, block_length=0, decay=0.0)
+    gradient = differentiate(model, batches(1)[0])
+    synthesis.step()
+    assert torch.allclose(flat(model), gradient)
 
 
 def test_chunks_make_no_difference(monkeypatch):
@@ -329,12 +384,12 @@ def test_a_decay_that_changes():
 
     def decay(step):
         asked.append(step)
-        return 0.5 * step
+        return 0.4 * step
 
     synthesis = HolographicSynthesis(model, decay=decay)
     velocity = 0
     for step in range(3):
-        velocity = 0.5 * step * velocity + differentiate(model, x)
+        velocity = 0.4 * step * velocity + differentiate(model, x)
         synthesis.step()
         assert torch.allclose(flat(model), velocity)
     assert set(asked) == {0, 1, 2}

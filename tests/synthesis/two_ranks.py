@@ -24,6 +24,7 @@ CASES = {
     "associative": {},
     "shared": {"mode": "shared", "superpose": 4},
     "bind": {"mode": "bind"},
+    "hadamard": {"transform": "hadamard", "mix": 0.2, "dtype": "bf16"},
     "every option": {
         "mode": "shared",
         "phase_only": True,

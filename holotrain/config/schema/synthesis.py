@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import at_least, one_of
+from holotrain.config.checks import at_least, one_of, within
 
 
 @dataclass
@@ -78,7 +78,7 @@ class AssociativeConfig(BindConfig):
     """of the hologram: fp32, bf16 or fp16"""
 
     offload: bool = False
-    """keep the hologram in the CPU's memory"""
+    """keep the hologram in the host's memory (GPU only)"""
 
     compile: bool = False
     """fuse the arithmetic on spectra with torch.compile (associative alone)"""
@@ -86,6 +86,7 @@ class AssociativeConfig(BindConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("synthesis.dtype", self.dtype, ("fp32", "bf16", "fp16"))
+        within("synthesis.decay", self.decay, 0, 1)
         at_least("synthesis.decay_warmup", self.decay_warmup, 0)
 
 
@@ -101,6 +102,3 @@ class SharedConfig(AssociativeConfig):
 
 
 SYNTHESES = {"none": NoSynthesisConfig, "associative": AssociativeConfig, "bind": BindConfig, "shared": SharedConfig}
-
-GEOMETRY = ("kind", "transform", "block_length", "subsample", "dtype", "superpose", "seed", "cover", "exclude")
-"""The options that a hologram in a checkpoint was made with, and must be read with."""
