@@ -9,8 +9,9 @@ need scikit-learn beside torch, a picture matplotlib.
 
 Every pair of optimizer and synthesis is treated alike: its learning rate is chosen from the same number of the optimizer's by
 the validation score of one seed; then it trains on ``--seeds`` other seeds, whose test scores are given as mean and standard
-deviation. Gradients are clipped at norm 1 (after synthesis); the rate warms up over a tenth of the steps and falls to zero by a
-cosine. Then accuracy against the state of a shared hologram, under SGD.
+deviation; a star marks a rate at the edge of its grid. Gradients are clipped at norm 1, after synthesis as in Lightning (where a
+hologram's update, which sums up gradients, meets the bound earlier than a gradient does); the rate warms up over a tenth of the
+steps and falls to zero by a cosine. Then accuracy against the state of a shared hologram, under SGD.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ REMEMBERING = {"associative": RATES["momentum"], "shared": RATES["sgd"]}
 MODES = ("none", "bind", "associative", "shared")
 EVERY = [(optimizer, mode) for optimizer in OPTIMIZERS for mode in MODES]
 INSTEAD_OF_MOMENTUM = [("momentum", "none"), ("adamw", "none"), *(("sgd", mode) for mode in MODES)]
-STATES = (2, 4, 8, 16, 32)
+STATES = (2, 4, 16, 32)
+"""Rows a hologram, beside the eight of the default."""
 TUNING_SEED = 100
 
 
@@ -248,9 +250,10 @@ def compared(settings: list[Job], grids: list[tuple[float, ...]], seeds: int, po
             **{key: value for key, value in asdict(s).items() if key in ("task", "optimizer", "mode")},
             "options": dict(s.options),
             "rate": rate,
+            "at the edge": rate in (min(grid_of[s]), max(grid_of[s])),
             "test": [r.test for r in of_seeds],
             "mean": statistics.mean(r.test for r in of_seeds),
-            "deviation": statistics.stdev(r.test for r in of_seeds),
+            "deviation": statistics.stdev(r.test for r in of_seeds) if seeds > 1 else 0.0,
             "cosine": statistics.mean(cosines) if cosines else None,
             "state": of_seeds[0].state,
         }
@@ -263,7 +266,7 @@ def show(row: dict) -> None:
     cosine = "" if row["cosine"] is None else f"{row['cosine']:8.3f}"
     name = f"{row['mode']} {row['options'] or ''}"
     print(
-        f"{row['task']:<9}{row['optimizer']:<10}{name:<28}{row['rate']:<9g}"
+        f"{row['task']:<9}{row['optimizer']:<10}{name:<28}{format(row['rate'], 'g') + '*' * row['at the edge']:<9}"
         f"{row['mean']:.4f} +- {row['deviation']:.4f}{cosine:>9}{row['state']:8.3f}",
         flush=True,
     )
@@ -320,16 +323,18 @@ def main() -> None:
     described = machine()
     print(json.dumps(described))
     print(f"{'task':<9}{'optimizer':<10}{'synthesis':<28}{'rate':<9}{'test':<18}{'cosine':>9}{'state':>8}")
+    settings = {key: value for key, value in vars(options).items() if key not in ("json", "picture")}
     rows, states = [], []
     with ProcessPoolExecutor(options.workers) as pool:
         for task in options.tasks:
-            settings = [Job(task, optimizer, mode, 0, 0) for optimizer, mode in task_of(task).settings]
-            rows += compared(settings, [rates(s.optimizer, s.mode) for s in settings], options.seeds, pool)
+            jobs = [Job(task, optimizer, mode, 0, 0) for optimizer, mode in task_of(task).settings]
+            rows += compared(jobs, [rates(job.optimizer, job.mode) for job in jobs], options.seeds, pool)
             if task_of(task).settings is EVERY:
                 shared = [Job(task, "sgd", "shared", 0, 0, (("superpose", superpose),)) for superpose in STATES]
+                states += [row for row in rows if (row["task"], row["optimizer"], row["mode"]) == (task, "sgd", "shared")]
                 states += compared(shared, [RATES["sgd"]] * len(shared), options.seeds, pool)
-    settings = {key: value for key, value in vars(options).items() if key not in ("json", "picture")}
-    save({"machine": described, "options": settings, "rows": rows, "states": states}, options.json)
+                states.sort(key=lambda row: (row["task"], row["state"]))
+            save({"machine": described, "options": settings, "rows": rows, "states": states}, options.json)
     if options.picture:
         draw(rows, states, options.picture)
 
