@@ -9,9 +9,9 @@ need scikit-learn beside torch, a picture matplotlib.
 
 Every pair of optimizer and synthesis is treated alike: its learning rate is chosen from the same number of the optimizer's by
 the validation score of one seed; then it trains on ``--seeds`` other seeds, whose test scores are given as mean and standard
-deviation; a star marks a rate at the edge of its grid. Gradients are clipped at norm 1, after synthesis as in Lightning (where a
-hologram's update, which sums up gradients, meets the bound earlier than a gradient does); the rate warms up over a tenth of the
-steps and falls to zero by a cosine. Then accuracy against the state of a shared hologram, under SGD.
+deviation; a star marks a rate at the edge of its grid. Gradients are clipped at norm 1, after synthesis as in Lightning: updates
+that sum up gradients meet the bound earlier than a gradient does. The rate warms up over a tenth of the steps and falls to
+zero by a cosine. Then accuracy against the state of a shared hologram, under SGD.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import statistics
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -226,25 +226,19 @@ def run_all(jobs: list[Job], pool: ProcessPoolExecutor, what: str) -> dict[Job, 
 
 def compared(settings: list[Job], grids: list[tuple[float, ...]], seeds: int, pool) -> list[dict]:
     """Tunes the rate of each setting, then trains it on the seeds."""
-    tuning = [
-        Job(s.task, s.optimizer, s.mode, rate, TUNING_SEED, s.options)
-        for s, grid in zip(settings, grids, strict=True)
-        for rate in grid
-    ]
-    tuned = run_all(tuning, pool, f"{settings[0].task}, learning rates")
-    chosen = []
-    for s, grid in zip(settings, grids, strict=True):
-        scores = {r: finite(tuned[Job(s.task, s.optimizer, s.mode, r, TUNING_SEED, s.options)].val, s.task) for r in grid}
-        chosen.append(task_of(s.task).better(scores, key=scores.get))
-    final = [
-        Job(s.task, s.optimizer, s.mode, rate, seed, s.options)
-        for s, rate in zip(settings, chosen, strict=True)
-        for seed in range(seeds)
-    ]
-    results = run_all(final, pool, f"{settings[0].task}, seeds")
+    task = settings[0].task
+    grid_of = dict(zip(settings, grids, strict=True))
+    tuning = [replace(s, rate=rate, seed=TUNING_SEED) for s in settings for rate in grid_of[s]]
+    tuned = run_all(tuning, pool, f"{task}, learning rates")
+    chosen = {}
+    for s in settings:
+        scores = {rate: finite(tuned[replace(s, rate=rate, seed=TUNING_SEED)].val, task) for rate in grid_of[s]}
+        chosen[s] = task_of(task).better(scores, key=scores.get)
+    final = [replace(s, rate=chosen[s], seed=seed) for s in settings for seed in range(seeds)]
+    results = run_all(final, pool, f"{task}, seeds")
     rows = []
-    for s, rate in zip(settings, chosen, strict=True):
-        of_seeds = [results[Job(s.task, s.optimizer, s.mode, rate, seed, s.options)] for seed in range(seeds)]
+    for s, rate in chosen.items():
+        of_seeds = [results[replace(s, rate=rate, seed=seed)] for seed in range(seeds)]
         cosines = [r.cosine for r in of_seeds if r.cosine is not None]
         row = {
             **{key: value for key, value in asdict(s).items() if key in ("task", "optimizer", "mode")},
