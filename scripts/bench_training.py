@@ -9,9 +9,9 @@ need scikit-learn beside torch, a picture matplotlib.
 
 Every pair of optimizer and synthesis is treated alike: its learning rate is chosen from the same number of the optimizer's by
 the validation score of one seed; then it trains on ``--seeds`` other seeds, whose test scores are given as mean and standard
-deviation; a star marks a rate at the edge of its grid. Gradients are clipped at norm 1, after synthesis as in Lightning: updates
-that sum up gradients meet the bound earlier than a gradient does. The rate warms up over a tenth of the steps and falls to
-zero by a cosine. Then accuracy against the state of a shared hologram, under SGD.
+deviation; a star marks a rate at the edge of its grid. Gradients are clipped at norm 1, after synthesis as Lightning does,
+where updates that sum up gradients meet the bound earlier than a gradient does. The rate warms up over a tenth of the steps
+and falls to zero by a cosine. Then accuracy against the state of a shared hologram, under SGD.
 """
 
 from __future__ import annotations

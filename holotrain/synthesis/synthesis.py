@@ -21,8 +21,8 @@ class HolographicSynthesis:
         synthesis = HolographicSynthesis(model, mode="associative")
         loss.backward(); synthesis.step(); optimizer.step()
 
-    ``associative`` remembers, as momentum does: give it an optimizer without momentum of its own (SGD), at the learning rate
-    that momentum would have. ``bind`` is the published algorithm; its update is no direction of descent (cosine to the
+    ``associative`` remembers, as momentum does: give it an optimizer without momentum of its own (SGD), at a learning rate near
+    the one that momentum would have. ``bind`` is the published algorithm; its update is no direction of descent (cosine to the
     gradient 0 +- 1/sqrt(n)) unless ``mix`` or ``cosine_floor`` make it one.
 
     Args:
@@ -53,7 +53,7 @@ class HolographicSynthesis:
         self.skipped = 0
         self.measuring = False
         self.measured: Tensor | None = None
-        self._model = model
+        self._named = dict(model.named_parameters())
         self._names = [name for layer in layers for name in layer.parameters]
         like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
         self._weaver = Weaver(layers, self.recipe, like)
@@ -84,17 +84,17 @@ class HolographicSynthesis:
                 "bind takes the model's output for its key, but the model was not called in training mode: give the module "
                 "whose forward makes the predictions"
             )
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._named.items():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs it dense (sparse=False)")
         for parameter in self.parameters:
             if parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        grads = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        grads = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
         finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
             self.skipped += 1
-            for parameter in self._model.parameters():
+            for parameter in self._named.values():
                 parameter.grad = None
             warnings.warn(
                 f"gradients hold NaN or infinity after {self.steps} steps: the step is skipped ({self.skipped} so far)",

@@ -41,9 +41,9 @@ class Weaver:
         self._device = like.device
         if recipe.cuda_graph and self._device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {self._device}")
-        generator = torch.Generator().manual_seed(recipe.seed)
         if recipe.offload and self._device.type != "cuda":
             raise ValueError(f"offload takes the hologram off a CUDA device; this model is on {self._device}")
+        generator = torch.Generator().manual_seed(recipe.seed)
         run = min(RUN, recipe.entries_a_block or RUN)
         chosen = choose(layers, recipe.subsample, run, generator)
         by_length: dict[int, list[tuple[int, Layer]]] = {}
