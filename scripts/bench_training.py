@@ -44,7 +44,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
 }
 RATES = {
-    "sgd": (0.03, 0.1, 0.3, 1.0),
+    "sgd": (0.1, 0.3, 1.0, 3.0),
     "momentum": (0.01, 0.03, 0.1, 0.3),
     "adamw": (3e-4, 1e-3, 3e-3, 1e-2),
 }
@@ -52,7 +52,7 @@ REMEMBERING = {"associative": RATES["momentum"], "shared": RATES["sgd"]}
 """Rates of SGD beneath a synthesis that remembers: in momentum's place altogether, or in part."""
 MODES = ("none", "bind", "associative", "shared")
 EVERY = [(optimizer, mode) for optimizer in OPTIMIZERS for mode in MODES]
-INSTEAD_OF_MOMENTUM = [("momentum", "none"), ("adamw", "none"), *(("sgd", mode) for mode in MODES)]
+INSTEAD_OF_MOMENTUM = [("momentum", "none"), ("sgd", "none"), ("sgd", "associative"), ("sgd", "shared")]
 STATES = (2, 4, 16, 32)
 """Rows a hologram, beside the eight of the default."""
 TUNING_SEED = 100
@@ -92,7 +92,7 @@ class Digits:
 class Bytes:
     """Bits a byte of the standard library's source, in windows of 64 bytes; whole files are held out."""
 
-    batch, better, unit, steps, window = 16, min, "bits a byte", 600, 64
+    batch, better, unit, steps, window = 16, min, "bits a byte", 400, 64
     settings = EVERY
 
     def __init__(self) -> None:
