@@ -1,5 +1,6 @@
 """SynthesisCallback: holographic weight synthesis in a Lightning training."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,13 @@ class SynthesisCallback(pl.Callback):
             raise ValueError(
                 f"a fused {type(trainer.optimizers[0]).__name__} unscales gradients within its step, after they were "
                 "synthesised; give it fused=False, or train in bf16-mixed"
+            )
+        remembers = [name for name in ("momentum", "betas") if trainer.optimizers[0].param_groups[0].get(name)]
+        if self._arguments["mode"] == "associative" and remembers:
+            warnings.warn(
+                f"{type(trainer.optimizers[0]).__name__} remembers gradients too ({remembers[0]}); an associative synthesis "
+                "takes momentum's place and is meant for SGD with momentum=0",
+                stacklevel=2,
             )
         module = pl_module.get_submodule(self._module) if self._module else pl_module
         self.synthesis = HolographicSynthesis(module, **self._arguments)

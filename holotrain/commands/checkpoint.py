@@ -48,6 +48,8 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         raise UserError(f"synthesis={config.synthesis.kind}: {path} was trained with synthesis={kept}, and continues with that")
     if kept != "none":
         check_synthesis_continues(config.synthesis, task, checkpoint["callbacks"])
+    if checkpoint["epoch"] > config.trainer.max_epochs > 0:
+        raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is of epoch {checkpoint['epoch']} already")
     if "optimizer_states" not in checkpoint:
         raise UserError(f"ckpt_path: {path} holds weights alone; a training cannot continue from it")
 

@@ -22,6 +22,7 @@ def show_start(
         "data": f"{choices.get('data', config.data.kind)}, batches of {config.data.batch_size}",
         "backward": config.backward.kind,
         "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
+        "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}" if command == "fit" else None,
         "precision": config.trainer.precision,
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,

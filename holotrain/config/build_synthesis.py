@@ -23,8 +23,10 @@ def build_synthesis(config: BindConfig, task: nn.Module) -> SynthesisCallback:
     Raises:
         UserError: an option out of range, or patterns that match no parameter.
     """
+    options = _options(config, task)
     with described_by("synthesis"):
-        return SynthesisCallback(config.kind, **_options(config, task))
+        HolographicSynthesis(task, config.kind, **_off_device(options)).remove()  # a mistake is named before anything begins
+        return SynthesisCallback(config.kind, **options)
 
 
 def check_synthesis_continues(config: BindConfig, task: nn.Module, states: dict[str, Any]) -> None:
@@ -35,10 +37,8 @@ def check_synthesis_continues(config: BindConfig, task: nn.Module, states: dict[
     Raises:
         UserError: the holograms among them are of other parameters, or made with other options.
     """
-    options = _options(config, task) | {"cuda_graph": False}
-    options.pop("offload", None)
     with described_by("synthesis"):
-        synthesis = HolographicSynthesis(task, config.kind, **options)
+        synthesis = HolographicSynthesis(task, config.kind, **_off_device(_options(config, task)))
         try:
             for name, state in states.items():
                 if name.startswith(SynthesisCallback.__name__):
@@ -48,10 +48,14 @@ def check_synthesis_continues(config: BindConfig, task: nn.Module, states: dict[
 
 
 def _options(config: BindConfig, task: nn.Module) -> dict[str, Any]:
+    names = [name for name, _ in task.named_parameters()]
+    for option in ("cover", "exclude"):
+        for pattern in getattr(config, option):
+            if not any(fnmatch(name, pattern) for name in names):
+                raise UserError(f"synthesis.{option}: {pattern!r} matches no parameter; they have names such as {names[0]}")
     covers = partial(_covered, config.cover, config.exclude)
-    if not any(covers(name, parameter) for name, parameter in task.named_parameters() if parameter.requires_grad):
-        example = next(name for name, _ in task.named_parameters())
-        raise UserError(f"synthesis.cover: no parameter matches; they have names such as {example}")
+    if not any(covers(name, None) for name in names):
+        raise UserError("synthesis.exclude: it leaves no parameter to work on")
     options = {name: value for name, value in vars(config).items() if name not in OWN} | {"covers": covers}
     if hasattr(config, "decay"):
         options["decay"] = rising(config.decay, config.decay_warmup) if config.decay_warmup else config.decay
@@ -63,5 +67,10 @@ def rising(decay: float, steps: int) -> Callable[[int], float]:
     return lambda step: decay * min(1.0, step / steps)
 
 
-def _covered(cover: list[str], exclude: list[str], name: str, parameter: nn.Parameter) -> bool:
+def _off_device(options: dict[str, Any]) -> dict[str, Any]:
+    """The same, for a model that is not on its device yet."""
+    return {name: value for name, value in options.items() if name not in ("cuda_graph", "offload")}
+
+
+def _covered(cover: list[str], exclude: list[str], name: str, parameter: nn.Parameter | None) -> bool:
     return any(fnmatch(name, pattern) for pattern in cover) and not any(fnmatch(name, pattern) for pattern in exclude)

@@ -9,6 +9,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from holotrain.config.arguments import Arguments
 from holotrain.config.checks import did_you_mean
 from holotrain.config.composition import composed, option_names
+from holotrain.config.schema import KINDS
 from holotrain.errors import UserError
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -49,6 +50,9 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     parent, _, name = key.rpartition(".")
     valid = _keys_beside(parent, key, arguments)
     where = f"in {parent}" if parent else "among the options"
+    kinds = [kind for kind, schema in KINDS.get(parent, {}).items() if name in schema.__dataclass_fields__]
+    if kinds:
+        return UserError(f"{key}: it is an option of {parent}={'|'.join(kinds)} alone")
     return UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(name, valid)}")
 
 

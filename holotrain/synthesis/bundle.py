@@ -28,7 +28,7 @@ class Bundle:
 
     def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
         self.rows, self._recipe = rows, recipe
-        length, slots = rows.length, recipe.slots
+        length, slots = rows.length, rows.slots
         self._slots = slots
         self.transform: Transform = (
             Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else TRANSFORMS[recipe.transform](length)

@@ -20,7 +20,7 @@ class Recipe:
 
     Args:
         mode: ``"associative"``: each layer's gradient, bound with the layer's mean input, is superposed in a hologram of its
-            own and read back through the current input. ``"shared"``: several layers share a hologram. ``"bind"``: Algorithm
+            own and read back through the current input. ``"shared"``: rows of many layers share one. ``"bind"``: Algorithm
             1 as published, the whole model's gradient bound with the model's output (folded to 4096 entries where it is
             longer), in place of the gradient.
         transform: ``"fft"`` or ``"hadamard"``.
@@ -32,7 +32,8 @@ class Recipe:
         phase_only: the gradient's bins count by their phase alone, at the norm of their block (for ``bind`` at norm 1, as
             published, and always).
         ema: share of the past, in [0, 1), in a running mean of gradients that takes the gradient's place; 0: none.
-        superpose: how many rows share a hologram in ``shared``; its state is so many times smaller.
+        superpose: how many rows (blocks of weights) share a row of the hologram in ``shared``; its state is so many times
+            smaller.
         feedback: what a shared hologram cannot hold of a gradient goes into the update at once, times this.
         match_norm: give the update of each layer the norm of its gradient.
         mix: share of the gradient itself in the update, in [0, 1].

@@ -116,6 +116,7 @@ class Rows:
         like: of the dtype and on the device that the rows are to have.
 
     Attributes:
+        length, slots: as given.
         count: rows of the hologram.
         parts: which make up all rows.
     """
@@ -131,7 +132,7 @@ class Rows:
         together: bool,
         like: Tensor,
     ) -> None:
-        self.length = length
+        self.length, self.slots = length, slots
         stretches: list[tuple[int, int, int, nn.Parameter, Tensor | None]] = []
         counts, owners = [], []
         for number, layer in numbered:

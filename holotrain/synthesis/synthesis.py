@@ -14,6 +14,9 @@ from holotrain.synthesis.layers import Covers, as_one, layers_of, working_dtype
 from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.weaver import Weaver
 
+TOLD = {1, 2, 5, *(10**power for power in range(1, 10))}
+"""Counts of skipped steps at which a warning tells of them."""
+
 
 class HolographicSynthesis:
     """Replaces gradients by what is synthesised of them and of what each layer saw.
@@ -48,6 +51,11 @@ class HolographicSynthesis:
         layers = layers_of(model, covers)
         if mode == "bind":
             layers = as_one(model, layers)
+            if not self.recipe.mix and self.recipe.cosine_floor is None:
+                warnings.warn(
+                    "bind as published is no direction of descent and does not train; mix or cosine_floor make it one",
+                    stacklevel=2,
+                )
         self.parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
         self.steps = 0
         self.skipped = 0
@@ -67,7 +75,6 @@ class HolographicSynthesis:
         """
         return sum(tensor.nbytes for tensor in self._weaver.state().values())
 
-    @torch.no_grad()
     def step(self) -> bool:
         """Rewrites the gradients of the covered parameters; between ``backward()`` and ``optimizer.step()``.
 
@@ -82,7 +89,12 @@ class HolographicSynthesis:
         if self.recipe.mode == "bind" and not self._keys.seen[0]:
             raise RuntimeError(
                 "bind takes the model's output for its key, but the model was not called in training mode: give the module "
-                "whose forward makes the predictions"
+                'whose forward makes the predictions (a SynthesisCallback: module="its name")'
+            )
+        if not any(self._keys.seen) and self.steps == 0:
+            warnings.warn(
+                "no layer was called in training mode since the synthesis was made, so that gradients are bound with no key",
+                stacklevel=2,
             )
         for name, parameter in self._named.items():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -91,15 +103,17 @@ class HolographicSynthesis:
             if parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
         grads = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
-        finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
+        with torch.no_grad():
+            finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
             self.skipped += 1
             for parameter in self._named.values():
                 parameter.grad = None
-            warnings.warn(
-                f"gradients hold NaN or infinity after {self.steps} steps: the step is skipped ({self.skipped} so far)",
-                stacklevel=2,
-            )
+            if self.skipped in TOLD:
+                warnings.warn(
+                    f"gradients hold NaN or infinity after {self.steps} steps: the step is skipped ({self.skipped} so far)",
+                    stacklevel=2,
+                )
             self.measured = None
             return False
         self.steps += 1
@@ -130,12 +144,12 @@ class HolographicSynthesis:
         Raises:
             ValueError: the state is of other parameters, or of a recipe whose holograms are made another way.
         """
-        mine = self._geometry()
-        for name, value in mine.items():
-            if state["geometry"].get(name) != value:
+        if not isinstance(state.get("geometry"), dict):
+            raise ValueError("this is no state of a HolographicSynthesis")
+        for name, value in self._geometry().items():
+            if (other := state["geometry"].get(name)) != value:
                 raise ValueError(
-                    f"the state belongs to another synthesis: its {name} is {_brief(state['geometry'].get(name))}, "
-                    f"not {_brief(value)}"
+                    f"the state belongs to another synthesis: {name} is {_brief(other)} there, not {_brief(value)}"
                 )
         for name, tensor in self._weaver.state().items():
             tensor.copy_(state["tensors"][name])

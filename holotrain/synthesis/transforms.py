@@ -122,7 +122,7 @@ def units(spectrum: Tensor, empty: float, noise: float | None = None) -> Tensor:
     nothing = torch.zeros_like(scaled[..., :1, :])
     nothing[..., 0] = empty
     noise = 4 * limits.eps if noise is None else noise
-    unit = torch.where(squared > noise**2, scaled * squared.clamp_min(limits.tiny).rsqrt(), nothing)
+    unit = torch.where(squared <= noise**2, nothing, scaled * squared.clamp_min(limits.tiny).rsqrt())  # NaN stays NaN
     return torch.view_as_complex(unit) if spectrum.is_complex() else unit.squeeze(-1)
 
 

@@ -12,7 +12,7 @@ from holotrain.synthesis.bundle import SCALARS, Bundle
 from holotrain.synthesis.direction import Products, coefficients
 from holotrain.synthesis.graphed import Graphed
 from holotrain.synthesis.layers import Layer
-from holotrain.synthesis.recipe import Recipe
+from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
 from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import next_power_of_two
 
@@ -46,13 +46,17 @@ class Weaver:
         generator = torch.Generator().manual_seed(recipe.seed)
         run = min(RUN, recipe.entries_a_block or RUN)
         chosen = choose(layers, recipe.subsample, run, generator)
+        sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
+        entries = sum(sizes.values())
+        if entries == 0:
+            raise ValueError(f"subsample={recipe.subsample} takes nothing of these parameters; the largest are too small")
+        if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
+            raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} entries that are covered")
         by_length: dict[int, list[tuple[int, Layer]]] = {}
         for number, layer in enumerate(layers):
-            if size := size_of(layer, chosen, run):
-                length = recipe.entries_a_block or next_power_of_two(size)
+            if sizes[number]:
+                length = recipe.entries_a_block or next_power_of_two(sizes[number])
                 by_length.setdefault(length, []).append((number, layer))
-        if not by_length:
-            raise ValueError(f"subsample={recipe.subsample} takes nothing of these parameters; the largest are too small")
         # Updates that are changed by what a whole layer has in common with its gradient wait for all of it. On a GPU, where a
         # launch has its price, everything is worked on together.
         self._told_at_once = self._device.type in TOLD_AT_ONCE
@@ -60,7 +64,8 @@ class Weaver:
         most = MOST.get(self._device.type, MOST["cuda"])
         self.bundles = []
         for length, numbered in sorted(by_length.items()):
-            rows = Rows(numbered, chosen, run, length, recipe.slots, most, self._together, like)
+            slots = min(recipe.slots, sum(-(-sizes[number] // length) for number, _ in numbered))  # more have nothing to share
+            rows = Rows(numbered, chosen, run, length, slots, most, self._together, like)
             self.bundles.append(Bundle(rows, recipe, like, generator))
         self.key_length = max(by_length)
         self._scalars = {name: like.new_ones(()) for name in SCALARS}

@@ -112,6 +112,16 @@ def test_a_fused_optimizer_with_scaled_gradients_is_refused():
         )
 
 
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {}])
+def test_an_optimizer_that_remembers_too_is_warned_of(options):
+    callback, module = SynthesisCallback(), Regression(**options)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **QUIET)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
+    assert any("SGD remembers gradients too (momentum)" in str(w.message) for w in told) == bool(options)
+
+
 def test_several_optimizers_are_refused():
     with pytest.raises(ValueError, match="one optimizer; this training has 2"):
         fit(SynthesisCallback(), module=Regression(optimizers=2))
@@ -214,7 +224,7 @@ def test_a_state_of_another_synthesis_is_refused(tmp_path):
     _, trainer = fit(SynthesisCallback())
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     module = Regression()
-    with pytest.raises(ValueError, match="its ema is False"):
+    with pytest.raises(ValueError, match="ema is False there"):
         fit(SynthesisCallback(ema=0.5), module=module, checkpoint=tmp_path / "after.ckpt")
     assert not any(part._forward_hooks for part in module.modules())
 

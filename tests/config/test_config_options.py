@@ -118,6 +118,7 @@ def test_options_reach_what_they_describe():
         (["synthesis=shared", "synthesis.transform=fftt"], "synthesis.transform: 'fftt' is not one of fft, hadamard. Did"),
         (["synthesis=associative", "synthesis.dtype=int8"], "synthesis.dtype: 'int8' is not one of fp32"),
         (["synthesis=associative", "synthesis.decay_warmup=-1"], "synthesis.decay_warmup"),
+        (["synthesis=associative", "synthesis.seed=99999999999999999999999"], "synthesis.seed"),
         (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis.decay: 1.5 is out of range"),
         (["callbacks.progress=fancy"], "callbacks.progress"),
         (["callbacks.ema.decay=1"], "callbacks.ema.decay"),
@@ -162,8 +163,12 @@ def test_the_options_of_a_synthesis_reach_it():
         (["synthesis=associative", "synthesis.mix=2"], r"synthesis: mix=2.0: it must be in \[0, 1\]"),
         (
             ["synthesis=bind", "synthesis.cover=[nothing]"],
-            "no parameter matches; they have names such as model.",
+            "synthesis.cover: 'nothing' matches no parameter; they have names such as model.",
         ),
+        (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis.exclude: 'haed' matches no parameter"),
+        (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: it leaves no parameter"),
+        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 takes nothing"),
+        (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis: block_length=100000000: it is longer"),
         (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile is of no use with mode='shared'"),
     ],
 )

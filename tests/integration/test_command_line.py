@@ -334,6 +334,7 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
     truncated = Path("truncated.ckpt")
     truncated.write_bytes(checkpoint.read_bytes()[:-2000])
     torch.save({"state_dict": {}}, "foreign.ckpt")
+    torch.save(torch.load(checkpoint, weights_only=True) | {"epoch": 7}, "late.ckpt")
     before = checkpoint.read_bytes()
     for words, expected in [
         (["fit", f"ckpt_path={truncated}"], "truncated"),
@@ -343,8 +344,9 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
         (["test", f"ckpt_path={checkpoint}", "data=fake", "data.num_classes=3"], "another model"),
         (["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"], "trained with optimizer=sgd"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis=none"], "trained with synthesis=associative"),
-        (["fit", f"ckpt_path={checkpoint}", "synthesis.ema=0.5"], "synthesis: the state belongs to another synthesis: its ema"),
-        (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']"], "its parameters is"),
+        (["fit", f"ckpt_path={checkpoint}", "synthesis.ema=0.5"], "synthesis: the state belongs to another synthesis: ema"),
+        (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']"], "another synthesis: parameters is"),
+        (["fit", "ckpt_path=late.ckpt"], "trainer.max_epochs=2: late.ckpt is of epoch 7 already"),
     ]:
         status, _, err = holotrain(*words)
         assert status == 2 and expected in err, (words, err)

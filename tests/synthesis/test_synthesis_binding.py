@@ -169,6 +169,13 @@ def test_what_cannot_be_bound_is_named(arguments, words):
         phasor_bind(**{"x": torch.ones(4), "key": torch.ones(4)} | arguments)
 
 
+@pytest.mark.parametrize("bind", [phasor_bind, hadamard_bind])
+def test_nan_stays_nan(bind):
+    x = normal(10)
+    x[3] = torch.nan
+    assert bind(x, normal(10)).isnan().all() and bind(normal(10), x).isnan().all()
+
+
 def test_autocast_and_inference_mode_change_nothing():
     x, key = normal(300), normal(100, seed=1)
     expected = hadamard_bind(x, key, seed=77)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -193,16 +194,40 @@ def test_a_resumed_training_is_the_same_bit_for_bit(options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"block_length": 32}, "its block_length is 1024, not 32"),
-        ({"mode": "shared"}, "its mode is 'associative', not 'shared'"),
-        ({"ema": 0.5}, "its ema is False, not True"),
-        ({"covers": lambda name, parameter: "weight" in name}, "its parameters is"),
+        ({"block_length": 32}, "block_length is 1024 there, not 32"),
+        ({"mode": "shared"}, "mode is 'associative' there, not 'shared'"),
+        ({"ema": 0.5}, "ema is False there, not True"),
+        ({"covers": lambda name, parameter: "weight" in name}, "parameters is"),
     ],
 )
 def test_a_state_of_another_synthesis_is_refused(options, words):
     state = HolographicSynthesis(network()).state_dict()
     with pytest.raises(ValueError, match=words):
         HolographicSynthesis(network(), **options).load_state_dict(state)
+
+
+def test_something_else_than_a_state_is_refused():
+    with pytest.raises(ValueError, match="no state of a HolographicSynthesis"):
+        HolographicSynthesis(network()).load_state_dict(network().state_dict())
+
+
+def test_what_is_said_in_warnings():
+    model = network()
+    with pytest.warns(UserWarning, match="no direction of descent"):
+        HolographicSynthesis(model, "bind").remove()
+    model.eval()
+    synthesis = HolographicSynthesis(model)
+    model(data()).sum().backward()
+    with pytest.warns(UserWarning, match="bound with no key") as told:
+        synthesis.step()
+    assert told[0].filename == __file__
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(30):
+            model(data()).sum().backward()
+            model[0].weight.grad.fill_(torch.nan)
+            synthesis.step()
+    assert [str(warning.message)[-11:-8].strip(" (") for warning in told] == ["1", "2", "5", "10"]
 
 
 def test_remove_leaves_no_trace():
@@ -404,6 +429,7 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"offload": True}, "takes the hologram off a CUDA device"),
         ({"mode": "shared", "block_length": 0}, "can share no hologram"),
         ({"subsample": 0.001}, "takes nothing of these parameters"),
+        ({"block_length": 4096}, "longer than all 363 entries"),
         ({"mode": "bind", "offload": True}, "offload is of no use with mode='bind'"),
         ({"mode": "bind", "dtype": "bf16"}, "dtype is of no use"),
         ({"mode": "associative", "superpose": 2}, "superpose is of no use with mode='associative'"),

@@ -186,6 +186,11 @@ def test_shared_holograms_take_a_fraction_of_the_memory():
     assert 0.99 < sizes[0] < 1.02 and 0.12 < sizes[1] < 0.14
 
 
+def test_more_rows_than_there_are_share_nothing_more():
+    model = nn.Linear(16, 16, bias=False).double()
+    assert HolographicSynthesis(model, "shared", block_length=64, superpose=10**6).state_bytes == 33 * 16
+
+
 def test_margins_are_no_gradients():
     """What updates leave past the ends of layers must not return as a gradient in the next step."""
     torch.manual_seed(0)

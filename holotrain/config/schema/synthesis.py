@@ -58,7 +58,7 @@ class BindConfig(SynthesisConfig):
 
     def __post_init__(self) -> None:
         one_of("synthesis.transform", self.transform, ("fft", "hadamard"))
-        at_least("synthesis.seed", self.seed, 0)
+        within("synthesis.seed", self.seed, 0, 2**63)
 
 
 @dataclass
