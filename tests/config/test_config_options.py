@@ -126,7 +126,8 @@ def test_options_reach_what_they_describe():
         (["data=imagefolder", "data.root=x", "data.on_corrupt=shrug"], "data.on_corrupt"),
         (["task.label_smoothing=2"], "task.label_smoothing"),
         (["model.drop_path=1"], "model.drop_path"),
-        (["seed=-1"], "seed"),
+        (["seed=-1"], "seed: -1 is out of range"),
+        (["seed=99999999999999"], "seed: 99999999999999 is out of range"),
     ],
 )
 def test_values_out_of_range_are_named(overrides, words):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import at_least
+from holotrain.config.checks import within
 from holotrain.config.schema.data import DATA, DataConfig
 from holotrain.config.schema.model import MODELS, SCHEDULES, BackwardConfig, ModelConfig
 from holotrain.config.schema.optimization import OPTIMIZERS, SCHEDULERS, OptimizerConfig, SchedulerConfig
@@ -68,7 +68,7 @@ class RunConfig:
     """checkpoint to start from; its configuration is taken too, and overrides change it"""
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        within("seed", self.seed, 0, 2**32)
         allowed = SCHEDULES[self.model.kind]
         if self.backward.kind not in allowed:
             raise UserError(
