@@ -37,9 +37,8 @@ class Regression(pl.LightningModule):
 
 def fit(callback, epochs=2, module=None, checkpoint=None, callbacks=(), **options):
     module = module or Regression()
-    trainer = pl.Trainer(
-        max_epochs=epochs, callbacks=[callback, *callbacks], enable_checkpointing=bool(callbacks), **QUIET | options
-    )
+    saving = any(isinstance(callback, ExactCheckpoint) for callback in callbacks)
+    trainer = pl.Trainer(max_epochs=epochs, callbacks=[callback, *callbacks], enable_checkpointing=saving, **QUIET | options)
     loader = torch.utils.data.DataLoader(BATCHES, batch_size=None, shuffle=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
