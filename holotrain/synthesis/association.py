@@ -1,6 +1,7 @@
 """What becomes of a gradient's spectrum: bound with the key, or superposed with what was before and read back.
 
-Shapes: S rows of holograms, P gradient rows that share each, F bins. Spectra and keys are (P, S, F), a hologram (S, F).
+Shapes: S rows of holograms, P gradient rows that share each, F bins. Spectra and keys are (P, S, F), a hologram (S, F). Where P
+is 1, keys may be those of the layers instead, (layers, F).
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from holotrain.synthesis.hologram import Hologram
 
+Stretches = list[tuple[int, slice]]
+"""Layers by number, with their rows in a part."""
+
 
 class Binding:
     """Algorithm 1: the gradient's spectrum times the conjugate of the key's; nothing is remembered."""
@@ -19,7 +23,9 @@ class Binding:
     def prefetch(self, part: slice) -> None:
         """There is nothing to send for."""
 
-    def __call__(self, spectrum: Tensor, keys: Tensor, part: slice, decay: Tensor, feedback: Tensor) -> Tensor:
+    def __call__(
+        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
+    ) -> Tensor:
         return spectrum * keys.conj()
 
 
@@ -49,9 +55,13 @@ class Association:
         """Sends for rows that are wanted next."""
         self.hologram.prefetch(part)
 
-    def __call__(self, spectrum: Tensor, keys: Tensor, part: slice, decay: Tensor, feedback: Tensor) -> Tensor:
+    def __call__(
+        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
+    ) -> Tensor:
         memory = self.hologram.load(part)
-        if self._slots == 1:
+        if keys.ndim == 2:
+            read = _recalled_by_layers(memory, spectrum[0], keys, layers, decay)[None]
+        elif self._slots == 1:
             read = self._recall(memory, spectrum[0], keys[0], decay)[None]
         else:
             bound = (spectrum * keys.conj()).sum(0)
@@ -59,6 +69,15 @@ class Association:
             read = (memory - feedback * bound) * keys / self._slots
         self.hologram.keep(part, memory)
         return read
+
+
+def _recalled_by_layers(memory: Tensor, spectrum: Tensor, keys: Tensor, layers: Stretches, decay: Tensor) -> Tensor:
+    """The same with the keys of layers, (layers, F), rather than of rows: no key is written out row by row."""
+    memory.mul_(decay)
+    for layer, rows in layers:
+        memory[rows].addcmul_(spectrum[rows], keys[layer].conj())
+        torch.mul(memory[rows], keys[layer], out=spectrum[rows])
+    return spectrum
 
 
 def _recalled(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> Tensor:

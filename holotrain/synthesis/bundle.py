@@ -45,6 +45,8 @@ class Bundle:
             half = HALVES.get(recipe.dtype)
             self.hologram = make_hologram(recipe.offload, rows.count, self.transform.bins, spectrum, half, like.device)
             self._associate = Association(self.hologram, slots, recipe.compile)
+        # On a GPU a launch for each layer would cost more than to write keys out row by row.
+        self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile
         self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
 
     def weave(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:
@@ -67,12 +69,9 @@ class Bundle:
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             if in_turn:
                 part.gather()
-            row_keys = unit_keys[part.layer]
-            if self._marks is not None:
-                row_keys = row_keys * self._marks
             if following is not None:
                 self._associate.prefetch(following.rows)
-            figures.append(self._weave(part, row_keys, scalars, measure))
+            figures.append(self._weave(part, self._keys_of(part, unit_keys), scalars, measure))
             if in_turn:
                 part.scatter()
         return torch.cat(figures, -1) if measure else None
@@ -83,7 +82,7 @@ class Bundle:
         spectrum = self.transform.forward(content)
         if self._recipe.phase_only or self._recipe.mode == "bind":
             spectrum = self._phases(spectrum, content)
-        read = self._associate(spectrum, keys, part.rows, scalars["decay"], scalars["feedback"])
+        read = self._associate(spectrum, keys, part.rows, part.stretches, scalars["decay"], scalars["feedback"])
         if self._slots == 1 and not measure and gradient.is_contiguous():
             self.transform.inverse(read, out=gradient)
             return None
@@ -96,6 +95,12 @@ class Bundle:
             return None
         part.clear_unwritten()
         return torch.stack((*products, _dot(gradient, gradient)))
+
+    def _keys_of(self, part: Part, unit_keys: Tensor) -> Tensor:
+        if self._by_layers:
+            return unit_keys
+        keys = unit_keys[part.layer]
+        return keys if self._marks is None else keys * self._marks
 
     def _smoothed(self, gradient: Tensor, rows: slice, scalars: dict[str, Tensor]) -> Tensor:
         if self.mean is None:

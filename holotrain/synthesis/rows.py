@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Part:
         rows: of the hologram.
         memory: (slots, rows, length).
         layer: (slots, rows), the layer that each row belongs to; 0 for rows that fill up.
+        stretches: the same for the first slot, as stretches of rows.
         spans: where gradients stand in it.
         margins: what is left of it.
     """
@@ -71,6 +73,7 @@ class Part:
     rows: slice
     memory: Tensor
     layer: Tensor
+    stretches: list[tuple[int, slice]]
     spans: list[Span]
     margins: list[Tensor]
 
@@ -156,7 +159,7 @@ class Rows:
         for start in range(0, self.count, size):
             rows = slice(start, min(start + size, self.count))
             mine = memory[:, rows] if together else memory[:, : rows.stop - rows.start]
-            self.parts.append(Part(rows, mine, layer[:, rows], [], []))
+            self.parts.append(Part(rows, mine, layer[:, rows], _stretches(owners[rows]), [], []))
             for slot in range(slots):
                 first = (slot * self.count + rows.start) * length
                 self._place(self.parts[-1], mine[slot].view(-1), first, stretches, run)
@@ -183,6 +186,15 @@ class Rows:
         result = of_rows.new_zeros(len(of_rows), layers)
         result[:, self._numbers] = sums[:-1].T
         return result
+
+
+def _stretches(owners: list[int]) -> list[tuple[int, slice]]:
+    result, start = [], 0
+    for owner, rows in groupby(owners):
+        stop = start + len(list(rows))
+        result.append((owner, slice(start, stop)))
+        start = stop
+    return result
 
 
 def choose(layers: Iterable[Layer], subsample: float, run: int, generator: torch.Generator) -> Chosen:

@@ -16,7 +16,7 @@ from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
 from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import next_power_of_two
 
-MOST = {"cpu": 1 << 18, "cuda": 1 << 25}
+MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Entries that are worked on at once: on a CPU what its cache holds, on a GPU what keeps temporary memory small."""
 
 TOLD_AT_ONCE = ("cpu",)
