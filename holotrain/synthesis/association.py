@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from holotrain.synthesis.hologram import Hologram
-
-Stretches = list[tuple[int, slice]]
-"""Layers by number, with their rows in a part."""
+from holotrain.synthesis.rows import Stretches
 
 
 class Binding:

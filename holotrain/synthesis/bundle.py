@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from holotrain.synthesis.association import Association, Binding
-from holotrain.synthesis.hologram import make_hologram
+from holotrain.synthesis.hologram import Hologram, OffloadedHologram
 from holotrain.synthesis.recipe import HALVES, Recipe
 from holotrain.synthesis.rows import Part, Rows
 from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, Transform, folded, units
@@ -43,7 +43,8 @@ class Bundle:
         if recipe.mode != "bind":
             spectrum = self.transform.spectrum_dtype(like.dtype)
             half = HALVES.get(recipe.dtype)
-            self.hologram = make_hologram(recipe.offload, rows.count, self.transform.bins, spectrum, half, like.device)
+            kind = OffloadedHologram if recipe.offload else Hologram
+            self.hologram = kind(rows.count, self.transform.bins, spectrum, half, like.device)
             self._associate = Association(self.hologram, slots, recipe.compile)
         # On a GPU a launch for each layer would cost more than to write keys out row by row.
         self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -113,7 +111,3 @@ class OffloadedHologram(Hologram):
 
     def wait(self) -> None:
         self._copies.synchronize()
-
-
-def make_hologram(offload: bool, *arguments: Any) -> Hologram:
-    return (OffloadedHologram if offload else Hologram)(*arguments)

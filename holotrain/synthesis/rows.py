@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from holotrain.synthesis.layers import Layer
 
+Stretches = list[tuple[int, slice]]
+"""Layers by number, with their rows in a part."""
+
 RUN = 64
 """Neighbouring entries that a subsample takes or leaves together."""
 
@@ -73,7 +76,7 @@ class Part:
     rows: slice
     memory: Tensor
     layer: Tensor
-    stretches: list[tuple[int, slice]]
+    stretches: Stretches
     spans: list[Span]
     margins: list[Tensor]
 
@@ -136,7 +139,7 @@ class Rows:
         like: Tensor,
     ) -> None:
         self.length, self.slots = length, slots
-        stretches: list[tuple[int, int, int, nn.Parameter, Tensor | None]] = []
+        extents: list[tuple[int, int, int, nn.Parameter, Tensor | None]] = []
         counts, owners = [], []
         for number, layer in numbered:
             at = begin = sum(counts) * length
@@ -144,7 +147,7 @@ class Rows:
                 runs = chosen[parameter]
                 size = _size(parameter, runs, run)
                 if size:
-                    stretches.append((at, at + size, number, parameter, None if runs is None else runs.to(like.device)))
+                    extents.append((at, at + size, number, parameter, None if runs is None else runs.to(like.device)))
                 at += size
             counts.append(-(-(at - begin) // length))
             owners += [number] * counts[-1]
@@ -162,12 +165,12 @@ class Rows:
             self.parts.append(Part(rows, mine, layer[:, rows], _stretches(owners[rows]), [], []))
             for slot in range(slots):
                 first = (slot * self.count + rows.start) * length
-                self._place(self.parts[-1], mine[slot].view(-1), first, stretches, run)
+                self._place(self.parts[-1], mine[slot].view(-1), first, extents, run)
 
-    def _place(self, part: Part, memory: Tensor, first: int, stretches: Iterable[tuple], run: int) -> None:
+    def _place(self, part: Part, memory: Tensor, first: int, extents: Iterable[tuple], run: int) -> None:
         """The spans of a part, and the margins between them, in flat memory that stands for the entries from ``first`` on."""
         done = 0
-        for start, stop, number, parameter, runs in stretches:
+        for start, stop, number, parameter, runs in extents:
             low, high = max(start, first), min(stop, first + len(memory))
             if low >= high:
                 continue
@@ -188,7 +191,7 @@ class Rows:
         return result
 
 
-def _stretches(owners: list[int]) -> list[tuple[int, slice]]:
+def _stretches(owners: list[int]) -> Stretches:
     result, start = [], 0
     for owner, rows in groupby(owners):
         stop = start + len(list(rows))

@@ -71,7 +71,8 @@ class HolographicSynthesis:
     def state_bytes(self) -> int:
         """Memory that lasts from step to step, where momentum would take as much as the parameters do.
 
-        Beside it a step works in a MiB or so on a CPU, and in as much as the gradients on a GPU.
+        Beside it a step works in a few MiB on a CPU; in as much as the gradients take on a GPU, and where updates are changed
+        layer by layer (``match_norm``, ``mix``, ``cosine_floor``).
         """
         return sum(tensor.nbytes for tensor in self._weaver.state().values())
 

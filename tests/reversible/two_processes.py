@@ -5,12 +5,8 @@
 Not a test by itself: test_reversible_distributed.py starts it twice and reads what rank 0 wrote.
 """
 
-import json
-import sys
-from datetime import timedelta
-
 import torch
-import torch.distributed as dist
+from gloo_pair import find_as_one_of_two
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -185,11 +181,9 @@ def refusal(name: str) -> str:
     return "not refused"
 
 
-def main(rank: int, store: str, results: str) -> None:
-    torch.set_num_threads(1)
+def find(rank: int) -> dict:
     trial._cores = lambda: 2
     trial.Trial.overlap = lambda self: True  # pareprop on a thread
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     init_device_mesh("cpu", (2,))
     found = {"errors": {}, "orders": {}, "refused": {}}
     for backward in ("checkpoint", "reversible", "pareprop"):
@@ -197,11 +191,8 @@ def main(rank: int, store: str, results: str) -> None:
         if backward != "checkpoint":
             found["orders"][backward] = {kind: order(kind, backward, rank) for kind in ("ddp", "fsdp2")}
     found["refused"] = {name: refusal(name) for name in REFUSED}
-    if rank == 0:
-        with open(results, "w") as file:
-            json.dump(found, file)
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    find_as_one_of_two(find)
