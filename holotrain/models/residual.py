@@ -8,16 +8,16 @@ from torch.utils.checkpoint import checkpoint
 
 
 class ResidualBlock(nn.Module):
-    """``x = x + f(x)``, then ``x = x + g(x)``."""
+    """``x = x + f(x)``, then ``x = x + g(x)``; keyword arguments are handed to f and g as a reversible block does."""
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
         self.f = f
         self.g = g
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.f(x)
-        return x + self.g(x)
+    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
+        x = x + self.f(x, **(f_kwargs or {}))
+        return x + self.g(x, **(g_kwargs or {}))
 
 
 class ResidualSequence(nn.Module):
@@ -40,10 +40,10 @@ class ResidualSequence(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.backward = backward
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
         for block in self.blocks:
             if self.backward == "checkpoint" and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, f_kwargs, g_kwargs, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, f_kwargs, g_kwargs)
         return x
