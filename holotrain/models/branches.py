@@ -1,11 +1,15 @@
 """The two residual branches of a transformer block: pre-norm attention and pre-norm MLP.
 
 Plain and reversible transformers are built from these same modules; they differ in how a block adds them up.
-Shapes: B batch, T tokens, C channels, H heads, D = C / H head width.
+Shapes: B batch, T tokens, C channels.
 """
+
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from holotrain.models.attention import Attention
 
 
 class DropPath(nn.Module):
@@ -32,58 +36,54 @@ class DropPath(nn.Module):
         return f"probability={self.probability}"
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention on PyTorch's scaled_dot_product_attention. (B, T, C) -> (B, T, C).
+class AttentionBranch(nn.Module):
+    """F of a block: norm, attention, drop-path. (B, T, C) -> (B, T, C).
 
-    Raises:
-        ValueError: ``dim`` is no multiple of ``heads``.
+    Args:
+        norm: of C channels.
+        attention: (B, T, C) -> (B, T, C); keyword arguments of the call are handed to it.
     """
 
-    def __init__(self, dim: int, heads: int, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:
+    def __init__(self, norm: nn.Module, attention: nn.Module, drop_path: float = 0.0) -> None:
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"dim must be a multiple of heads, but {dim} is none of {heads}")
-        self.heads = heads
-        self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.project = nn.Linear(dim, dim)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        dropout = self.attention_dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=False)
-        return self.dropout(self.project(x.transpose(1, 2).flatten(2)))
-
-
-class AttentionBranch(nn.Module):
-    """F of a block: LayerNorm, attention, drop-path. (B, T, C) -> (B, T, C)."""
-
-    def __init__(
-        self, dim: int, heads: int, dropout: float = 0.0, attention_dropout: float = 0.0, drop_path: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self.attention = Attention(dim, heads, dropout, attention_dropout)
+        self.norm = norm
+        self.attention = attention
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop_path(self.attention(self.norm(x)))
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
+        return self.update(self.norm(x), **context)
+
+    def update(self, x: Tensor, **context: Any) -> Tensor:
+        """The branch without its norm, for blocks that have it elsewhere."""
+        return self.drop_path(self.attention(x, **context))
 
 
 class MLPBranch(nn.Module):
-    """G of a block: LayerNorm, Linear, GELU, Linear, drop-path. (..., C) -> (..., C)."""
+    """G of a block: LayerNorm, Linear, GELU, Linear, drop-path. (..., C) -> (..., C).
 
-    def __init__(self, dim: int, hidden: int, dropout: float = 0.0, drop_path: float = 0.0) -> None:
+    Args:
+        dim, hidden: C, and the width between the two layers.
+        eps: of the norm.
+        gelu: ``"none"`` for the function itself, ``"tanh"`` for the approximation that GPT-2 was trained with.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, dropout: float = 0.0, drop_path: float = 0.0, eps: float = 1e-6, gelu: str = "none"
+    ) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.norm = nn.LayerNorm(dim, eps=eps)
         self.widen = nn.Linear(dim, hidden)
         self.narrow = nn.Linear(hidden, dim)
+        self.gelu = gelu
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(F.gelu(self.widen(self.norm(x))))
+        return self.update(self.norm(x))
+
+    def update(self, x: Tensor) -> Tensor:
+        """The branch without its norm, for blocks that have it elsewhere."""
+        x = self.dropout(F.gelu(self.widen(x), approximate=self.gelu))
         return self.drop_path(self.dropout(self.narrow(x)))
 
 
@@ -98,13 +98,16 @@ def transformer_branches(
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     drop_path: float = 0.0,
+    causal: bool = False,
+    eps: float = 1e-6,
+    gelu: str = "none",
 ) -> Branches:
     """The branches of ``depth`` blocks; drop-path grows linearly from 0 at the first to ``drop_path`` at the last."""
     rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
     return [
         (
-            AttentionBranch(dim, heads, dropout, attention_dropout, rate),
-            MLPBranch(dim, int(dim * mlp_ratio), dropout, rate),
+            AttentionBranch(nn.LayerNorm(dim, eps=eps), Attention(dim, heads, dropout, attention_dropout, causal, layer), rate),
+            MLPBranch(dim, int(dim * mlp_ratio), dropout, rate, eps, gelu),
         )
-        for rate in rates
+        for layer, rate in enumerate(rates)
     ]

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from holotrain.models.residual import ResidualBlock
+from holotrain.models.residual import PostNormBlock, ResidualBlock
 from holotrain.reversible import ReversibleBlock
 
 
@@ -13,6 +13,8 @@ def compile_blocks(model: nn.Module) -> None:
     every backward schedule, and leaves the names in the state_dict as they are.
     """
     for module in model.modules():
-        if isinstance(module, ReversibleBlock | ResidualBlock):
+        if isinstance(module, PostNormBlock):  # it calls parts of its branches
+            module.compile()
+        elif isinstance(module, ReversibleBlock | ResidualBlock):
             module.f.compile()
             module.g.compile()

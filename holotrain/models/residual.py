@@ -20,6 +20,14 @@ class ResidualBlock(nn.Module):
         return x + self.g(x, **(g_kwargs or {}))
 
 
+class PostNormBlock(ResidualBlock):
+    """``x = f.norm(x + f.update(x))``, then ``x = g.norm(x + g.update(x))``: the same branches, normalised after the sum."""
+
+    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
+        x = self.f.norm(x + self.f.update(x, **(f_kwargs or {})))
+        return self.g.norm(x + self.g.update(x, **(g_kwargs or {})))
+
+
 class ResidualSequence(nn.Module):
     """Residual blocks in a row.
 

@@ -1,0 +1,64 @@
+"""Multi-head self-attention, the one that ViT, RoBERTa and GPT share.
+
+Shapes: B batch, T tokens, C channels, H heads, D = C / H head width, S tokens that are attended to.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from holotrain.models.kv_cache import KVCache
+from holotrain.models.rotary import Rotation, rotated
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention on PyTorch's scaled_dot_product_attention. (B, T, C) -> (B, T, C).
+
+    Args:
+        dim, heads: C, H.
+        dropout: on the output.
+        attention_dropout: on the attention weights.
+        causal: a token sees itself and those before it.
+        layer: its number in the model, by which it finds its place in a :class:`KVCache`.
+
+    Raises:
+        ValueError: ``dim`` is no multiple of ``heads``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        causal: bool = False,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim must be a multiple of heads, but {dim} is none of {heads}")
+        self.heads = heads
+        self.attention_dropout = attention_dropout
+        self.causal = causal
+        self.layer = layer
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """
+        Args:
+            mask: True where a query sees a key, broadcast to (B, H, T, S). With one, ``causal`` is for the mask to say.
+            rotation: of rotary positions.
+            cache: of what came before ``x``; the mask is then the cache's.
+        """
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        if rotation is not None:
+            q, k = rotated(q, rotation), rotated(k, rotation)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        dropout = self.attention_dropout if self.training else 0.0
+        causal = self.causal and mask is None
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        return self.dropout(self.project(x.transpose(1, 2).flatten(2)))

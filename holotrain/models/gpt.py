@@ -1,0 +1,134 @@
+"""GPT, causal and pre-norm (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019), and RevGPT.
+
+The head is tied to the embedding. Positions are rotary; learned ones, as GPT-2's own weights need them, are an option.
+Shapes: B batch, T tokens, C channels, V words.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from holotrain.models.branches import Branches, transformer_branches
+from holotrain.models.cross_entropy import linear_cross_entropy
+from holotrain.models.kv_cache import KVCache
+from holotrain.models.rotary import RotaryPositions
+from holotrain.models.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
+
+# Small and medium as published; tiny suits bytes of text and two CPU cores.
+GPT_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"dim": 192, "depth": 6, "heads": 6},
+    "small": {"dim": 768, "depth": 12, "heads": 12},
+    "medium": {"dim": 1024, "depth": 24, "heads": 16},
+}
+
+
+class GPT(nn.Module):
+    """The plain causal transformer.
+
+    Args:
+        vocab: V, number of words.
+        context: the longest sequence, in tokens.
+        dim, depth, heads: width C, number of blocks, attention heads.
+        mlp_ratio: width of the MLP's hidden layer over C.
+        positions: ``"rotary"`` or ``"learned"``.
+        gelu: ``"none"``, or ``"tanh"`` for the approximation that GPT-2 was trained with.
+        dropout: on the embedding, the attention's output and in the MLP.
+        attention_dropout: on the attention weights.
+        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
+        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        engine: further options of a reversible model's sequence; a plain one has none.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown positions, a ``backward`` that a plain model cannot have; a sequence
+            longer than ``context`` (at the call).
+    """
+
+    def __init__(
+        self,
+        vocab: int = 50257,
+        context: int = 1024,
+        dim: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        mlp_ratio: float = 4.0,
+        positions: str = "rotary",
+        gelu: str = "none",
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        backward: str = "autograd",
+        **engine: Any,
+    ) -> None:
+        super().__init__()
+        if positions not in ("rotary", "learned"):
+            raise ValueError(f"positions must be rotary or learned, not {positions!r}")
+        self.context = context
+        self.heads = heads
+        self.embedding = TokenEmbedding(vocab, context, dim, positions == "learned", dropout=dropout)
+        branches = transformer_branches(
+            dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, causal=True, eps=1e-5, gelu=gelu
+        )
+        self.rotary = RotaryPositions(context, dim // heads) if positions == "rotary" else None
+        self.blocks = self._assemble(branches, backward=backward, **engine)
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
+        initialise(self, depth)
+
+    def _assemble(self, branches: Branches, backward: str) -> nn.Module:
+        return plain_blocks(branches, backward)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        end: int | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            tokens: (B, T).
+            targets: (B, T), the token that follows each; -100 where none counts.
+            cache: of the tokens before these, which these are added to.
+            positions: (B, T), where each token stands; with a cache.
+            end: one more than the largest of them; with a cache.
+
+        Returns:
+            logits (B, T, V); with ``targets`` the mean cross-entropy, without logits ever standing whole in memory.
+        """
+        x = self.embedding(tokens, positions)
+        context: dict[str, Any] = {}
+        if self.rotary is not None:
+            context["rotation"] = self.rotary(
+                torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            )
+        if cache is not None:
+            context |= {"cache": cache, "mask": cache.seen_from(positions, end)}
+        hidden = self.norm(self.blocks(x, context))
+        weight = self.embedding.word.weight
+        if targets is None:
+            return F.linear(hidden, weight)
+        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
+
+    def cache(self, batch: int, length: int | None = None, static: bool = False) -> KVCache:
+        """An empty cache for ``batch`` sequences of up to ``length`` tokens (None: the context), on the model's device."""
+        width = self.embedding.word.embedding_dim // self.heads
+        like = self.norm.weight
+        shape = (len(self.blocks.blocks), batch, self.heads, length or self.context, width)
+        return KVCache(*shape, device=like.device, dtype=like.dtype, static=static)
+
+
+class RevGPT(GPT):
+    """The reversible GPT: both streams start as the embedding, and their mean goes to the final norm.
+
+    Takes the arguments of :class:`GPT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
+    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters are its twin's, name for name.
+    """
+
+    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
+        super().__init__(backward=backward, **arguments)
+
+    def _assemble(self, branches: Branches, **engine: Any) -> nn.Module:
+        return reversible_blocks(branches, **engine)

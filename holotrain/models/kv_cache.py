@@ -1,0 +1,66 @@
+"""Keys and values of the tokens that a causal model has read, so that the next token costs one token's work."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Buffers for every layer's keys and values, allocated once and written by index.
+
+    Sequences of a batch may differ in length: a token is written to the slot of its own position, and a query sees the slots up
+    to its position. What a padded prompt leaves behind its end is never seen before it is written over.
+
+    Args:
+        layers, batch, heads, length, width: L, B, H, S (slots: tokens of prompt and answer together), D.
+        device, dtype: of the buffers; those of the keys.
+
+    Attributes:
+        keys, values: (L, B, H, S, D).
+        end: slots that a query may see, an upper bound; attention reads no further. ``static`` keeps it at S, for compiled code
+            and graphs, which want shapes that stay.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        heads: int,
+        length: int,
+        width: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        static: bool = False,
+    ) -> None:
+        shape = (layers, batch, heads, length, width)
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.static = static
+        self.end = length if static else 0
+        self._rows = torch.arange(batch, device=device)[:, None]
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[3]
+
+    def seen_from(self, positions: Tensor, end: int) -> Tensor:
+        """Makes the first ``end`` slots readable and says which of them each query sees: (B, 1, T, slots).
+
+        Args:
+            positions: (B, T), of the tokens to come.
+
+        Raises:
+            ValueError: there are fewer slots.
+        """
+        if end > self.length:
+            raise ValueError(f"the cache has room for {self.length} tokens, not for {end}")
+        self.positions = positions
+        self.end = self.length if self.static else end
+        slots = torch.arange(self.end, device=positions.device)
+        return (slots <= positions[..., None]).unsqueeze(1)
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of new tokens, (B, H, T, D), and returns those of all readable slots, (B, H, slots, D)."""
+        kept = []
+        for buffer, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            buffer[self._rows, :, self.positions] = new.transpose(1, 2).to(buffer.dtype)
+            kept.append(buffer[:, :, : self.end])
+        return kept[0], kept[1]

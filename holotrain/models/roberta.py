@@ -1,0 +1,108 @@
+"""RoBERTa (Liu et al., 2019), an encoder of text, and Rev-RoBERTa, with a head for masked words or one for classes.
+
+The published model is post-norm: a block normalises what it has added up. A reversible block needs pre-norm branches, since
+its streams may not be normalised in between; so Rev-RoBERTa and its twin are pre-norm, and ``norm="post"`` gives the
+published form, for its published weights. Both have the same parameters: post-norm normalises the embedding where pre-norm
+normalises what comes out at the end.
+Shapes: B batch, T tokens, C channels, V words.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from holotrain.models.branches import Branches, transformer_branches
+from holotrain.models.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
+from holotrain.models.text_heads import ClassHead, MaskedWordHead
+
+# Base and large as published; tiny suits bytes of text and two CPU cores.
+ROBERTA_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"dim": 192, "depth": 6, "heads": 6},
+    "base": {"dim": 768, "depth": 12, "heads": 12},
+    "large": {"dim": 1024, "depth": 24, "heads": 16},
+}
+
+
+class RoBERTa(nn.Module):
+    """The plain encoder.
+
+    Args:
+        vocab: V, number of words.
+        context: the longest sequence, in tokens.
+        classes: a head that tells so many classes apart by a sequence's first token; None: one that tells masked words.
+        dim, depth, heads: width C, number of blocks, attention heads.
+        mlp_ratio: width of the MLP's hidden layer over C.
+        norm: ``"pre"``, or ``"post"`` as published.
+        dropout: on the embedding, the attention's output, in the MLP and in the head for classes.
+        attention_dropout: on the attention weights.
+        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
+        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        engine: further options of a reversible model's sequence; a plain one has none.
+
+    Raises:
+        ValueError: sizes that do not divide, another ``norm``, a ``backward`` that a plain model cannot have; a sequence
+            longer than ``context`` (at the call).
+    """
+
+    def __init__(
+        self,
+        vocab: int = 50265,
+        context: int = 512,
+        classes: int | None = None,
+        dim: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        mlp_ratio: float = 4.0,
+        norm: str = "pre",
+        dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        drop_path: float = 0.0,
+        backward: str = "autograd",
+        **engine: Any,
+    ) -> None:
+        super().__init__()
+        if norm not in ("pre", "post"):
+            raise ValueError(f"norm must be pre or post, not {norm!r}")
+        first, last = (nn.LayerNorm(dim, eps=1e-5), None) if norm == "post" else (None, nn.LayerNorm(dim, eps=1e-5))
+        self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
+        branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
+        self.blocks = self._assemble(branches, norm, backward=backward, **engine)
+        self.norm = last or nn.Identity()
+        self.head = MaskedWordHead(dim, vocab) if classes is None else ClassHead(dim, classes, dropout)
+        initialise(self, depth)
+
+    def _assemble(self, branches: Branches, norm: str, backward: str) -> nn.Module:
+        return plain_blocks(branches, backward, post_norm=norm == "post")
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            tokens: (B, T).
+            mask: (B, T), True for tokens, False for padding; None: no padding.
+            targets: (B, T), the word at each masked place, -100 elsewhere; or (B,), the class of each sequence.
+
+        Returns:
+            logits, (B, T, V) or (B, classes); with ``targets`` the mean cross-entropy over those that count.
+        """
+        attended = {} if mask is None else {"mask": mask[:, None, None, :]}
+        hidden = self.norm(self.blocks(self.embedding(tokens), attended))
+        return self.head(hidden, self.embedding.word.weight, targets)
+
+
+class RevRoBERTa(RoBERTa):
+    """The reversible RoBERTa: both streams start as the embedding, and their mean goes to the final norm.
+
+    Takes the arguments of :class:`RoBERTa`, and ``backward``, ``store``, ``exact`` and ``keep`` as
+    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters are its pre-norm twin's, name for name.
+
+    Raises:
+        ValueError: ``norm="post"``: normalised streams cannot be rebuilt.
+    """
+
+    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
+        super().__init__(backward=backward, **arguments)
+
+    def _assemble(self, branches: Branches, norm: str, **engine: Any) -> nn.Module:
+        if norm == "post":
+            raise ValueError("a reversible RoBERTa is pre-norm: streams that are normalised in between cannot be rebuilt")
+        return reversible_blocks(branches, **engine)

@@ -1,0 +1,199 @@
+"""GPT and RoBERTa: against transformers' own models, the reversible ones against plain autograd."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain.models import GPT, GPT_SIZES, ROBERTA_SIZES, RevGPT, RevRoBERTa, RoBERTa
+
+SMALL = {"vocab": 50, "context": 12, "dim": 16, "depth": 3, "heads": 2}
+
+
+def on_meta(model_class, **arguments):
+    with torch.device("meta"):
+        return model_class(**arguments)
+
+
+def parameter_count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def macs(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops() / 2
+
+
+def huggingface(kind, size):
+    import transformers
+
+    sizes = (GPT_SIZES if kind == "gpt" else ROBERTA_SIZES)[size]
+    with torch.device("meta"):
+        if kind == "gpt":
+            config = transformers.GPT2Config(n_embd=sizes["dim"], n_layer=sizes["depth"], n_head=sizes["heads"])
+            return transformers.GPT2LMHeadModel(config)
+        config = transformers.RobertaConfig(
+            vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, hidden_size=sizes["dim"],
+            num_hidden_layers=sizes["depth"], num_attention_heads=sizes["heads"], intermediate_size=4 * sizes["dim"],
+        )  # fmt: skip
+        return transformers.RobertaForMaskedLM(config)
+
+
+# Radford et al. (2019) and the released weights: 124 M and 355 M; Liu et al. (2019): 125 M and 355 M.
+@pytest.mark.parametrize(
+    ("reversible", "sizes", "kind", "size", "published"),
+    [
+        (RevGPT, GPT_SIZES, "gpt", "small", 124.4e6),
+        (RevGPT, GPT_SIZES, "gpt", "medium", 354.8e6),
+        (RevRoBERTa, ROBERTA_SIZES, "roberta", "base", 125e6),
+        (RevRoBERTa, ROBERTA_SIZES, "roberta", "large", 355e6),
+    ],
+)
+def test_sizes_are_the_published_ones(reversible, sizes, kind, size, published):
+    model, reference = on_meta(reversible, **sizes[size]), huggingface(kind, size)
+    assert parameter_count(model) == pytest.approx(published, rel=0.01)
+    assert parameter_count(model) == pytest.approx(parameter_count(reference), rel=0.01)
+    tokens = torch.zeros(1, 512, dtype=torch.long, device="meta")
+    assert macs(lambda: model(tokens)) == pytest.approx(macs(lambda: reference(tokens)), rel=0.02)
+
+
+@pytest.mark.parametrize(("plain", "reversible"), [(GPT, RevGPT), (RoBERTa, RevRoBERTa)])
+def test_twins_have_the_same_parameters(plain, reversible):
+    names = [{name: p.shape for name, p in on_meta(model, **SMALL).named_parameters()} for model in (plain, reversible)]
+    assert names[0] == names[1]
+
+
+def test_post_norm_has_the_parameters_of_pre_norm():
+    assert parameter_count(on_meta(RoBERTa, **SMALL)) == parameter_count(on_meta(RoBERTa, norm="post", **SMALL))
+
+
+def text_batch(generator):
+    tokens = torch.randint(50, (4, 12), generator=generator)
+    mask = torch.arange(12) < torch.tensor([12, 7, 3, 9])[:, None]
+    targets = tokens.where((torch.rand(4, 12, generator=generator) < 0.4) & mask, -100)
+    return tokens, mask, targets
+
+
+@pytest.mark.parametrize("depth", [3, 4])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"backward": "checkpoint"},
+        {"backward": "reversible"},
+        {"backward": "pareprop"},
+        {"backward": "reversible", "store": 1},
+        {"backward": "reversible", "exact": True},
+    ],
+    ids=lambda engine: "-".join(map(str, engine.values())),
+)
+@pytest.mark.parametrize("family", ["gpt", "gpt-learned", "roberta", "roberta-classes"])
+def test_gradients_of_every_schedule_are_equal(family, engine, depth):
+    """In float64, with padding, dropout and drop-path."""
+    dropped = {"dropout": 0.1, "attention_dropout": 0.1, "drop_path": 0.2}
+    grads = []
+    for options in ({"backward": "autograd"} | {k: v for k, v in engine.items() if k == "exact"}, engine):
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(1)
+        tokens, mask, targets = text_batch(generator)
+        if family.startswith("gpt"):
+            positions = "learned" if family.endswith("learned") else "rotary"
+            model = RevGPT(**SMALL | {"depth": depth}, positions=positions, **dropped, **options).double()
+            loss = model(tokens, tokens.roll(-1, 1))
+        else:
+            classes = 5 if family.endswith("classes") else None
+            model = RevRoBERTa(**SMALL | {"depth": depth}, classes=classes, **dropped, **options).double()
+            loss = model(tokens, mask, torch.arange(4) if classes else targets)
+        loss.backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert grads[0].abs().max() > 0
+    assert ((grads[1] - grads[0]).abs().max() / grads[0].abs().max()).item() <= 1e-10
+
+
+@pytest.mark.parametrize(("model_class", "inputs"), [(GPT, 1), (RoBERTa, 2), (RevGPT, 1), (RevRoBERTa, 2)])
+def test_the_loss_is_that_of_the_logits(model_class, inputs):
+    torch.manual_seed(0)
+    tokens, mask, targets = text_batch(torch.Generator().manual_seed(1))
+    model = model_class(**SMALL).eval()
+    given = (tokens, mask)[:inputs]
+    logits = model(*given)
+    loss = model(*given, targets=targets)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+def test_padding_changes_nothing():
+    torch.manual_seed(0)
+    model = RevRoBERTa(**SMALL).eval()
+    tokens, mask, _ = text_batch(torch.Generator().manual_seed(1))
+    padded = model(tokens, mask)
+    for row, length in enumerate(mask.sum(1)):
+        torch.testing.assert_close(padded[row : row + 1, :length], model(tokens[row : row + 1, :length]))
+    other = model(tokens.where(mask, 7), mask)
+    torch.testing.assert_close(other[mask], padded[mask])
+    assert not torch.allclose(model(tokens)[mask], padded[mask])  # the mask does something
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_gpt_is_causal_and_knows_positions(positions):
+    torch.manual_seed(0)
+    model = RevGPT(**SMALL, positions=positions).eval()
+    tokens = torch.randint(50, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8] = (tokens[0, 8] + 1) % 50
+    one, other = model(tokens), model(changed)
+    torch.testing.assert_close(one[:, :8], other[:, :8])
+    assert not torch.allclose(one[:, 8:], other[:, 8:])
+    repeated = model(torch.full((1, 12), 3))[0]
+    if positions == "learned":  # equal tokens tell rotary attention nothing of where it is
+        assert not torch.allclose(repeated[0], repeated[5], atol=1e-4)
+    swapped = tokens.clone()
+    swapped[0, [2, 5]] = tokens[0, [5, 2]]
+    assert not torch.allclose(model(swapped)[0, -1], one[0, -1])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("model_class", "positions"), [(GPT, "rotary"), (RevGPT, "rotary"), (RevGPT, "learned")])
+def test_cached_logits_are_those_of_the_whole(model_class, positions, static):
+    """Prompts of unlike lengths in one batch, then two tokens at a time."""
+    torch.manual_seed(0)
+    model = model_class(**SMALL, positions=positions).eval()
+    tokens = torch.randint(50, (3, 12))
+    lengths = torch.tensor([5, 2, 4])
+    whole = model(tokens)
+    with torch.inference_mode():
+        cache = model.cache(batch=3, static=static)
+        at = torch.arange(5).expand(3, 5)
+        prompt = tokens[:, :5].where(at < lengths[:, None], 0)
+        out = model(prompt, cache=cache, positions=at, end=5)
+        for row, length in enumerate(lengths):
+            torch.testing.assert_close(out[row, :length], whole[row, :length])
+        for step in range(0, 6, 2):
+            at = lengths[:, None] + torch.arange(step, step + 2)
+            out = model(tokens.gather(1, at), cache=cache, positions=at, end=int(at.max()) + 1)
+            for row in range(3):
+                torch.testing.assert_close(out[row], whole[row, at[row]])
+
+
+@pytest.mark.parametrize(
+    ("model_class", "arguments", "words"),
+    [
+        (GPT, {"dim": 15}, "15 is none of 2"),
+        (GPT, {"dim": 6}, "width of a head .dim / heads. is 3, not even"),
+        (GPT, {"positions": "none"}, "positions must be rotary or learned"),
+        (GPT, {"backward": "reversible"}, "autograd or checkpoint"),
+        (RoBERTa, {"norm": "no"}, "norm must be pre or post"),
+        (RevRoBERTa, {"norm": "post"}, "cannot be rebuilt"),
+    ],
+)
+def test_impossible_arguments_are_refused(model_class, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        on_meta(model_class, **SMALL | arguments)
+
+
+def test_a_sequence_that_is_too_long_is_refused():
+    for model_class in (RevGPT, RevRoBERTa):
+        with pytest.raises(ValueError, match="up to 12 tokens at once, not 13"):
+            model_class(**SMALL)(torch.zeros(1, 13, dtype=torch.long))
+    model = RevGPT(**SMALL)
+    with pytest.raises(ValueError, match="room for 4 tokens, not for 5"):
+        model(torch.zeros(1, 1, dtype=torch.long), cache=model.cache(1, 4), positions=torch.tensor([[4]]), end=5)
