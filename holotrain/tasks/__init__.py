@@ -1,10 +1,19 @@
 """What is learned: one LightningModule a task, and the optimizers and schedules that tasks share.
 
-image_classification   ImageClassifier
-optimizers             AdamW and SGD over parameters that decay and parameters that do not
-schedules              cosine, multi-step and constant, after a warm-up
+image_classification, sequence_classification   ImageClassifier, SequenceClassifier
+causal_lm, masked_lm   CausalLM, MaskedLM
+task             what every task is
+classification   what both classifications share
+masking          which words are masked, and what is shown in their place
+padding          which tokens of a batch are real
+optimizers       AdamW and SGD over parameters that decay and parameters that do not
+schedules        cosine, multi-step and constant, after a warm-up
 """
 
+from holotrain.tasks.causal_lm import CausalLM
 from holotrain.tasks.image_classification import ImageClassifier
+from holotrain.tasks.masked_lm import MaskedLM
+from holotrain.tasks.sequence_classification import SequenceClassifier
+from holotrain.tasks.task import Task
 
-__all__ = ["ImageClassifier"]
+__all__ = ["CausalLM", "ImageClassifier", "MaskedLM", "SequenceClassifier", "Task"]

@@ -1,0 +1,79 @@
+"""Text from a causal model, token by token: the prompt is read once, then each token costs one token's work."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from holotrain.models.kv_cache import KVCache
+from holotrain.models.sampling import Sampling
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    end_id: int | None = None,
+    generator: torch.Generator | None = None,
+    compiled: bool = False,
+) -> Iterator[Tensor]:
+    """Continues every prompt, all of them together.
+
+    Args:
+        model: as :class:`~holotrain.models.GPT`, in eval mode.
+        prompts: (T,) tokens each, of any lengths, at least one token.
+        max_tokens: to add to each; fewer where the model's context is full.
+        sampling: how tokens are drawn; None: from the model's own distribution.
+        end_id: the token that ends a text; afterwards its row goes on with it.
+        generator: of the drawing, on the model's device; a seeded one draws the same again. None: the global one.
+        compiled: run each token's step through torch.compile, over a cache of one size.
+
+    Yields:
+        the next token of every prompt, (B,); ends when all have ended.
+
+    Raises:
+        ValueError: an empty prompt, or one that fills the context.
+    """
+    sampling = sampling or Sampling()
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or min(lengths) < 1:
+        raise ValueError("a prompt needs at least one token")
+    if max(lengths) >= model.context:
+        raise ValueError(f"a prompt of {max(lengths)} tokens leaves no room in a context of {model.context}")
+    room = min(max_tokens, model.context - max(lengths))
+    device = model.norm.weight.device
+    with torch.inference_mode():
+        # Compiled code wants shapes that stay, so its cache is read whole; otherwise what is empty is left out.
+        cache = model.cache(len(prompts), max(lengths) + room, static=compiled)
+        logits, positions = _read(model, prompts, lengths, cache, device)
+        step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        for count in range(room):
+            tokens = sampling.draw(logits, generator)
+            if end_id is not None:
+                tokens = tokens.masked_fill(ended, end_id)
+                ended |= tokens == end_id
+            yield tokens
+            if count + 1 == room or (end_id is not None and bool(ended.all())):
+                return
+            end = cache.length if compiled else max(lengths) + count + 1
+            logits = step(model, tokens[:, None], cache, positions[:, None], end)
+            positions = positions + 1
+
+
+def _read(
+    model: nn.Module, prompts: Sequence[Tensor], lengths: list[int], cache: KVCache, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Reads the prompts; logits (B, V) behind each one's last token, and (B,) where its next token will stand."""
+    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    places = torch.arange(max(lengths), device=device).expand_as(tokens)
+    logits = model(tokens, cache=cache, positions=places, end=max(lengths))
+    positions = torch.tensor(lengths, device=device)
+    return logits[torch.arange(len(prompts), device=device), positions - 1], positions
+
+
+def _step(model: nn.Module, tokens: Tensor, cache: KVCache, positions: Tensor, end: int) -> Tensor:
+    return model(tokens, cache=cache, positions=positions, end=end)[:, -1]

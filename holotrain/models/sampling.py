@@ -1,0 +1,53 @@
+"""From the logits of a next token to a token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Defaults draw from the model's own distribution.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the likeliest token, and nothing is drawn.
+        top_k: draw among so many of the likeliest tokens; None: among all.
+        top_p: draw among the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling, Holtzman et al.,
+            2020); None: among all. After ``top_k``.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a number from 0 up, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, not {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What is drawn from: (B, V), for logits (B, V) and a temperature above 0."""
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        probabilities = logits.softmax(dim=-1)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = probabilities.sort(dim=-1, descending=True)
+            reached_before = ordered.cumsum(dim=-1) - ordered >= self.top_p
+            kept = ordered.masked_fill(reached_before, 0)
+            probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+        return probabilities
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The next tokens, (B,), for logits (B, V)."""
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)

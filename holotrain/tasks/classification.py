@@ -1,0 +1,69 @@
+"""What tasks share that tell classes apart: loss, accuracy, predictions."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from holotrain.tasks.task import Task
+
+
+class Classifier(Task):
+    """Trains a model that gives logits (B, classes).
+
+    Args:
+        model: what is trained.
+        classes: how many there are.
+        label_smoothing: in [0, 1).
+        options: those of :class:`~holotrain.tasks.task.Task`.
+
+    A subclass says in ``inputs`` what the model and the loss take of a batch: the model's arguments, then the labels, (B,) of
+    class indices or (B, classes) of probabilities.
+
+    Logs ``val/loss``, ``val/accuracy``, ``test/loss``, ``test/accuracy`` by epoch, and ``..._top5`` beside the accuracies where
+    there are more than ten classes.
+    """
+
+    def __init__(self, model: nn.Module, classes: int, label_smoothing: float = 0.0, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.label_smoothing = label_smoothing
+        accuracies = {"accuracy": MulticlassAccuracy(classes, average="micro")}
+        if classes > 10:
+            accuracies["accuracy_top5"] = MulticlassAccuracy(classes, average="micro", top_k=5)
+        self.metrics = nn.ModuleDict(
+            {f"{split}_metrics": MetricCollection(accuracies, prefix=f"{split}/").clone() for split in ("val", "test")}
+        )
+
+    @property
+    def monitored(self) -> dict[str, str]:
+        return {**dict.fromkeys(self.metrics["val_metrics"].keys(), "max"), "val/loss": "min"}
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        return self.model(*inputs)
+
+    def loss(self, *inputs: Tensor | None) -> Tensor:
+        *given, labels = inputs
+        return F.cross_entropy(self(*given), labels, label_smoothing=self.label_smoothing)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def _evaluate(self, split: str, batch: Any) -> None:
+        *given, labels = self.inputs(batch)
+        logits = self(*given)
+        metrics = self.metrics[f"{split}_metrics"]
+        metrics.update(logits, labels)
+        shown = {"prog_bar": split == "val", "on_epoch": True, "sync_dist": True, "batch_size": len(labels)}
+        self.log(f"{split}/loss", F.cross_entropy(logits, labels), **shown)
+        self.log_dict(metrics, prog_bar=split == "val", batch_size=len(labels))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Returns the likeliest class of each sample, ``class`` (B,), and its probability, ``probability`` (B,)."""
+        *given, _ = self.inputs(batch)
+        probability, index = self(*given).float().softmax(-1).max(-1)
+        return {"class": index, "probability": probability}

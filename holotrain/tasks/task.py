@@ -1,0 +1,76 @@
+"""What every task is: a model, a loss that is logged, an optimizer with its schedule."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from holotrain.reversible import GraphedStep
+
+
+class Task(pl.LightningModule):
+    """Trains a model by back-propagation.
+
+    Args:
+        model: what is trained.
+        optimizer: makes the optimizer of a model; None if the module is only evaluated.
+        scheduler: makes the schedule of an optimizer and a number of optimizer steps; it is stepped after each of them.
+        cuda_graph: capture forward and backward once and replay them
+            (:class:`~holotrain.reversible.GraphedStep`): on a CUDA device, without accumulation and without scaled gradients.
+
+    Logs ``train/loss`` and ``train/lr`` by step; what else, each task says.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
+        cuda_graph: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self._graphed = GraphedStep(self.loss, model.parameters()) if cuda_graph else None
+
+    @property
+    @abstractmethod
+    def monitored(self) -> dict[str, str]:
+        """The validation metrics by which a best checkpoint can be chosen, the first by default; and which end is best."""
+
+    @abstractmethod
+    def inputs(self, batch: Any) -> tuple[Tensor | None, ...]:
+        """What :meth:`loss` takes of a batch in training."""
+
+    @abstractmethod
+    def loss(self, *inputs: Tensor | None) -> Tensor:
+        """The mean loss of a batch: what is differentiated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs = self.inputs(batch)
+        loss = (self._graphed or self.loss)(*inputs)
+        # Lightning's log takes a few per cent of a small model's step: it is called where its value will be read.
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0 or self.trainer.is_last_batch:
+            self.log("train/loss", loss, prog_bar=True, batch_size=len(inputs[0]))
+            self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=len(inputs[0]))
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        if self._graphed is None:  # a graphed step has already differentiated
+            super().backward(loss)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        if self._graphed is None:  # a graphed step overwrites gradients, and Lightning comes here after it
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.model)
+        if self.make_scheduler is None:
+            return optimizer
+        scheduler = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

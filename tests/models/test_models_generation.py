@@ -1,0 +1,119 @@
+"""Generation with a cache against reading everything anew, and what is drawn."""
+
+import pytest
+import torch
+
+from holotrain.models import GPT, RevGPT
+from holotrain.models.generation import generate
+from holotrain.models.sampling import Sampling
+
+SMALL = {"vocab": 50, "context": 300, "dim": 32, "depth": 3, "heads": 2}
+GREEDY = Sampling(temperature=0)
+
+
+def model_of(model_class=RevGPT, **options):
+    torch.manual_seed(0)
+    model = model_class(**SMALL | options).eval()
+    # A fresh model repeats what it was given, since the head is tied: with larger branches, texts are varied.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("project.weight", "narrow.weight")):
+                parameter.mul_(100)
+    return model
+
+
+def continued(model, prompts, count, sampling=GREEDY, **options):
+    return torch.stack(list(generate(model, prompts, count, sampling, **options)), dim=1)
+
+
+def uncached(model, prompt, count):
+    tokens = prompt[None]
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+    return tokens[0, len(prompt) :]
+
+
+@pytest.mark.parametrize(("model_class", "positions"), [(GPT, "rotary"), (RevGPT, "rotary"), (RevGPT, "learned")])
+def test_cached_generation_is_the_uncached_one(model_class, positions):
+    """256 greedy tokens, three prompts of unlike lengths at once."""
+    model = model_of(model_class, positions=positions)
+    prompts = [torch.randint(50, (length,)) for length in (1, 7, 30)]
+    together = continued(model, prompts, 256)
+    assert together.shape == (3, 256) and len(together.unique()) > 10
+    for row, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(row, uncached(model, prompt, 256))
+
+
+def test_compiled_generation_is_the_same():
+    model, prompts = model_of(), [torch.tensor([3, 4]), torch.tensor([5])]
+    assert torch.equal(continued(model, prompts, 20, compiled=True), continued(model, prompts, 20))
+
+
+def test_it_stops_where_the_context_is_full():
+    model = model_of(context=10)
+    assert continued(model, [torch.tensor([1, 2, 3])], 100).shape == (1, 7)
+
+
+def test_an_ended_text_stays_ended_and_all_ended_end_it():
+    model = model_of()
+    prompts = [torch.tensor([3]), torch.tensor([9, 8])]
+    free = continued(model, prompts, 60)
+    end = next(token for token in free[0].tolist() if token in free[1].tolist())
+    stopped = continued(model, prompts, 60, end_id=end)
+    lengths = []
+    for row, unstopped in zip(stopped, free, strict=True):
+        length = row.tolist().index(end) + 1
+        assert torch.equal(row[:length], unstopped[:length]) and (row[length:] == end).all()
+        lengths.append(length)
+    assert stopped.shape[1] == max(lengths)
+
+
+def test_a_seed_draws_the_same_again():
+    model, prompt = model_of(), [torch.tensor([3])]
+    texts = [
+        continued(model, prompt, 40, Sampling(), generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(("prompt", "words"), [([], "at least one token"), ([1] * 300, "leaves no room in a context of 300")])
+def test_impossible_prompts_are_refused(prompt, words):
+    with pytest.raises(ValueError, match=words):
+        next(generate(model_of(), [torch.tensor(prompt, dtype=torch.long)], 3))
+
+
+LOGITS = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
+
+
+def test_temperature_divides_logits():
+    torch.testing.assert_close(Sampling(0.5).probabilities(LOGITS), (LOGITS * 2).softmax(-1))
+    assert Sampling(0).draw(LOGITS).tolist() == [0]
+
+
+def test_top_k_keeps_the_likeliest():
+    kept = Sampling(top_k=2).probabilities(LOGITS)
+    torch.testing.assert_close(kept, torch.tensor([[2.0, float("-inf"), 1.0, float("-inf")]]).softmax(-1))
+    torch.testing.assert_close(Sampling(top_k=99).probabilities(LOGITS), LOGITS.softmax(-1))
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.1, [0]), (0.63, [0]), (0.65, [0, 2]), (0.88, [0, 1, 2]), (1.0, [0, 1, 2, 3])])
+def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
+    """The probabilities are 0.644, 0.087, 0.237, 0.032."""
+    full, nucleus = LOGITS.softmax(-1)[0], Sampling(top_p=top_p).probabilities(LOGITS)[0]
+    assert nucleus.nonzero().flatten().tolist() == kept
+    torch.testing.assert_close(nucleus[kept], full[kept] / full[kept].sum())
+
+
+def test_draws_follow_the_probabilities():
+    drawn = Sampling(top_k=3).draw(LOGITS.expand(20_000, 4), torch.Generator().manual_seed(0))
+    frequencies = drawn.bincount(minlength=4) / len(drawn)
+    torch.testing.assert_close(frequencies, Sampling(top_k=3).probabilities(LOGITS)[0], atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0}, {"top_p": 2}]
+)
+def test_values_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must"):
+        Sampling(**options)
