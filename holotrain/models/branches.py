@@ -72,11 +72,16 @@ class AttentionBranch(nn.Module):
 
 
 class MLPBranch(nn.Module):
-    """G of a block: LayerNorm, Linear, GELU, Linear, drop-path. (..., C) -> (..., C)."""
+    """G of a block: LayerNorm, Linear, GELU, Linear, drop-path. (..., C) -> (..., C).
 
-    def __init__(self, dim: int, hidden: int, dropout: float = 0.0, drop_path: float = 0.0) -> None:
+    Args:
+        dim, hidden: C, and the width between the two Linear.
+        eps: of the LayerNorm; published weights expect their own.
+    """
+
+    def __init__(self, dim: int, hidden: int, dropout: float = 0.0, drop_path: float = 0.0, eps: float = 1e-6) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.norm = nn.LayerNorm(dim, eps=eps)
         self.widen = nn.Linear(dim, hidden)
         self.narrow = nn.Linear(hidden, dim)
         self.dropout = nn.Dropout(dropout)
