@@ -69,6 +69,6 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-        # A quarter of the new channels after another: the rows of a column first, as published weights have them.
+        # The four by columns, then by rows: published weights expect them so.
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
         return self.project(self.norm(x))
