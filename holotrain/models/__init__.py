@@ -1,35 +1,49 @@
 """Transformers, plain and reversible. They take plain arguments and know nothing of configuration or training.
 
 The families, each with its published sizes, plain and reversible:
-vit, gpt, roberta
+vit, swin, gpt, roberta
 
 What they are made of:
 branches        attention and MLP: the two branches of every block
 attention       multi-head self-attention, with rotary (positions) and kv_cache (generation)
+windows         attention within shifted windows, Swin's
 residual        the sequence of blocks of a plain transformer (the reversible one is holotrain.reversible's)
 streams         reversible blocks between one stream and one stream
-stages          several sequences in one model
-patches         images to tokens
+stages          options that count blocks, in models of several such sequences
+fusion          two streams to one, with parameters
+patches         images to tokens, and fewer tokens of more channels
 text            tokens to embeddings, and the blocks of GPT and RoBERTa
 text_heads      what reads an encoded text
 cross_entropy   the loss over a long vocabulary, in pieces
+
+What is done with them:
+generation      text from a causal model, its tokens drawn by sampling
+pretrained      published weights under our names
 compiling       torch.compile, block by block
 """
 
 from holotrain.models.compiling import compile_blocks
+from holotrain.models.generation import generate
 from holotrain.models.gpt import GPT, GPT_SIZES, RevGPT
 from holotrain.models.roberta import ROBERTA_SIZES, RevRoBERTa, RoBERTa
+from holotrain.models.sampling import Sampling
+from holotrain.models.swin import SWIN_SIZES, RevSwin, Swin
 from holotrain.models.vit import VIT_SIZES, RevViT, ViT
 
 __all__ = [
     "GPT",
     "GPT_SIZES",
     "ROBERTA_SIZES",
+    "SWIN_SIZES",
     "VIT_SIZES",
     "RevGPT",
     "RevRoBERTa",
+    "RevSwin",
     "RevViT",
     "RoBERTa",
+    "Sampling",
+    "Swin",
     "ViT",
     "compile_blocks",
+    "generate",
 ]

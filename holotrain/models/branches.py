@@ -63,7 +63,7 @@ class MLPBranch(nn.Module):
 
     Args:
         dim, hidden: C, and the width between the two layers.
-        eps: of the norm.
+        eps: of the norm; published weights expect their own.
         gelu: ``"none"`` for the function itself, ``"tanh"`` for the approximation that GPT-2 was trained with.
     """
 

@@ -2,29 +2,73 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
-class PatchEmbedding(nn.Module):
-    """Cuts an image into square patches, embeds each linearly and adds a learned absolute position.
+class Patches(nn.Module):
+    """Cuts an image into square patches and embeds each linearly.
 
-    (B, channels, image_size, image_size) -> (B, T, dim) with T = (image_size / patch_size)^2.
+    (B, channels, image_size, image_size) -> (B, dim, S, S) with S = image_size / patch_size.
 
     Raises:
         ValueError: the image size is no multiple of the patch size; an image of another size at the call.
     """
 
-    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int, dropout: float = 0.0) -> None:
+    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int) -> None:
         super().__init__()
         if image_size % patch_size:
             raise ValueError(f"image_size must be a multiple of patch_size, but {image_size} is none of {patch_size}")
         self.image_size = image_size
         self.project = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
-        self.position = nn.Parameter(torch.zeros(1, (image_size // patch_size) ** 2, dim))
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         if images.shape[-2:] != (self.image_size, self.image_size):
             height, width = images.shape[-2:]
             raise ValueError(f"the model takes images of {self.image_size}x{self.image_size} pixels, not {height}x{width}")
-        tokens = self.project(images).flatten(2).transpose(1, 2)
+        return self.project(images)
+
+
+class PatchEmbedding(Patches):
+    """Patches in a row, each with a learned absolute position.
+
+    (B, channels, image_size, image_size) -> (B, T, dim) with T = (image_size / patch_size)^2. Raises as :class:`Patches`.
+    """
+
+    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int, dropout: float = 0.0) -> None:
+        super().__init__(image_size, patch_size, channels, dim)
+        self.position = nn.Parameter(torch.zeros(1, (image_size // patch_size) ** 2, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = super().forward(images).flatten(2).transpose(1, 2)
         return self.dropout(tokens + self.position)
+
+
+class PatchMap(Patches):
+    """Patches as a map, normalised; they learn no position. (B, channels, image_size, image_size) -> (B, S, S, dim)."""
+
+    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int, dropout: float = 0.0) -> None:
+        super().__init__(image_size, patch_size, channels, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.dropout(self.norm(super().forward(images).permute(0, 2, 3, 1)))
+
+
+class PatchMerging(nn.Module):
+    """Merges 2 x 2 tokens into one of twice the width: LayerNorm(4C), Linear(4C, 2C). (B, S, S, C) -> (B, S / 2, S / 2, 2C).
+
+    A map of odd size is padded with zeros first (Liu et al., ICCV 2021).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim)
+        self.project = nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        # The four by columns, then by rows: published weights expect them so.
+        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return self.project(self.norm(x))

@@ -6,10 +6,10 @@ at the end: concatenate, LayerNorm(2C), mean, Linear(2C); that doubles the head'
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from holotrain.models.branches import Branches, transformer_branches
+from holotrain.models.fusion import TwoStreamFusion
 from holotrain.models.patches import PatchEmbedding
 from holotrain.models.residual import ResidualBlock, ResidualSequence
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
@@ -96,17 +96,6 @@ class RevViT(ViT):
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.embedding(images)
         return self.head(self.fusion(*self.blocks(tokens, tokens)))
-
-
-class TwoStreamFusion(nn.Module):
-    """Concatenates the two streams, normalises, and averages over tokens. 2 x (B, T, C) -> (B, 2C)."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(2 * dim, eps=1e-6)
-
-    def forward(self, y1: Tensor, y2: Tensor) -> Tensor:
-        return self.norm(torch.cat((y1, y2), dim=-1)).mean(dim=1)
 
 
 def _initialise(model: nn.Module) -> None:

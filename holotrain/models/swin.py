@@ -1,0 +1,186 @@
+"""Swin transformers: a reversible one and its plain twin (Liu et al., ICCV 2021), from the same parts.
+
+Blocks attend within windows of a feature map, every other one within shifted windows; between stages the map halves and its
+channels double. Halving cannot be undone, so the reversible model is reversible stage by stage (PaReprop, arXiv 2306.09342).
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, nn
+
+from holotrain.models.branches import AttentionBranch, Branches, MLPBranch
+from holotrain.models.fusion import LearnedFusion, TwoStreamFusion
+from holotrain.models.patches import PatchMap, PatchMerging
+from holotrain.models.residual import ResidualBlock, ResidualSequence
+from holotrain.models.stages import stored_by_stage
+from holotrain.models.windows import RelativePositionBias, WindowAttention
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+
+# Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
+SWIN_SIZES: dict[str, dict[str, Any]] = {
+    "nano": {"dim": 32, "depths": (2, 2, 2), "heads": (1, 2, 4), "window": 4},
+    "tiny": {"dim": 96, "depths": (2, 2, 6, 2), "heads": (3, 6, 12, 24), "window": 7},
+    "small": {"dim": 96, "depths": (2, 2, 18, 2), "heads": (3, 6, 12, 24), "window": 7},
+    "base": {"dim": 128, "depths": (2, 2, 18, 2), "heads": (4, 8, 16, 32), "window": 7},
+    "large": {"dim": 192, "depths": (2, 2, 18, 2), "heads": (6, 12, 24, 48), "window": 7},
+}
+
+
+class Swin(nn.Module):
+    """The plain Swin transformer: LayerNorm, mean over tokens, linear head.
+
+    Args:
+        image_size, patch_size: in pixels; the image is square.
+        channels: of the image.
+        classes: how many the head tells apart.
+        dim: width C of the first stage; it doubles from stage to stage.
+        depths, heads: blocks and attention heads of each stage.
+        window: tokens along a window; a map that is no larger is one window.
+        mlp_ratio: width of the MLP's hidden layer over the stage's.
+        dropout: on the embedding, the attention's output and in the MLP.
+        attention_dropout: on the attention weights.
+        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first, through all stages.
+        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        engine: further options of a reversible model's sequences; a plain one has none.
+
+    Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
+
+    Raises:
+        ValueError: sizes that do not divide, depths and heads of different lengths, a ``backward`` that a plain model cannot
+            have.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 224,
+        patch_size: int = 4,
+        channels: int = 3,
+        classes: int = 1000,
+        dim: int = 96,
+        depths: Sequence[int] = (2, 2, 6, 2),
+        heads: Sequence[int] = (3, 6, 12, 24),
+        window: int = 7,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        backward: str = "autograd",
+        **engine: Any,
+    ) -> None:
+        super().__init__()
+        if not depths or len(depths) != len(heads):
+            raise ValueError(f"depths and heads name one number for each stage, not {list(depths)} and {list(heads)}")
+        widths = [dim * 2**stage for stage in range(len(depths))]
+        rates = [drop_path * block / max(sum(depths) - 1, 1) for block in range(sum(depths))]
+        self.embedding = PatchMap(image_size, patch_size, channels, dim, dropout)
+        size = image_size // patch_size
+        branches = []
+        for width, depth, stage_heads, end in zip(widths, depths, heads, accumulate(depths), strict=True):
+            attention = {"heads": stage_heads, "size": size, "window": window, "attention_dropout": attention_dropout}
+            branches.append(_stage_branches(width, rates[end - depth : end], int(width * mlp_ratio), dropout, attention))
+            size = -(-size // 2)
+        self._assemble(branches, widths, classes, backward=backward, **engine)
+        self.apply(_initialise)
+
+    def _assemble(self, branches: list[Branches], widths: list[int], classes: int, backward: str) -> None:
+        sequences = [ResidualSequence((ResidualBlock(f, g) for f, g in stage), backward) for stage in branches]
+        self.stages = nn.Sequential(*map(Stage, _mergings(widths), sequences))
+        self.norm = nn.LayerNorm(widths[-1])
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stages(self.embedding(images))
+        return self.head(self.norm(x).mean(dim=(1, 2)))
+
+
+class RevSwin(Swin):
+    """The reversible Swin transformer.
+
+    Takes the keyword arguments of :class:`Swin`, and ``backward``, ``store``, ``exact`` and ``keep`` as
+    :class:`~holotrain.reversible.ReversibleSequence` does; ``store`` counts blocks through all stages. Its twin is the
+    ``Swin`` of the same other arguments, and has the same parameters but for what two streams need: each stage starts both
+    from its input and fuses them at its end, by a Linear(2C, C) that begins as their average (``stages.*.fusion.project``);
+    the last stage's fusion concatenates, normalises and averages over tokens (``stages.*.fusion.norm``, in place of
+    ``norm``), which doubles the width of ``head``.
+
+    Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
+    """
+
+    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
+        super().__init__(backward=backward, **arguments)
+
+    def _assemble(
+        self, branches: list[Branches], widths: list[int], classes: int, store: int | Collection[int] = 0, **engine: Any
+    ) -> None:
+        stored = stored_by_stage(store, [len(stage) for stage in branches])
+        sequences = [
+            ReversibleSequence((ReversibleBlock(f, g) for f, g in stage), store=blocks, **engine)
+            for stage, blocks in zip(branches, stored, strict=True)
+        ]
+        fusions = [*map(LearnedFusion, widths[:-1]), TwoStreamFusion(widths[-1])]
+        self.stages = nn.Sequential(*map(ReversibleStage, _mergings(widths), sequences, fusions))
+        self.head = nn.Linear(2 * widths[-1], classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.stages(self.embedding(images)))
+
+
+class Stage(nn.Module):
+    """Merging, then blocks on maps of one size. (B, 2S, 2S, C / 2) -> (B, S, S, C)."""
+
+    def __init__(self, merging: nn.Module, blocks: ResidualSequence) -> None:
+        super().__init__()
+        self.merging = merging
+        self.blocks = blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.merging(x))
+
+
+class ReversibleStage(nn.Module):
+    """Merging, blocks on two streams that both start from its result, and their fusion. (B, 2S, 2S, C / 2) -> (B, S, S, C)."""
+
+    def __init__(self, merging: nn.Module, blocks: ReversibleSequence, fusion: nn.Module) -> None:
+        super().__init__()
+        self.merging = merging
+        self.blocks = blocks
+        self.fusion = fusion
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.merging(x)
+        return self.fusion(*self.blocks(x, x))
+
+
+def _mergings(widths: list[int]) -> list[nn.Module]:
+    """What precedes the blocks of each stage: the first takes the embedding as it is."""
+    return [nn.Identity(), *map(PatchMerging, widths[:-1])]
+
+
+def _stage_branches(dim: int, rates: list[float], hidden: int, dropout: float, attention: dict[str, Any]) -> Branches:
+    """The branches of a stage's blocks, of which every other one shifts its windows; ``rates`` are their drop-paths."""
+    return [
+        (
+            AttentionBranch(
+                nn.LayerNorm(dim), WindowAttention(dim, shifted=block % 2 == 1, dropout=dropout, **attention), rate
+            ),
+            MLPBranch(dim, hidden, dropout, rate, eps=1e-5),
+        )
+        for block, rate in enumerate(rates)
+    ]
+
+
+def _initialise(module: nn.Module) -> None:
+    """As published: truncated normal of 0.02 for weights and relative positions, zero for biases, PyTorch's own for patches.
+
+    To be applied to children first, so that a fusion has the last word on its Linear.
+    """
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, RelativePositionBias):
+        nn.init.trunc_normal_(module.position, std=0.02)
+    elif isinstance(module, LearnedFusion):
+        module.become_the_average()

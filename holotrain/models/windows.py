@@ -1,0 +1,115 @@
+"""Attention within windows of a feature map, every other time shifted by half a window (Liu et al., ICCV 2021).
+
+Shapes: B batch, S x S the feature map, N windows of T = window^2 tokens, C channels, H heads, D = C / H head width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def into_windows(x: Tensor, window: int, heads: int) -> Tensor:
+    """(B, S, S, C) -> (B, N * H, T, D): every window's every head is a head of its own."""
+    x = x.unflatten(3, (heads, -1)).unflatten(2, (-1, window)).unflatten(1, (-1, window))
+    return x.permute(0, 1, 3, 5, 2, 4, 6).flatten(4, 5).flatten(1, 3)
+
+
+def out_of_windows(x: Tensor, window: int, heads: int) -> Tensor:
+    """(B, N * H, T, D) -> (B, S, S, C)."""
+    across = round((x.shape[1] // heads) ** 0.5)
+    x = x.unflatten(2, (window, window)).unflatten(1, (across, across, heads))
+    return x.permute(0, 1, 4, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4).flatten(1, 2)
+
+
+def shifted_window_mask(size: int, window: int, shift: int) -> Tensor:
+    """Which tokens of a window must not see each other, since only the cyclic shift made them neighbours.
+
+    Args:
+        size: of the feature map, a multiple of ``window``.
+
+    Returns:
+        bool (N, 1, T, T), True where two tokens of a window come from opposite edges of the map.
+    """
+    place = torch.arange(size)
+    region = (place >= size - window).long() + (place >= size - shift).long()
+    region = into_windows((3 * region[:, None] + region)[None, :, :, None], window, heads=1)[0]  # (N, T, 1)
+    return (region != region.mT)[:, None]
+
+
+class RelativePositionBias(nn.Module):
+    """A learned number for each head and each step, across and down, from one token of a window to another. () -> (H, T, T)."""
+
+    def __init__(self, window: int, heads: int) -> None:
+        super().__init__()
+        span = 2 * window - 1
+        self.position = nn.Parameter(torch.zeros(span**2, heads))  # named as all positions, which do not decay
+        place = torch.arange(window)
+        step = place[:, None] - place + window - 1  # from one row, or column, to another
+        index = span * step[:, None, :, None] + step[None, :, None, :]
+        self.register_buffer("index", index.reshape(window**2, window**2), persistent=False)
+
+    def forward(self) -> Tensor:
+        return self.position[self.index].permute(2, 0, 1)
+
+
+class WindowAttention(nn.Module):
+    """Multi-head self-attention within windows, with a relative position bias. (B, S, S, C) -> (B, S, S, C).
+
+    A map that is no multiple of the window is padded with zeros below and to the right, which its tokens see, as in the
+    published models. A window as large as the map or larger shrinks to it, and is not shifted.
+
+    Args:
+        dim, heads: C and H.
+        size: S.
+        window: tokens along a window.
+        shifted: by half a window, cyclically; tokens of opposite edges do not see each other.
+        dropout, attention_dropout: on the output and on the attention weights.
+
+    Raises:
+        ValueError: ``dim`` is no multiple of ``heads``; a window of less than one token.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        size: int,
+        window: int,
+        shifted: bool = False,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim must be a multiple of heads, but {dim} is none of {heads}")
+        if window < 1:
+            raise ValueError(f"window must be at least 1, not {window}")
+        self.heads = heads
+        self.window = min(window, size)
+        self.shift = window // 2 if shifted and window < size else 0
+        self.size = size
+        self.padding = -size % self.window
+        self.attention_dropout = attention_dropout
+        self.bias = RelativePositionBias(self.window, heads)
+        mask = shifted_window_mask(size + self.padding, self.window, self.shift) if self.shift else None
+        self.register_buffer("mask", mask, persistent=False)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.roll((-self.shift, -self.shift), dims=(1, 2)) if self.shift else x
+        x = F.pad(x, (0, 0, 0, self.padding, 0, self.padding)) if self.padding else x
+        q, k, v = (into_windows(part, self.window, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        dropout = self.attention_dropout if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self._added(q.shape[1]), dropout_p=dropout, is_causal=False)
+        x = out_of_windows(x, self.window, self.heads)[:, : self.size, : self.size]
+        x = x.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else x
+        return self.dropout(self.project(x))
+
+    def _added(self, heads: int) -> Tensor:
+        """What is added to the scores, (N * H, T, T), for N * H heads: one for the whole batch, so it stays small."""
+        bias = self.bias()[None]
+        if self.mask is None:
+            return bias.expand(heads // self.heads, -1, -1, -1).flatten(0, 1)
+        return bias.masked_fill(self.mask, float("-inf")).flatten(0, 1)

@@ -1,0 +1,267 @@
+"""Swin against timm's and published sizes, and the reversible one against its plain twin and plain autograd."""
+
+import re
+
+import pytest
+import timm
+import torch
+from timm.models.swin_transformer import SwinTransformer
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from tracked_memory import peak_of_a_step
+
+from holotrain.models import SWIN_SIZES, RevSwin, Swin
+from holotrain.models.pretrained import timm_swin
+from holotrain.tasks.optimizers import decay_groups
+
+# Liu et al. (ICCV 2021), table 1: parameters and multiply-accumulates at 224 pixels; the large one's as timm and its authors
+# give them for that size. The products of attention are counted, as in the published figures.
+PUBLISHED = {
+    "tiny": (28.3e6, 4.5e9),
+    "small": (49.6e6, 8.7e9),
+    "base": (87.8e6, 15.4e9),
+    "large": (196.5e6, 34.5e9),
+}
+
+# Five blocks in two stages, of odd and even depth, on maps of 6 and 3 tokens: shifted windows, windows that do not fill the
+# map, a window as large as the map.
+SMALL = {
+    "image_size": 12,
+    "patch_size": 2,
+    "channels": 1,
+    "classes": 5,
+    "dim": 8,
+    "depths": (3, 2),
+    "heads": (1, 2),
+    "window": 4,
+}
+RANDOM = {"dropout": 0.1, "attention_dropout": 0.2, "drop_path": 0.3}
+
+
+def on_meta(build, *arguments, **options):
+    with torch.device("meta"):
+        return build(*arguments, **options)
+
+
+def parameter_count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def macs(model):
+    with FlopCounterMode(display=False) as counter:
+        model.eval()(torch.empty(1, 3, 224, 224, device="meta"))
+    return counter.get_total_flops() / 2
+
+
+def with_random_parameters(model):
+    """None is left at a value, such as zero or one, that would hide that it is not used."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        scale = 0.5 if parameter.ndim == 1 or "table" in name else parameter[0].numel() ** -0.5
+        nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, scale)
+    return model.eval()
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_are_the_published_ones_and_timms(size):
+    parameters, published_macs = PUBLISHED[size]
+    model = on_meta(Swin, **SWIN_SIZES[size])
+    reference = on_meta(timm.create_model, f"swin_{size}_patch4_window7_224")
+    assert parameter_count(model) == parameter_count(reference) == pytest.approx(parameters, rel=0.01)
+    assert macs(model) == macs(reference) == pytest.approx(published_macs, rel=0.02)
+
+
+def as_the_authors_name_them(weights):
+    """A merging counts with the stage before it, the head is no module of several, and derived buffers are saved."""
+    renamed = {
+        re.sub(r"(?<=layers\.)\d+(?=\.downsample)", lambda stage: str(int(stage[0]) - 1), name).replace("head.fc.", "head."): x
+        for name, x in weights.items()
+    }
+    derived = {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(1), "layers.0.blocks.1.attn_mask": torch.zeros(1)}
+    return renamed | derived
+
+
+@pytest.mark.parametrize("named", [dict, as_the_authors_name_them])
+def test_outputs_are_timms(named):
+    reference = with_random_parameters(timm.create_model("swin_tiny_patch4_window7_224"))
+    weights = named(reference.state_dict())
+    assert timm_swin.recognises(weights)
+    model = Swin(**SWIN_SIZES["tiny"]).eval()
+    model.load_state_dict(timm_swin.renamed(weights))
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        ours, theirs = model(images), reference(images)
+    assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("image_size", "window", "depths"),
+    [(32, 4, (2, 2, 2)), (36, 5, (2, 3, 1)), (28, 4, (3, 2, 2)), (8, 16, (1, 2, 2))],
+    ids=["windows fill maps", "maps of 18, 9 and 5", "maps of 14, 7 and 4", "windows larger than maps"],
+)
+def test_outputs_are_timms_on_maps_that_windows_do_not_fill(image_size, window, depths):
+    shared = {"patch_size": 2, "depths": depths}
+    reference = with_random_parameters(
+        SwinTransformer(image_size, embed_dim=8, num_heads=(1, 2, 4), num_classes=5, window_size=window, **shared).double()
+    )
+    model = Swin(image_size, dim=8, heads=(1, 2, 4), classes=5, window=window, **shared).double().eval()
+    model.load_state_dict(timm_swin.renamed(reference.state_dict()))
+    images = torch.randn(2, 3, image_size, image_size, dtype=torch.float64)
+    torch.testing.assert_close(model(images), reference(images), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swinv2_tiny_window8_256", "mvitv2_tiny"])
+def test_weights_of_other_models_are_not_recognised(name):
+    assert not timm_swin.recognises(on_meta(timm.create_model, name).state_dict())
+
+
+@pytest.mark.parametrize("size", SWIN_SIZES)
+def test_the_twins_differ_in_what_two_streams_need(size):
+    plain = {name: p.shape for name, p in on_meta(Swin, **SWIN_SIZES[size]).named_parameters()}
+    reversible = {name: p.shape for name, p in on_meta(RevSwin, **SWIN_SIZES[size]).named_parameters()}
+    shared, last = set(plain) & set(reversible), len(SWIN_SIZES[size]["depths"]) - 1
+    assert {name for name in shared if plain[name] != reversible[name]} == {"head.weight"}
+    assert set(plain) - shared == {"norm.weight", "norm.bias"}
+    assert set(reversible) - shared == {
+        *(f"stages.{stage}.fusion.project.{kind}" for stage in range(last) for kind in ("weight", "bias")),
+        *(f"stages.{last}.fusion.norm.{kind}" for kind in ("weight", "bias")),
+    }
+
+
+def gradients(model_class, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    model = model_class(**SMALL, **RANDOM, **options).to(dtype)
+    images = torch.randn(6, 1, 12, 12, dtype=dtype)
+    model(images).logsumexp(-1).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"backward": "checkpoint"},
+        {"backward": "reversible"},
+        {"backward": "pareprop"},
+        {"backward": "reversible", "store": 3},
+        {"backward": "pareprop", "store": (0, 4), "keep": ("attention",)},
+    ],
+    ids=str,
+)
+def test_gradients_of_every_schedule_are_equal(engine, exact):
+    reference = gradients(RevSwin, backward="autograd", exact=exact)
+    largest = max(grad.abs().max() for grad in reference.values())
+    for name, grad in gradients(RevSwin, exact=exact, **engine).items():
+        assert reference[name].abs().max() > 0, name
+        assert (grad - reference[name]).abs().max() <= 1e-10 * largest, name
+
+
+def test_plain_checkpointing_changes_nothing():
+    for stored, recomputed in zip(gradients(Swin).values(), gradients(Swin, backward="checkpoint").values(), strict=True):
+        assert torch.equal(stored, recomputed)
+
+
+def test_options_of_the_engine_reach_every_stage_and_store_counts_through_them():
+    model = RevSwin(**SMALL, backward="pareprop", store=3, exact=12, keep=("attention",))
+    first, second = (stage.blocks for stage in model.stages)
+    assert (first.store, second.store) == ([2], [0, 1])
+    for blocks in (first, second):
+        assert (blocks.backward, blocks.exact, blocks.keep) == ("pareprop", 12, ("attention",))
+
+
+def growth(model_class, **options):
+    """Bytes that a step needs more if a stage has 24 blocks instead of 6."""
+    peaks = []
+    for depth in (6, 24):
+        model = model_class(**SMALL | {"depths": (depth, 1)}, **options)
+        peaks.append(peak_of_a_step(model, torch.randn(16, 1, 12, 12)))
+    return peaks[1] - peaks[0]
+
+
+@pytest.mark.parametrize("backward", ["reversible", "pareprop"])
+def test_memory_of_activations_does_not_grow_with_a_stage(backward):
+    assert 0 <= growth(RevSwin, backward=backward) <= 0.02 * growth(Swin)
+
+
+def test_checkpointing_grows_by_what_lies_between_blocks():
+    """As the measure of memory must find it: 18 maps of 6 x 6 x 8 numbers more, of 16 images."""
+    assert growth(Swin, backward="checkpoint") == 18 * 16 * 6 * 6 * 8 * 4
+
+
+def test_each_stage_hands_on_the_average_of_its_streams_at_first():
+    y1, y2 = torch.randn(2, 3, 6, 6, 8)
+    torch.testing.assert_close(RevSwin(**SMALL).stages[0].fusion(y1, y2), (y1 + y2) / 2)
+
+
+def test_initialisation_is_the_published_one():
+    torch.manual_seed(0)
+    for name, parameter in RevSwin(**SMALL | {"dim": 64, "heads": (8, 16), "window": 6}).named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any() or name == "embedding.project.bias", name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        elif "fusion" not in name and name != "embedding.project.weight":
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
+
+
+def test_rates_reach_every_block_and_drop_path_grows_through_all_stages():
+    model = Swin(**SMALL, **RANDOM)
+    blocks = [block for stage in model.stages for block in stage.blocks.blocks]
+    rates = [0, 0.075, 0.15, 0.225, 0.3]
+    assert [block.f.drop_path.probability for block in blocks] == pytest.approx(rates)
+    assert [block.g.drop_path.probability for block in blocks] == pytest.approx(rates)
+    assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.1}
+
+
+def test_attention_weights_are_dropped_in_training_alone():
+    attention = Swin(**SMALL, attention_dropout=0.5).stages[1].blocks.blocks[1].f.attention
+    x = torch.randn(2, 3, 3, 16)
+    assert not torch.allclose(attention(x), attention(x))
+    attention.eval()
+    assert torch.equal(attention(x), attention(x))
+
+
+def test_relative_positions_do_not_decay():
+    model = on_meta(RevSwin, **SMALL)
+    exempt = {id(p) for p in decay_groups(model, 0.05)[1]["params"]}
+    tables = [p for name, p in model.named_parameters() if ".attention.bias." in name]
+    assert len(tables) == 5 and all(id(table) in exempt for table in tables)
+
+
+def test_half_precision_changes_little():
+    torch.manual_seed(0)
+    model = with_random_parameters(RevSwin(**SMALL))
+    images = torch.randn(4, 1, 12, 12)
+    expected = model(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = model(images)
+    assert (result - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"heads": (3, 5, 12, 24)}, "192 is none of 5"),
+        ({"image_size": 30}, "30 is none of 4"),
+        ({"depths": (2, 2)}, r"one number for each stage, not \[2, 2\] and \[3, 6, 12, 24\]"),
+        ({"depths": (), "heads": ()}, "one number for each stage"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"drop_path": 1.0}, "drop_path"),
+        ({"backward": "reversible"}, "autograd or checkpoint"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        on_meta(Swin, **arguments)
+
+
+def test_what_only_a_reversible_model_has_is_refused():
+    with pytest.raises(ValueError, match="up to 12 or indices below 12, not 13"):
+        on_meta(RevSwin, store=13)
+    with pytest.raises(TypeError, match="store"):
+        on_meta(Swin, store=1)
+
+
+def test_an_image_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="224x224 pixels, not 32x32"):
+        on_meta(RevSwin)(torch.empty(1, 3, 32, 32, device="meta"))

@@ -1,0 +1,52 @@
+"""How much memory a step takes beside its model, counted tensor by tensor: the same on every machine."""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TrackedMemory(TorchDispatchMode):
+    """``peak``: the most bytes that were alive at once of all that operations made meanwhile.
+
+    Args:
+        model: its parameters, gradients and buffers do not count; gradients must be there, or they would.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        own = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
+        self._alive = {}
+        self._bytes = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if storage.data_ptr() in self._own or key in self._alive:
+            return
+        size = storage.nbytes()
+
+        def freed(_):
+            del self._alive[key]
+            self._bytes -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self._bytes += size
+        self.peak = max(self.peak, self._bytes)
+
+
+def peak_of_a_step(model: nn.Module, *inputs: torch.Tensor) -> int:
+    """Peak bytes of forward and backward beside the model, its gradients in place from the step before."""
+    model(*inputs).sum().backward()
+    with TrackedMemory(model) as memory:
+        model(*inputs).sum().backward()
+    return memory.peak
