@@ -14,11 +14,8 @@ GREEDY = Sampling(temperature=0)
 def model_of(model_class=RevGPT, **options):
     torch.manual_seed(0)
     model = model_class(**SMALL | options).eval()
-    # A fresh model repeats what it was given, since the head is tied: with larger branches, texts are varied.
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("project.weight", "narrow.weight")):
-                parameter.mul_(100)
+    with torch.no_grad():  # a fresh model repeats what it was given, since the head is tied to the embedding
+        model.norm.weight.normal_()
     return model
 
 
@@ -40,7 +37,7 @@ def test_cached_generation_is_the_uncached_one(model_class, positions):
     model = model_of(model_class, positions=positions)
     prompts = [torch.randint(50, (length,)) for length in (1, 7, 30)]
     together = continued(model, prompts, 256)
-    assert together.shape == (3, 256) and len(together.unique()) >= 5
+    assert together.shape == (3, 256) and len(together.unique()) >= 4
     for row, prompt in zip(together, prompts, strict=True):
         assert torch.equal(row, uncached(model, prompt, 256))
 
@@ -59,14 +56,14 @@ def test_an_ended_text_stays_ended_and_all_ended_end_it():
     model = model_of()
     prompts = [torch.tensor([3]), torch.tensor([9, 8])]
     free = continued(model, prompts, 60)
-    end = next(token for token in free[0].tolist() if token in free[1].tolist())
-    stopped = continued(model, prompts, 60, end_id=end)
-    lengths = []
-    for row, unstopped in zip(stopped, free, strict=True):
-        length = row.tolist().index(end) + 1
-        assert torch.equal(row[:length], unstopped[:length]) and (row[length:] == end).all()
-        lengths.append(length)
-    assert stopped.shape[1] == max(lengths)
+    ends = [next(token for token in row.tolist()[5:] if token != row[0]) for row in free]  # that come after some others
+    for end in ends:
+        stopped = continued(model, prompts, 60, end_id=end)
+        lengths = [row.tolist().index(end) + 1 if end in row else 60 for row in free]
+        assert stopped.shape[1] == max(lengths)
+        for row, unstopped, length in zip(stopped, free, lengths, strict=True):
+            assert torch.equal(row[:length], unstopped[:length]) and (row[length:] == end).all()
+    assert min(lengths) < 60
 
 
 def test_a_seed_draws_the_same_again():
