@@ -7,14 +7,26 @@ tokenise       documents to the folder of their tokens; progress: how far it is
 cache, content folders built once, and hashes of what files hold
 corpus         the tokens of one part, mapped from the disk
 packed         blocks of equal length, for causal language models
+documents      one by one, for masked language models and classification; buckets: batches of about one length
+loose          files that a user names, to be classified or scored
 batches        data sets that hand out whole batches
 choices        refusals that name the nearest valid choice
 """
 
+from holotrain.data.text.buckets import BucketBatchSampler, padding
 from holotrain.data.text.byte_tokenizer import ByteTokenizer
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.restored import tokenizer_from_json
 from holotrain.data.text.sets import StdlibText, TextFiles
 from holotrain.data.text.tokenizer import Tokenizer
 
-__all__ = ["ByteTokenizer", "StdlibText", "TextDataModule", "TextFiles", "Tokenizer", "tokenizer_from_json"]
+__all__ = [
+    "BucketBatchSampler",
+    "ByteTokenizer",
+    "StdlibText",
+    "TextDataModule",
+    "TextFiles",
+    "Tokenizer",
+    "padding",
+    "tokenizer_from_json",
+]

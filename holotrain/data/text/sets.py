@@ -53,9 +53,8 @@ class TextFiles(TextDataModule):
         super().__init__(**options)
         one_of("on_error", on_error, ("error", "skip"))
         self.patterns = (files, val_files, test_files)
-        self.reading = {"text": text, "on_error": on_error}
-        self.label = label
+        self.text_field, self.label, self.on_error = text, label, on_error
 
     def source(self) -> Source:
         field = None if self.label == "folder" else self.label
-        return Globbed(*self.patterns, Reader(unit=self.unit, label=field, **self.reading), self.label)
+        return Globbed(*self.patterns, Reader(self.unit, self.text_field, field, self.on_error), self.label)

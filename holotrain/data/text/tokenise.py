@@ -140,10 +140,11 @@ def _check_parts(counts: dict[str, int], documents: Documents) -> None:
         raise UserError(f"data: there is no text in any of the {len(documents.files)} files")
     for part, count in counts.items():
         if not count:
-            where = f"{sum(counts.values())} documents in {len(documents.files)} files"
-            more = "data.unit=paragraph or line makes more of them"
-            less = "lower data.val_fraction and data.test_fraction" if part == "train" else f"or give data.{part}_files"
-            raise UserError(f"data: no document is left for {part} ({where}); {more}, {less}")
+            fewer = "lower data.val_fraction and data.test_fraction" if part == "train" else f"raise data.{part}_fraction"
+            there = f"documents: {sum(counts.values())}, files: {len(documents.files)}"
+            raise UserError(
+                f"data: no text is left for {part} ({there}); {fewer}, or cut finer with data.unit=paragraph or line"
+            )
 
 
 def _classes(labels: dict[str, int], writers: dict[str, Writer]) -> dict[str, int]:
