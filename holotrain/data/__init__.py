@@ -5,6 +5,7 @@ images    what they share
 files     image files, and what to do with one that cannot be read
 augment   transforms for training and evaluation
 seeded    augmentation seeded by (seed, epoch, index)
+text      text: tokenizers, sources, a cache of tokens, packed blocks and documents
 sampler   the order of an epoch as a function of seed and epoch
 loader    loaders that can be resumed in mid-epoch
 """
@@ -14,6 +15,22 @@ from holotrain.data.fake import Fake
 from holotrain.data.imagefolder import ImageFolder
 from holotrain.data.images import ImageDataModule
 from holotrain.data.loader import ResumableLoader
+from holotrain.data.text import ByteTokenizer, StdlibText, TextDataModule, TextFiles, Tokenizer, tokenizer_from_json
 from holotrain.data.torchvision_sets import CIFAR10, CIFAR100, MNIST
 
-__all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "ImageDataModule", "ImageFolder", "ResumableLoader"]
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "MNIST",
+    "ByteTokenizer",
+    "Digits",
+    "Fake",
+    "ImageDataModule",
+    "ImageFolder",
+    "ResumableLoader",
+    "StdlibText",
+    "TextDataModule",
+    "TextFiles",
+    "Tokenizer",
+    "tokenizer_from_json",
+]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from holotrain.data.sampler import EpochBatchSampler
+from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
 from holotrain.errors import UserError
 
 
@@ -34,18 +34,28 @@ class ResumableLoader(Loader):
     have ready, so a resumed epoch continues with the next one, for any number of workers.
 
     Args:
-        dataset: takes keys ``(epoch, index)``.
+        dataset: takes keys ``(epoch, index)``, or those that the batch sampler gives.
         batch_size: samples a batch.
         seed: of the order of the epochs.
+        batch_sampler: draws the batches; None: samples are shuffled into batches of ``batch_size``.
         options: DataLoader's others, such as ``num_workers`` and ``pin_memory``.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, seed: int = 0, **options: Any) -> None:
-        super().__init__(dataset, batch_sampler=EpochBatchSampler(len(dataset), batch_size, seed), **options)
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int = 1,
+        seed: int = 0,
+        batch_sampler: ResumableBatchSampler | None = None,
+        **options: Any,
+    ) -> None:
+        if batch_sampler is None:
+            batch_sampler = EpochBatchSampler(len(dataset), batch_size, seed)
+        super().__init__(dataset, batch_sampler=batch_sampler, **options)
         self._epoch, self._consumed = 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        sampler: EpochBatchSampler = self.batch_sampler
+        sampler: ResumableBatchSampler = self.batch_sampler
         self._epoch, self._consumed = sampler.epoch, sampler.start
         for batch in super().__iter__():
             self._consumed += 1

@@ -1,35 +1,42 @@
 """The order of an epoch as a pure function of seed and epoch."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 Key = tuple[int, int]
 """(epoch, index): what a data set is asked for, so that it can seed a sample's augmentation by both."""
 
 
-class EpochBatchSampler(Sampler[list[Key]]):
-    """Batches of shuffled keys ``(epoch, index)``.
+class ResumableBatchSampler(Sampler[list]):
+    """Batches whose order depends on (seed, epoch) alone, and which can begin in the middle of an epoch.
 
-    The order depends on (seed, epoch) alone: not on the global random state, the number of workers, or where an epoch was
-    resumed. Lightning calls ``set_epoch``; a loop of your own should too.
+    The order knows neither the global random state, nor the number of workers, nor where an epoch was resumed. Lightning
+    calls ``set_epoch``; a loop of your own should too. Several processes that train together each draw their own share of an
+    epoch, of equal length; Lightning's Trainer must be told to leave that alone: ``use_distributed_sampler=False``.
 
     Args:
-        size: samples in the data set.
-        batch_size: keys a batch; the last batch is dropped where it would be smaller, unless there is no other.
-        seed: of the shuffling.
+        seed: of the order.
+        rank, world_size: which of how many processes this is; None: as torch.distributed says.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int = 0) -> None:
-        self.size = size
-        self.batch_size = min(batch_size, size)
+    def __init__(self, seed: int = 0, rank: int | None = None, world_size: int | None = None) -> None:
+        together = dist.is_available() and dist.is_initialized()
         self.seed = seed
+        self.rank = rank if rank is not None else dist.get_rank() if together else 0
+        self.world_size = world_size if world_size is not None else dist.get_world_size() if together else 1
         self.epoch = 0
         self.start = 0
 
+    @abstractmethod
+    def batches(self, epoch: int, start: int) -> Iterator[list]:
+        """This process's batches of an epoch, from number ``start`` on."""
+
     @property
-    def sampler(self) -> "EpochBatchSampler":
+    def sampler(self) -> "ResumableBatchSampler":
         """Itself: Lightning looks for ``set_epoch`` on a batch sampler's ``sampler``, not on the batch sampler."""
         return self
 
@@ -42,13 +49,34 @@ class EpochBatchSampler(Sampler[list[Key]]):
         """The next iteration of ``epoch`` begins at its batch number ``start``; later ones begin at 0."""
         self.epoch, self.start = epoch, start
 
-    def __len__(self) -> int:
-        return self.size // self.batch_size
+    def __iter__(self) -> Iterator[list]:
+        start, self.start = self.start, 0
+        yield from self.batches(self.epoch, start)
 
-    def __iter__(self) -> Iterator[list[Key]]:
-        epoch, start, self.start = self.epoch, self.start, 0
+
+class EpochBatchSampler(ResumableBatchSampler):
+    """Batches of shuffled keys ``(epoch, index)``.
+
+    Args:
+        size: samples in the data set; what is left over when they are dealt out to the processes is left out.
+        batch_size: keys a batch; the last batch is dropped where it would be smaller, unless there is no other.
+        seed, rank, world_size: as of :class:`ResumableBatchSampler`.
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, seed: int = 0, rank: int | None = None, world_size: int | None = None
+    ) -> None:
+        super().__init__(seed, rank, world_size)
+        self.size = size
+        self.share = size // self.world_size
+        self.batch_size = min(batch_size, self.share)
+
+    def __len__(self) -> int:
+        return self.share // self.batch_size
+
+    def batches(self, epoch: int, start: int) -> Iterator[list[Key]]:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-        order = torch.randperm(self.size, generator=generator).tolist()
+        order = torch.randperm(self.size, generator=generator)[self.rank :: self.world_size].tolist()
         for batch in range(start, len(self)):
             first = batch * self.batch_size
             yield [(epoch, index) for index in order[first : first + self.batch_size]]

@@ -1,0 +1,165 @@
+"""Batches of documents of about one length, so that little is padded."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from holotrain.data.sampler import ResumableBatchSampler, mixed_seed
+from holotrain.errors import UserError
+
+GROWTH = 1.06
+"""The longest document of a bucket is at most so many times its shortest (or one token longer)."""
+
+
+class BucketBatchSampler(ResumableBatchSampler):
+    """Batches of shuffled indices, each of documents of neighbouring lengths.
+
+    Documents are shuffled within buckets of about one length, cut into batches bucket by bucket, and the batches are shuffled:
+    all a function of (seed, epoch). What does not fill a batch goes first into the next longer bucket, so that only the last
+    batch of the longest is smaller. How many batches there are depends on the lengths alone: every epoch has as many.
+
+    Every document comes exactly once an epoch, on one process. Where the batches do not divide among the processes, the
+    largest are halved until they do (only where all hold one document is the rest left out, another one each epoch). At each
+    step all processes have batches of neighbouring lengths: none waits for another.
+
+    Args:
+        lengths: (N,) tokens of each document.
+        batch_size: documents a batch; or
+        max_tokens: ``(longest in the batch) * (documents) <= max_tokens``.
+        bucketing: False: one bucket of all lengths.
+        seed, rank, world_size: as of :class:`~holotrain.data.sampler.ResumableBatchSampler`.
+
+    Raises:
+        UserError: a document is longer than ``max_tokens``, or there are fewer documents than processes.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        bucketing: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(seed, rank, world_size)
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        if len(self.lengths) < self.world_size:
+            raise UserError(f"data: {len(self.lengths)} documents cannot be dealt out to {self.world_size} processes")
+        self._bucket = bucket_of(self.lengths) if bucketing else np.zeros(len(self.lengths), dtype=np.int64)
+        self._members = np.bincount(self._bucket)
+        longest = np.zeros(len(self._members), dtype=np.int64)
+        np.maximum.at(longest, self._bucket, self.lengths)
+        self._capacity = capacities(longest, batch_size, max_tokens)
+        self._sizes = self._batch_sizes()
+
+    def __len__(self) -> int:
+        return len(self._sizes) // self.world_size
+
+    def epoch_batches(self, epoch: int) -> list[np.ndarray]:
+        """The batches of all processes, in order of length; ``world_size`` neighbours belong to one step."""
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+        order = torch.randperm(len(self.lengths), generator=generator).numpy()
+        order = order[: self._sizes.sum()]
+        order = order[np.argsort(self._bucket[order], kind="stable")]
+        return np.split(order, np.cumsum(self._sizes)[:-1])
+
+    def batches(self, epoch: int, start: int) -> Iterator[list[int]]:
+        batches = self.epoch_batches(epoch)
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch, 1))
+        for step in torch.randperm(len(self), generator=generator)[start:].tolist():
+            yield batches[step * self.world_size + self.rank].tolist()
+
+    def _batch_sizes(self) -> np.ndarray:
+        """Documents of each batch, from the shortest to the longest."""
+        sizes, left = [], 0
+        for members, capacity in zip(self._members.tolist(), self._capacity.tolist(), strict=True):
+            left += members
+            full = left // capacity
+            sizes += [capacity] * full
+            left -= full * capacity
+        sizes += [left] if left else []
+        while len(sizes) % self.world_size:
+            largest = max(range(len(sizes)), key=sizes.__getitem__)
+            if sizes[largest] == 1:
+                del sizes[-(len(sizes) % self.world_size) :]
+                break
+            half = sizes[largest] // 2
+            sizes[largest : largest + 1] = [half, sizes[largest] - half]
+        return np.array(sizes, dtype=np.int64)
+
+
+def bucket_of(lengths: np.ndarray) -> np.ndarray:
+    """The bucket (N,) of each length: buckets are one token wide at first, then grow by ``GROWTH``."""
+    edges = [0]
+    while edges[-1] <= lengths.max():
+        edges.append(max(edges[-1] + 1, int(edges[-1] * GROWTH)))
+    return np.searchsorted(edges, lengths, side="right") - 1
+
+
+def capacities(longest: np.ndarray, batch_size: int | None, max_tokens: int | None) -> np.ndarray:
+    """How many documents a batch may hold whose longest has so many tokens.
+
+    Raises:
+        UserError: one does not fit into ``max_tokens``.
+    """
+    if max_tokens is None:
+        assert batch_size is not None, "batches are bounded by documents or by tokens"
+        return np.full(len(longest), batch_size)
+    if longest.max() > max_tokens:
+        raise UserError(f"data.max_tokens: {max_tokens} is out of range; the longest document has {longest.max()} tokens")
+    return max_tokens // np.maximum(longest, 1)
+
+
+def in_order(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
+    """Documents in the order given, as many a batch as ``batch_size`` or ``max_tokens`` allow.
+
+    Raises:
+        UserError: one does not fit into ``max_tokens``.
+    """
+    batches, first = [], 0
+    most = batch_size if max_tokens is None else max_tokens // int(lengths.min())
+    capacities(lengths, batch_size, max_tokens)
+    while first < len(lengths):
+        count = min(most, len(lengths) - first)
+        if max_tokens is not None:
+            longest = np.maximum.accumulate(lengths[first : first + count])
+            count = int(np.searchsorted(longest * np.arange(1, count + 1), max_tokens, side="right"))
+        batches.append(np.arange(first, first + count))
+        first += count
+    return batches
+
+
+def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
+    """All documents from the shortest to the longest, for evaluation: the same batches always.
+
+    Raises:
+        UserError: one does not fit into ``max_tokens``.
+    """
+    order = np.argsort(lengths, kind="stable")
+    return [order[batch] for batch in in_order(lengths[order], batch_size, max_tokens)]
+
+
+def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
+    """Lengths rounded up to a multiple."""
+    return -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+
+
+def padding(
+    lengths: np.ndarray, batch_size: int | None = None, max_tokens: int | None = None, multiple: int = 1, seed: int = 0
+) -> dict[str, float]:
+    """The share of the tokens of an epoch that pads: in ``bucketed`` batches, and in ``random`` ones of the same settings.
+
+    Args:
+        lengths, batch_size, max_tokens, seed: as of :class:`BucketBatchSampler`.
+        multiple: batches are as wide as their longest document, rounded up to a multiple of this.
+    """
+    widths = padded(lengths, multiple)
+    shares = {}
+    for kind, bucketing in (("bucketed", True), ("random", False)):
+        sampler = BucketBatchSampler(widths, batch_size, max_tokens, bucketing, seed, rank=0, world_size=1)
+        held = sum(int(widths[batch].max()) * len(batch) for batch in sampler.epoch_batches(0))
+        shares[kind] = 1 - int(np.sum(lengths)) / held
+    return shares

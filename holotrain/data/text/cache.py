@@ -1,0 +1,129 @@
+"""Folders that are built once: whole, right, and under a name that says what is in them."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holotrain.data.text.content import ContentHashes
+
+MANIFEST = "manifest.json"
+
+
+def key_of(content: object) -> str:
+    """A folder's name out of what determines its content, in plain values."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def built(cache: Path, key: str, build: Callable[[Path], dict], hashes: ContentHashes) -> Path:
+    """The folder ``cache/key``, built where it is missing or damaged.
+
+    It is built beside its place and renamed when it is whole, so that nothing ever reads half of it. Processes that want the
+    same folder wait for the one that builds it; where the file system has no locks they all build, and the first to finish
+    wins. What builds that were killed have left is removed.
+
+    Args:
+        build: fills an empty folder and returns what the manifest says beside the names, sizes and hashes of its files.
+        hashes: remember which files have been checked.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = cache / key
+    if intact(folder, hashes):
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with lock(cache / f".{key}.lock") as locked:
+        if intact(folder, hashes):  # another process was faster
+            return folder
+        if locked:
+            sweep(cache)
+            remove(cache, key)
+        temporary = Path(tempfile.mkdtemp(dir=cache, prefix=f".{key}.building."))
+        try:
+            _seal(temporary, build(temporary), hashes)
+            if folder.exists():
+                folder.rename(temporary / "damaged")
+            folder_is_there = _renamed(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if not folder_is_there:
+            shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(folder / "damaged", ignore_errors=True)
+    return folder
+
+
+def manifest_of(folder: Path) -> dict:
+    """What a folder says of itself.
+
+    Raises:
+        OSError, ValueError: it says nothing.
+    """
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
+def intact(folder: Path, hashes: ContentHashes) -> bool:
+    """Whether all files are there as the manifest says."""
+    try:
+        files = manifest_of(folder)["files"]
+        return all((folder / name).stat().st_size == size for name, (size, _) in files.items()) and all(
+            hashes.of(folder / name) == found for name, (_, found) in files.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def sweep(cache: Path) -> None:
+    """Removes what killed builds of other folders have left; a build that is under way holds its lock."""
+    for key in {path.name.split(".")[1] for path in cache.glob(".*.building.*")}:
+        with lock(cache / f".{key}.lock", wait=False) as locked:
+            if locked:
+                remove(cache, key)
+
+
+def remove(cache: Path, key: str) -> None:
+    """Removes unfinished builds of a folder; its lock must be held."""
+    for left in cache.glob(f".{key}.building.*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lock(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Holds a lock that the system lets go when the process ends; False: not held, or there are none on this file system."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield False
+        return
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def _seal(folder: Path, manifest: dict, hashes: ContentHashes) -> None:
+    """Writes the manifest, and everything down to the disk: a file that is there after a power cut is there whole."""
+    files = {path.name: [path.stat().st_size, hashes.of(path)] for path in sorted(folder.iterdir())}
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest | {"files": files}, file, indent=1)
+    for path in folder.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+
+def _renamed(temporary: Path, folder: Path) -> bool:
+    try:
+        temporary.rename(folder)
+    except OSError:  # somebody else has put theirs there
+        if not folder.is_dir():
+            raise
+        return False
+    return True

@@ -1,0 +1,255 @@
+"""What every text data set shares: the cache of its tokens, the tokenizer, and loaders of either layout."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+from holotrain.data.loader import Loader, ResumableLoader
+from holotrain.data.text.batches import Batched, FixedBatches, as_it_is
+from holotrain.data.text.buckets import BucketBatchSampler, by_length, in_order, padded, padding
+from holotrain.data.text.cache import built, key_of, manifest_of
+from holotrain.data.text.choices import at_least, one_of
+from holotrain.data.text.content import ContentHashes
+from holotrain.data.text.corpus import Corpus, stored_tokenizer
+from holotrain.data.text.documents import Pieces
+from holotrain.data.text.loose import LooseFiles, framed_rows, scored_rows, texts_at
+from holotrain.data.text.packed import PackedBlocks, PackedInOrder
+from holotrain.data.text.readers import UNITS
+from holotrain.data.text.restored import known_tokenizer, tokenizer_from_json
+from holotrain.data.text.sources import Source
+from holotrain.data.text.tokenise import Documents, tokenised
+from holotrain.data.text.tokenizer import Tokenizer
+from holotrain.errors import UserError
+
+FORMAT = 1
+"""Of the cache's folders; one more whenever the same settings would write something else."""
+
+LAYOUTS = ("packed", "documents")
+
+
+class TextDataModule(pl.LightningDataModule):
+    """Text in three parts: train, val, test, tokenised once into a folder of ``cache_dir``.
+
+    Args:
+        layout: ``"packed"``: documents end to end in blocks of equal length, for causal language models; ``"documents"``: each
+            by itself, batched with others of its length, for masked ones and for classification.
+        context: tokens of a block that a model sees, or at most of a document, its special tokens included.
+        batch_size: blocks or documents a batch.
+        max_tokens: of documents, in the place of ``batch_size``: a batch's longest times its number at most.
+        bucketing: documents of about one length share a batch; False: random ones do.
+        pad_to_multiple_of: documents are padded to the longest in their batch, rounded up to a multiple of this.
+        tokenizer: ``"byte"``, ``"bpe"`` (trained on the training documents) or the path of a tokenizer.json.
+        vocab_size: ids of a ``"bpe"``, special ones included.
+        tokenizer_json: a tokenizer as its ``to_json`` gave it, of a checkpoint say; it goes before ``tokenizer``.
+        unit: what a document is: ``"file"`` (of files of rows: a row), ``"paragraph"`` or ``"line"``.
+        val_fraction, test_fraction: held out of the files (of the documents, where there are few files), the same ones always.
+        cache_dir: folder for tokens.
+        num_workers: processes that load beside the training; 0 loads in it.
+        pin_memory: page-locked batches; None: where there is a GPU.
+        seed: of the order of batches.
+
+    Attributes:
+        tokenizer, vocab_size: known at once, those of a ``"bpe"`` after ``prepare_data``.
+        class_names, num_classes: known after ``prepare_data``; [] and 0 where documents have no labels.
+
+    Raises:
+        UserError: an option is out of range, or there is no such tokenizer.
+    """
+
+    text_field = "text"
+    """Field or column that holds the text, of files of rows."""
+
+    def __init__(
+        self,
+        layout: str = "packed",
+        context: int = 256,
+        batch_size: int = 32,
+        max_tokens: int | None = None,
+        bucketing: bool = True,
+        pad_to_multiple_of: int = 1,
+        tokenizer: str = "byte",
+        vocab_size: int = 8192,
+        tokenizer_json: str | None = None,
+        unit: str = "file",
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        cache_dir: str = "data/text",
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        one_of("layout", layout, LAYOUTS)
+        one_of("unit", unit, UNITS)
+        at_least("context", context, 1 if layout == "packed" else 3)  # start, end, and something between
+        at_least("batch_size", batch_size, 1)
+        at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
+        if max_tokens is not None:
+            if layout == "packed":
+                raise UserError("data.max_tokens: packed blocks are of one length; bound them by data.batch_size")
+            at_least("max_tokens", max_tokens, -(-context // pad_to_multiple_of) * pad_to_multiple_of)
+        for option, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+            if not 0 <= fraction < 1:
+                raise UserError(f"data.{option}: {fraction} is out of range; it must lie in [0, 1)")
+        if val_fraction + test_fraction >= 1:
+            raise UserError(f"data.val_fraction and data.test_fraction, {val_fraction} and {test_fraction}, leave no training")
+        self.layout, self.context, self.batch_size, self.unit = layout, context, batch_size, unit
+        self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
+        self.fractions = (val_fraction, test_fraction)
+        self.recipe = {"tokenizer": tokenizer, "vocab_size": vocab_size}
+        self.cache = Path(cache_dir).expanduser()
+        self.loading = {
+            "num_workers": num_workers,
+            "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
+            "collate_fn": as_it_is,
+        }
+        self.seed = seed
+        self._folder: Path | None = None
+        self._given = tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
+        self._tokenizer = self._given
+
+    @abstractmethod
+    def source(self) -> Source:
+        """Where the text comes from."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._tokenizer is not None, "a bpe is trained by prepare_data"
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def class_names(self) -> list[str]:
+        assert self._folder is not None, "classes are found by prepare_data"
+        return manifest_of(self._folder)["classes"]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Of each part: ``documents``, ``tokens`` (an end token a document included) and ``bytes`` of text."""
+        assert self._folder is not None, "text is counted by prepare_data"
+        return manifest_of(self._folder)["parts"]
+
+    def prepare_data(self) -> None:
+        """Tokenises what is not in the cache yet.
+
+        Raises:
+            UserError: there is no text, some of it cannot be read, a part would be empty, or the cache cannot be written.
+        """
+        source = self.source()
+        files = source.files()
+        hashes = ContentHashes(self.cache / "index.json")
+        try:
+            content = [(file.name, file.group, file.part, hashes.of(file.path)) for file in files]
+        except OSError as error:
+            raise UserError(f"data: cannot read {error.filename} ({error.strerror})") from error
+        identity = [FORMAT, content, source.settings, self.fractions, self._tokenizer_key()]
+        documents = Documents(source, files, *self.fractions)
+
+        def build(folder: Path) -> dict:
+            return {"format": FORMAT, "settings": identity[2:], "content": key_of(content)} | tokenised(
+                documents, self._made_tokenizer, folder
+            )
+
+        try:
+            self._folder = built(self.cache, key_of(identity), build, hashes)
+            hashes.save()
+        except OSError as error:
+            raise UserError(f"data.cache_dir: cannot write {error.filename or self.cache} ({error.strerror})") from error
+        self._tokenizer = tokenizer_from_json(stored_tokenizer(self._folder))
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens what ``prepare_data`` has built, here or in another process."""
+        if self._folder is None:
+            self.prepare_data()
+
+    def part(self, name: str) -> Corpus:
+        """The tokens of ``train``, ``val`` or ``test``."""
+        assert self._folder is not None, "parts are there after setup"
+        return Corpus(self._folder, name)
+
+    @property
+    def padding(self) -> dict[str, float]:
+        """The share of the training's tokens that pads: ``bucketed``, and in ``random`` batches; {} for packed blocks."""
+        if self.layout == "packed":
+            return {}
+        return padding(self._pieces("train").lengths, self.batch_size, self.max_tokens, self.multiple, self.seed)
+
+    def train_dataloader(self) -> ResumableLoader:
+        if self.layout == "packed":
+            blocks = PackedBlocks(self.part("train"), self.context, self.seed)
+            return ResumableLoader(blocks, self.batch_size, self.seed, **self.loading)
+        pieces = self._pieces("train")
+        widths = padded(pieces.lengths, self.multiple)
+        sampler = BucketBatchSampler(widths, self.batch_size, self.max_tokens, self.bucketing, self.seed)
+        return ResumableLoader(pieces, batch_sampler=sampler, **self.loading)
+
+    def val_dataloader(self) -> Loader:
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> Loader:
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> Loader:
+        """The test part; documents come with ``index`` (B,), their place in it, for they are read by length."""
+        return self._evaluation("test", numbered=True)
+
+    def files_dataloader(self, path: Path) -> Loader:
+        """Text files, each a document, in the order of their names: batches as the layout has them, and ``names``.
+
+        Packed, a text is all targets, after an end token that begins it, in blocks of at most ``context + 1`` with
+        ``lengths`` (B,). As documents, it is cut into pieces, or cut short where documents are classified.
+
+        Args:
+            path: a file or a folder; of .jsonl and .parquet each row is a document, named ``FILE:ROW``.
+
+        Raises:
+            UserError: there is no text at ``path``, or it cannot be read.
+        """
+        rows, names = [], []
+        for name, text in texts_at(path, self.text_field):
+            ids = self.tokenizer.encode(text)
+            if self.layout == "packed":
+                cut = scored_rows(ids, self.context, self.tokenizer)
+            else:
+                cut = framed_rows(ids, self.context, self.tokenizer, self.num_classes > 0)
+            rows += cut
+            names += [name] * len(cut)
+        files = LooseFiles(rows, names, self.tokenizer.pad_id, self.multiple)
+        return self._fixed(files, in_order(padded(files.lengths, self.multiple), self.batch_size, self.max_tokens))
+
+    def _evaluation(self, part: str, numbered: bool = False) -> Loader:
+        if self.layout == "packed":
+            blocks = PackedInOrder(self.part(part), self.context)
+            return self._fixed(blocks, blocks.batches(self.batch_size))
+        pieces = self._pieces(part, numbered)
+        return self._fixed(pieces, by_length(padded(pieces.lengths, self.multiple), self.batch_size, self.max_tokens))
+
+    def _pieces(self, part: str, numbered: bool = False) -> Pieces:
+        classified = self.num_classes > 0
+        return Pieces(self.part(part), self.tokenizer, self.context, classified, self.multiple, numbered)
+
+    def _fixed(self, dataset: Batched, batches: list[np.ndarray]) -> Loader:
+        return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
+
+    def _tokenizer_key(self) -> Any:
+        """What the cache's key says of the tokenizer: its fingerprint, or how it will be trained."""
+        return self._given.fingerprint if self._given is not None else self.recipe
+
+    def _made_tokenizer(self, texts: Iterator[str]) -> Tokenizer:
+        if self._given is not None:
+            return self._given
+        from holotrain.data.text.subword_tokenizer import SubwordTokenizer
+
+        return SubwordTokenizer.trained(texts, self.recipe["vocab_size"])

@@ -1,0 +1,47 @@
+"""How far a long reading is, for whoever watches."""
+
+import sys
+import time
+from types import TracebackType
+
+EVERY = 10.0
+"""Seconds between two lines where no terminal is watching."""
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line now and then, and none for what is done sooner.
+
+    Args:
+        what: is being done.
+        total: bytes to do.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, max(total, 1), 0
+        self._bar = None
+        self._said = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def advance(self, size: int) -> None:
+        """So many bytes more are done."""
+        self.done += size
+        if sys.stdout.isatty():
+            self._draw()
+        elif time.monotonic() - self._said > EVERY:
+            self._said = time.monotonic()
+            print(f"{self.what}: {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB", flush=True)
+
+    def _draw(self) -> None:
+        if self._bar is None:
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self.what, total=self.total)
+        self._bar.update(self._task, completed=self.done)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
