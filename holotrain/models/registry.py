@@ -1,0 +1,32 @@
+"""Models by the names that configurations and exported files give them."""
+
+from typing import Any
+
+from torch import nn
+
+from holotrain.models.gpt import GPT, RevGPT
+from holotrain.models.roberta import RevRoBERTa, RoBERTa
+from holotrain.models.swin import RevSwin, Swin
+from holotrain.models.vit import RevViT, ViT
+
+MODELS: dict[str, type[nn.Module]] = {
+    "vit": ViT,
+    "rev_vit": RevViT,
+    "swin": Swin,
+    "rev_swin": RevSwin,
+    "roberta": RoBERTa,
+    "rev_roberta": RevRoBERTa,
+    "gpt": GPT,
+    "rev_gpt": RevGPT,
+}
+
+
+def build(kind: str, arguments: dict[str, Any]) -> nn.Module:
+    """A model of that kind, newly initialised.
+
+    Raises:
+        ValueError: an unknown kind, or arguments that cannot be.
+    """
+    if kind not in MODELS:
+        raise ValueError(f"{kind!r} is no kind of model; there are {', '.join(MODELS)}")
+    return MODELS[kind](**arguments)
