@@ -19,4 +19,6 @@ def stored_by_stage(store: int | Collection[int], depths: Sequence[int]) -> list
     if not stored <= set(range(total)) or (isinstance(store, int) and store < 0):
         raise ValueError(f"store must be a number of blocks up to {total} or indices below {total}, not {store!r}")
     starts = [end - depth for end, depth in zip(accumulate(depths), depths, strict=True)]
-    return [sorted(i - start for i in stored if start <= i < start + depth) for start, depth in zip(starts, depths, strict=True)]
+    return [
+        sorted(i - start for i in stored if start <= i < start + depth) for start, depth in zip(starts, depths, strict=True)
+    ]
