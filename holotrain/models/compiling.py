@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from holotrain.models.mvit import Transition
 from holotrain.models.residual import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 
@@ -13,6 +14,6 @@ def compile_blocks(model: nn.Module) -> None:
     every backward schedule, and leaves the names in the state_dict as they are.
     """
     for module in model.modules():
-        if isinstance(module, ReversibleBlock | ResidualBlock):
+        if isinstance(module, ReversibleBlock | ResidualBlock | Transition):
             module.f.compile()
             module.g.compile()

@@ -23,8 +23,31 @@ class PatchEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.shape[-2:] != (self.image_size, self.image_size):
-            height, width = images.shape[-2:]
-            raise ValueError(f"the model takes images of {self.image_size}x{self.image_size} pixels, not {height}x{width}")
+        _require_size(images, self.image_size)
         tokens = self.project(images).flatten(2).transpose(1, 2)
         return self.dropout(tokens + self.position)
+
+
+class OverlappingPatches(nn.Module):
+    """A convolution of 7x7 pixels every four: patches that overlap. (B, channels, I, I) -> (B, I / 4, I / 4, dim).
+
+    Raises:
+        ValueError: an image of another size than ``image_size`` x ``image_size`` at the call.
+    """
+
+    STRIDE = 4
+
+    def __init__(self, image_size: int, channels: int, dim: int) -> None:
+        super().__init__()
+        self.image_size = image_size
+        self.project = nn.Conv2d(channels, dim, kernel_size=7, stride=self.STRIDE, padding=3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        _require_size(images, self.image_size)
+        return self.project(images).permute(0, 2, 3, 1)
+
+
+def _require_size(images: Tensor, size: int) -> None:
+    height, width = images.shape[-2:]
+    if (height, width) != (size, size):
+        raise ValueError(f"the model takes images of {size}x{size} pixels, not {height}x{width}")
