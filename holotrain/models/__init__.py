@@ -1,12 +1,13 @@
 """Transformers, plain and reversible. They take plain arguments and know nothing of configuration or training.
 
 The families, each with its published sizes, plain and reversible:
-vit, swin, gpt, roberta
+vit, swin, mvit, gpt, roberta
 
 What they are made of:
 branches        attention and MLP: the two branches of every block
 attention       multi-head self-attention, with rotary (positions) and kv_cache (generation)
 windows         attention within shifted windows, Swin's
+pooling_attention   attention among pooled tokens, MViT's
 residual        the sequence of blocks of a plain transformer (the reversible one is holotrain.reversible's)
 streams         reversible blocks between one stream and one stream
 stages          options that count blocks, in models of several such sequences
@@ -25,6 +26,7 @@ compiling       torch.compile, block by block
 from holotrain.models.compiling import compile_blocks
 from holotrain.models.generation import generate
 from holotrain.models.gpt import GPT, GPT_SIZES, RevGPT
+from holotrain.models.mvit import MVIT_SIZES, MViT, RevMViT
 from holotrain.models.roberta import ROBERTA_SIZES, RevRoBERTa, RoBERTa
 from holotrain.models.sampling import Sampling
 from holotrain.models.swin import SWIN_SIZES, RevSwin, Swin
@@ -33,10 +35,13 @@ from holotrain.models.vit import VIT_SIZES, RevViT, ViT
 __all__ = [
     "GPT",
     "GPT_SIZES",
+    "MVIT_SIZES",
     "ROBERTA_SIZES",
     "SWIN_SIZES",
     "VIT_SIZES",
+    "MViT",
     "RevGPT",
+    "RevMViT",
     "RevRoBERTa",
     "RevSwin",
     "RevViT",

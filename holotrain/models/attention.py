@@ -3,11 +3,23 @@
 Shapes: B batch, T tokens, C channels, H heads, D = C / H head width, S tokens that are attended to.
 """
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.kv_cache import KVCache
 from holotrain.models.rotary import Rotation, rotated
+
+
+def with_one_kernel(bias: Tensor) -> Tensor:
+    """A learned bias (of the scores), marked so that attention takes the same kernel with a graph and without one.
+
+    PyTorch chooses another kernel for a bias that requires grad, which rounds differently. A training's forward that stores
+    nothing must take that of its recomputation, or what is rebuilt is off by their difference (4% of a gradient in bf16).
+    """
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        bias.requires_grad_()
+    return bias
 
 
 class Attention(nn.Module):

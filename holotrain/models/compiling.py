@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from holotrain.models.mvit import Transition
 from holotrain.models.residual import PostNormBlock, ResidualBlock
 from holotrain.reversible import ReversibleBlock
 
@@ -15,6 +16,6 @@ def compile_blocks(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PostNormBlock):  # it calls parts of its branches
             module.compile()
-        elif isinstance(module, ReversibleBlock | ResidualBlock):
+        elif isinstance(module, ReversibleBlock | ResidualBlock | Transition):
             module.f.compile()
             module.g.compile()

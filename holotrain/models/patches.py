@@ -22,9 +22,7 @@ class Patches(nn.Module):
         self.project = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.shape[-2:] != (self.image_size, self.image_size):
-            height, width = images.shape[-2:]
-            raise ValueError(f"the model takes images of {self.image_size}x{self.image_size} pixels, not {height}x{width}")
+        _require_size(images, self.image_size)
         return self.project(images)
 
 
@@ -72,3 +70,28 @@ class PatchMerging(nn.Module):
         # The four by columns, then by rows: published weights expect them so.
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
         return self.project(self.norm(x))
+
+
+class OverlappingPatches(nn.Module):
+    """A convolution of 7x7 pixels every four: patches that overlap. (B, channels, I, I) -> (B, I / 4, I / 4, dim).
+
+    Raises:
+        ValueError: an image of another size than ``image_size`` x ``image_size`` at the call.
+    """
+
+    STRIDE = 4
+
+    def __init__(self, image_size: int, channels: int, dim: int) -> None:
+        super().__init__()
+        self.image_size = image_size
+        self.project = nn.Conv2d(channels, dim, kernel_size=7, stride=self.STRIDE, padding=3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        _require_size(images, self.image_size)
+        return self.project(images).permute(0, 2, 3, 1)
+
+
+def _require_size(images: Tensor, size: int) -> None:
+    height, width = images.shape[-2:]
+    if (height, width) != (size, size):
+        raise ValueError(f"the model takes images of {size}x{size} pixels, not {height}x{width}")

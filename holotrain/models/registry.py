@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from holotrain.models.gpt import GPT, RevGPT
+from holotrain.models.mvit import MViT, RevMViT
 from holotrain.models.roberta import RevRoBERTa, RoBERTa
 from holotrain.models.swin import RevSwin, Swin
 from holotrain.models.vit import RevViT, ViT
@@ -14,6 +15,8 @@ MODELS: dict[str, type[nn.Module]] = {
     "rev_vit": RevViT,
     "swin": Swin,
     "rev_swin": RevSwin,
+    "mvit": MViT,
+    "rev_mvit": RevMViT,
     "roberta": RoBERTa,
     "rev_roberta": RevRoBERTa,
     "gpt": GPT,

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from holotrain.models.attention import with_one_kernel
+
 
 def into_windows(x: Tensor, window: int, heads: int) -> Tensor:
     """(B, S, S, C) -> (B, N * H, T, D): every window's every head is a head of its own."""
@@ -108,8 +110,11 @@ class WindowAttention(nn.Module):
         return self.dropout(self.project(x))
 
     def _added(self, heads: int) -> Tensor:
-        """What is added to the scores, (N * H, T, T), for N * H heads: one for the whole batch, so it stays small."""
+        """What is added to the scores, (1, N * H, T, T), for N * H heads: one for the whole batch, so it stays small."""
         bias = self.bias()[None]
         if self.mask is None:
-            return bias.expand(heads // self.heads, -1, -1, -1).flatten(0, 1)
-        return bias.masked_fill(self.mask, float("-inf")).flatten(0, 1)
+            bias = bias.expand(heads // self.heads, -1, -1, -1)
+        else:
+            bias = bias.masked_fill(self.mask, float("-inf"))
+        bias = bias.flatten(0, 1)[None]  # of four dimensions, or attention's fast kernels do not take it
+        return with_one_kernel(bias) if self.training else bias

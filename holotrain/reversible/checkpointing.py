@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.ambient import random_state, recomputation
@@ -23,27 +25,35 @@ def run_checkpointing(
         if torch.compiler.is_compiling():  # the compiler recomputes by rules of its own, which take no contexts
             x1, x2 = checkpoint(block, x1, x2, f_kwargs, g_kwargs, grid=grid, use_reentrant=False)
             continue
-        x1, x2 = _Checkpointed(block, keywords, grid)(x1, x2, *tensors)
+        x1, x2 = _Checkpointed(block, partial(block, grid=grid), keywords)(x1, x2, *tensors)
     return x1, x2
 
 
+def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
+    """``module(x)``, whose inside is recomputed: for what is not reversible between blocks that are."""
+    if torch.compiler.is_compiling():
+        return checkpoint(module, x, use_reentrant=False)
+    keywords, _ = Keywords.take_apart({})
+    return _Checkpointed(module, module, keywords)(x)
+
+
 class _Checkpointed:
-    """One block in one call."""
+    """One module in one call."""
 
-    def __init__(self, block: ReversibleBlock, keywords: Keywords, grid: Grid | None) -> None:
-        self.block, self.grid = block, grid
+    def __init__(self, module: nn.Module, run: Callable, keywords: Keywords) -> None:
+        self.run = run
         self.keywords, self.as_given = keywords, keywords.by_value()
-        self.buffers: Buffers | None = Buffers(block.modules())
+        self.buffers: Buffers | None = Buffers(module.modules())
 
-    def __call__(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        self.random = random_state(x1.device)
+    def __call__(self, *tensors: Tensor) -> Any:
+        """``tensors``: the streams, then those of the keywords."""
+        self.random = random_state(tensors[0].device)
         contexts = self._recorded(), _Reusable(self._replayed)
-        return checkpoint(
-            *(self._run, x1, x2, *tensors), use_reentrant=False, context_fn=lambda: contexts, preserve_rng_state=False
-        )
+        return checkpoint(self._run, *tensors, use_reentrant=False, context_fn=lambda: contexts, preserve_rng_state=False)
 
-    def _run(self, x1: Tensor, x2: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return self.block(x1, x2, **self.keywords.put_together(tensors), grid=self.grid)
+    def _run(self, *tensors: Tensor) -> Any:
+        streams = len(tensors) - len(self.keywords.slots)
+        return self.run(*tensors[:streams], **self.keywords.put_together(tensors[streams:]))
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

@@ -1,0 +1,271 @@
+"""Multi-scale vision transformers against published sizes and timm's, and the reversible one against its plain counterpart."""
+
+import weakref
+
+import pytest
+import timm
+import torch
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain.models import MVIT_SIZES, MViT, RevMViT
+from holotrain.models.pretrained import timm_mvit
+
+# Li et al. (CVPR 2022), table 1: millions of parameters, in whole ones, and 10^9 multiply-accumulates.
+PUBLISHED = {"tiny": (24, 4.7), "small": (35, 7.0), "base": (52, 10.2)}
+SMALL = {"image_size": 32, "channels": 3, "classes": 7, "dim": 8, "heads": 2}
+
+
+def on_meta(model_class, size, **arguments):
+    with torch.device("meta"):
+        return model_class(**MVIT_SIZES[size], **arguments)
+
+
+def parameter_count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def multiply_adds(model):
+    with FlopCounterMode(display=False) as counter:
+        model(torch.empty(1, 3, 224, 224, device="meta"))
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize("model_class", [MViT, RevMViT])
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_are_the_published_ones_and_timms(size, model_class):
+    """The products within attention are counted too, of both."""
+    model = on_meta(model_class, size)
+    with torch.device("meta"):
+        reference = timm.create_model(f"mvitv2_{size}")
+    millions, billions = PUBLISHED[size]
+    assert parameter_count(model) == parameter_count(reference)
+    assert abs(parameter_count(model) / 1e6 - millions) <= 0.5 + 0.01 * millions
+    assert multiply_adds(model) == multiply_adds(reference)
+    assert multiply_adds(model) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("size", MVIT_SIZES)
+def test_the_twins_have_the_same_parameters(size):
+    plain, reversible = (
+        {name: p.shape for name, p in on_meta(model_class, size).named_parameters()} for model_class in (MViT, RevMViT)
+    )
+    assert plain == reversible
+
+
+def scattered(model):
+    """Norms, biases and relative positions as training leaves them, so that none of them is without effect."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.double().eval()
+
+
+def outputs_of_both(reference, images, **arguments):
+    weights = reference.state_dict()
+    assert timm_mvit.recognises(weights)
+    model = MViT(**arguments).double().eval()
+    model.load_state_dict(timm_mvit.renamed(weights))
+    with torch.no_grad():
+        return model(images), reference(images)
+
+
+@pytest.mark.parametrize(("depths", "heads", "kv_stride", "size"), [((1, 2, 3), 2, 4, 64), ((2, 1, 1, 2), 1, 2, 32)])
+def test_outputs_are_timms(depths, heads, kv_stride, size):
+    torch.manual_seed(0)
+    stages = len(depths)
+    cfg = MultiScaleVitCfg(
+        depths=depths, embed_dim=8, num_heads=heads, mlp_ratio=2.0, stride_kv_adaptive=(kv_stride,) * 2,
+        stride_q=((1, 1), *((2, 2),) * (stages - 1)),
+    )  # fmt: skip
+    reference = scattered(MultiScaleVit(cfg, img_size=(size, size), in_chans=1, num_classes=5))
+    images = torch.randn(2, 1, size, size, dtype=torch.float64)
+    ours, theirs = outputs_of_both(
+        reference, images, image_size=size, channels=1, classes=5, dim=8, depths=depths, heads=heads, mlp_ratio=2.0,
+        kv_stride=kv_stride,
+    )  # fmt: skip
+    assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= 1e-10
+
+
+def test_outputs_of_a_published_size_are_timms():
+    torch.manual_seed(0)
+    reference = scattered(timm.create_model("mvitv2_tiny", num_classes=10))
+    ours, theirs = outputs_of_both(
+        reference, torch.randn(1, 3, 224, 224, dtype=torch.float64), classes=10, **MVIT_SIZES["tiny"]
+    )
+    assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= 1e-10
+
+
+def test_other_weights_are_told_apart_and_refused():
+    with torch.device("meta"):
+        vit = timm.create_model("vit_tiny_patch16_224").state_dict()
+        with_token = timm.create_model("mvitv2_small_cls").state_dict()
+        large = timm.create_model("mvitv2_large").state_dict()
+    assert not timm_mvit.recognises(vit)
+    for weights, tensor in ((with_token, "cls_token"), (large, "shortcut_proj_mlp")):
+        assert timm_mvit.recognises(weights)
+        with pytest.raises(ValueError, match=f"no place for .*{tensor}"):
+            timm_mvit.renamed(weights)
+
+
+def test_streams_start_as_one_and_end_as_their_average():
+    torch.manual_seed(0)
+    model = scattered(RevMViT(**SMALL, depths=(1, 2)))
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    x = model.embedding(images)
+    for stage in model.stages:
+        x = stage.transition(x)
+        y1 = x + stage.blocks.blocks[0].f(x)
+        y2 = x + stage.blocks.blocks[0].g(y1)
+        x = (y1 + y2) / 2
+    torch.testing.assert_close(model(images), model.head(model.norm(x).mean(dim=(1, 2))))
+
+
+def gradients(model_class=RevMViT, **arguments):
+    torch.manual_seed(0)
+    model = model_class(**SMALL, dropout=0.1, drop_path=0.3, **arguments).double()
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    model(images).logsumexp(-1).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+ENGINES = [
+    {"backward": "checkpoint"},
+    {"backward": "reversible"},
+    {"backward": "pareprop"},
+    {"backward": "reversible", "store": 2},
+    {"backward": "pareprop", "store": (0, 3)},
+    {"backward": "reversible", "exact": True},
+    {"backward": "reversible", "keep": ("attention",)},
+]
+
+
+@pytest.mark.parametrize("depths", [(1, 2, 5, 2), (2, 3, 4)], ids=str)  # reversible blocks: 1, 1, 4, 1 and 2, 2, 3
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_gradients_of_every_schedule_are_equal(engine, depths):
+    reference = gradients(depths=depths, backward="autograd", exact=engine.get("exact", False))
+    grads = gradients(depths=depths, **engine)
+    assert ((grads - reference).abs().max() / reference.abs().max()).item() <= 1e-10
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_forward_takes_the_attention_kernel_of_its_recomputation(exact):
+    """Under autocast two kernels differ by the rounding of bf16, which would show as drift."""
+    grads = []
+    for backward in ("autograd", "reversible"):
+        torch.manual_seed(0)
+        model = RevMViT(**SMALL, depths=(2, 3, 4), backward=backward, exact=exact)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(torch.randn(4, 3, 32, 32))
+        logits.float().logsumexp(-1).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert ((grads[1] - grads[0]).abs().max() / grads[0].abs().max()).item() <= 1e-3
+
+
+def test_plain_checkpointing_changes_nothing():
+    depths = (1, 2, 3)
+    assert torch.equal(gradients(MViT, depths=depths, backward="checkpoint"), gradients(MViT, depths=depths))
+
+
+def test_the_reversible_blocks_are_counted_through_all_stages():
+    model = RevMViT(**SMALL, depths=(2, 3, 1, 3), store=3)
+    assert [len(stage.blocks.blocks) for stage in model.stages] == [2, 2, 0, 2]
+    assert [stage.blocks.store for stage in model.stages] == [[], [1], [], [0, 1]]
+    with pytest.raises(ValueError, match="blocks up to 6"):
+        RevMViT(**SMALL, depths=(2, 3, 1, 3), store=7)
+
+
+def test_drop_path_grows_through_all_blocks():
+    model = MViT(**SMALL, depths=(2, 3), drop_path=0.4)
+    first, last = model.stages
+    blocks = [*first.blocks.blocks, last.transition, *last.blocks.blocks]
+    rates = [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert [block.f.drop_path.probability for block in blocks] == pytest.approx(rates)
+    assert [block.g.drop_path.probability for block in blocks] == pytest.approx(rates)
+
+
+def test_relative_positions_do_not_start_from_zero():
+    torch.manual_seed(0)
+    attention = MViT(**SMALL | {"dim": 64, "heads": 1}, depths=(1,)).stages[0].blocks.blocks[0].f.attention
+    for table in (attention.relative_h, attention.relative_w):
+        assert table.shape == (15, 64)
+        assert table.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+class LivingBytes(TorchDispatchMode):
+    """Follows the storages that come into being inside: how many bytes of them live at once, at most."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.living = self.peak = 0
+        standing = [tensor for p in model.parameters() for tensor in (p, p.grad)]
+        self.known = {tensor.untyped_storage()._cdata for tensor in standing}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.living += storage.nbytes()
+                self.peak = max(self.peak, self.living)
+                weakref.finalize(storage, self._ended, storage._cdata, storage.nbytes())
+        return result
+
+    def _ended(self, key, size):
+        self.known.remove(key)
+        self.living -= size
+
+
+def bytes_of_a_step(model_class, depths, **arguments):
+    """At the peak, and between forward and backward."""
+    model = model_class(**SMALL, depths=depths, drop_path=0.1, **arguments)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    images = torch.randn(16, 3, 32, 32)
+    with LivingBytes(model) as memory:
+        loss = model(images).sum()
+        between = memory.living
+        loss.backward()
+    return memory.peak, between
+
+
+@pytest.mark.parametrize("shape", [lambda depth: (depth, 1), lambda depth: (1, depth + 1)], ids=["first", "second"])
+def test_activation_memory_does_not_grow_with_the_depth_of_a_stage(shape):
+    growth = {}
+    for model_class in (MViT, RevMViT):
+        few, many = (bytes_of_a_step(model_class, shape(depth)) for depth in (6, 24))
+        growth[model_class] = [after - before for before, after in zip(few, many, strict=True)]
+    for plain, reversible in zip(growth[MViT], growth[RevMViT], strict=True):
+        assert plain > 18 * 300_000
+        assert reversible <= 0.02 * plain
+
+
+@pytest.mark.parametrize("model_class", [MViT, RevMViT])
+def test_transitions_are_recomputed_too(model_class):
+    _, everything = bytes_of_a_step(model_class, (1, 1, 1), backward="autograd")
+    _, kept = bytes_of_a_step(model_class, (1, 1, 1), backward="checkpoint")
+    assert kept <= 0.2 * everything
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dim": 100, "heads": 3}, "100 is none of 3"),
+        ({"image_size": 48}, "multiple of 32 for 4 stages, but 48"),
+        ({"kv_stride": 3}, "56x56 tokens cannot be pooled evenly by a kv stride of 3"),
+        ({"depths": (2, 0, 2)}, "depths are 2, 0, 2"),
+        ({"drop_path": 1.0}, "drop_path"),
+        ({"backward": "reversible"}, "autograd or checkpoint"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words), torch.device("meta"):
+        MViT(**arguments)
+
+
+def test_an_image_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="224x224 pixels, not 32x32"):
+        on_meta(RevMViT, "tiny")(torch.empty(1, 3, 32, 32, device="meta"))
