@@ -104,17 +104,17 @@ class WindowAttention(nn.Module):
         x = F.pad(x, (0, 0, 0, self.padding, 0, self.padding)) if self.padding else x
         q, k, v = (into_windows(part, self.window, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         dropout = self.attention_dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self._added(q.shape[1]), dropout_p=dropout, is_causal=False)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self._added(q), dropout_p=dropout, is_causal=False)
         x = out_of_windows(x, self.window, self.heads)[:, : self.size, : self.size]
         x = x.roll((self.shift, self.shift), dims=(1, 2)) if self.shift else x
         return self.dropout(self.project(x))
 
-    def _added(self, heads: int) -> Tensor:
+    def _added(self, q: Tensor) -> Tensor:
         """What is added to the scores, (1, N * H, T, T), for N * H heads: one for the whole batch, so it stays small."""
         bias = self.bias()[None]
         if self.mask is None:
-            bias = bias.expand(heads // self.heads, -1, -1, -1)
+            bias = bias.expand(q.shape[1] // self.heads, -1, -1, -1)
         else:
             bias = bias.masked_fill(self.mask, float("-inf"))
-        bias = bias.flatten(0, 1)[None]  # of four dimensions, or attention's fast kernels do not take it
+        bias = bias.flatten(0, 1)[None].to(q.dtype)  # of four dimensions, or attention's fast kernels do not take it
         return with_one_kernel(bias) if self.training else bias
