@@ -127,9 +127,14 @@ class TextDataModule(pl.LightningDataModule):
         return self.tokenizer.vocab_size
 
     @property
+    def manifest(self) -> dict:
+        """What the cache's folder says of itself: ``parts``, ``classes``, ``skipped`` and the rest."""
+        assert self._folder is not None, "text is read by prepare_data"
+        return manifest_of(self._folder)
+
+    @property
     def class_names(self) -> list[str]:
-        assert self._folder is not None, "classes are found by prepare_data"
-        return manifest_of(self._folder)["classes"]
+        return self.manifest["classes"]
 
     @property
     def num_classes(self) -> int:
@@ -138,8 +143,7 @@ class TextDataModule(pl.LightningDataModule):
     @property
     def counts(self) -> dict[str, dict[str, int]]:
         """Of each part: ``documents``, ``tokens`` (an end token a document included) and ``bytes`` of text."""
-        assert self._folder is not None, "text is counted by prepare_data"
-        return manifest_of(self._folder)["parts"]
+        return self.manifest["parts"]
 
     def prepare_data(self) -> None:
         """Tokenises what is not in the cache yet.
