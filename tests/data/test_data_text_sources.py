@@ -209,6 +209,7 @@ def test_classes_that_cannot_be_learned_are_refused(tmp_path):
         ({"files": "a.txt", "val_fraction": 0.5, "test_fraction": 0.5}, "leave no training"),
         ({"files": "a.txt", "max_tokens": 512}, "data.max_tokens: packed blocks are of one length"),
         ({"files": "a.txt", "max_tokens": 9, "layout": "documents"}, "data.max_tokens: 9 is out of range; .* at least 256"),
+        ({"files": "a.txt", "vocab_size": 259}, "data.vocab_size: 259 is out of range; it must be at least 260"),
         ({"files": "a.txt", "tokenizer_json": "{}"}, "tokenizer_json is no tokenizer.json"),
         ({"files": "a.txt", "cache_dir": "a.txt"}, r"data\.cache_dir: cannot write a\.txt"),
     ],

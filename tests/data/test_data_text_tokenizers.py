@@ -141,3 +141,10 @@ def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(UserError, match="vocab_size: 259 is out of range; .* are 260"):
         SubwordTokenizer.trained(["a"], 259)
     assert SubwordTokenizer.trained(["a"], 260).vocab_size == 260
+
+
+def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):
+    words = {"##ing": 3, "\u2581the": 4, "<0x0A>": 1, "é": 2}
+    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ordinary=words)))
+    assert tokenizer.byte_lengths[3 : 3 + len(words)].tolist() == list(words.values())
+    assert tokenizer.byte_lengths[list(tokenizer.specials.values())].tolist() == [0] * 4
