@@ -8,7 +8,7 @@ import torch
 from holotrain.data.sampler import ResumableBatchSampler, mixed_seed
 from holotrain.errors import UserError
 
-GROWTH = 1.06
+GROWTH = 1.1
 """The longest document of a bucket is at most so many times its shortest (or one token longer)."""
 
 

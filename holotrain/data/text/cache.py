@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 from holotrain.data.text.content import ContentHashes
 
@@ -43,7 +43,8 @@ def built(cache: Path, key: str, build: Callable[[Path], dict], hashes: ContentH
         if locked:
             sweep(cache)
             remove(cache, key)
-        temporary = Path(tempfile.mkdtemp(dir=cache, prefix=f".{key}.building."))
+        temporary = cache / f".{key}.building.{uuid4().hex}"
+        temporary.mkdir()
         try:
             _seal(temporary, build(temporary), hashes)
             if folder.exists():

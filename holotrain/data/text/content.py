@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from pathlib import Path
+from uuid import uuid4
 
 RACE = 2.0
 """Seconds: a file changed within them may change again without its time showing it, on file systems with coarse clocks."""
@@ -49,7 +48,6 @@ class ContentHashes:
         self._known |= self._new
         self._new = {}
         self._index.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self._index.parent, prefix=".index.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(self._known, file)
-        os.replace(temporary, self._index)
+        temporary = self._index.with_name(f".{self._index.name}.{uuid4().hex}")
+        temporary.write_text(json.dumps(self._known), encoding="utf-8")
+        temporary.replace(self._index)

@@ -12,6 +12,7 @@ import torch
 from holotrain.data.loader import Loader, ResumableLoader
 from holotrain.data.text.batches import Batched, FixedBatches, as_it_is
 from holotrain.data.text.buckets import BucketBatchSampler, by_length, in_order, padded, padding
+from holotrain.data.text.byte_tokenizer import ByteTokenizer
 from holotrain.data.text.cache import built, key_of, manifest_of
 from holotrain.data.text.choices import at_least, one_of
 from holotrain.data.text.content import ContentHashes
@@ -98,6 +99,7 @@ class TextDataModule(pl.LightningDataModule):
                 raise UserError(f"data.{option}: {fraction} is out of range; it must lie in [0, 1)")
         if val_fraction + test_fraction >= 1:
             raise UserError(f"data.val_fraction and data.test_fraction, {val_fraction} and {test_fraction}, leave no training")
+        at_least("vocab_size", vocab_size, ByteTokenizer.vocab_size)  # a bpe begins with the bytes
         self.layout, self.context, self.batch_size, self.unit = layout, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions = (val_fraction, test_fraction)
@@ -127,9 +129,14 @@ class TextDataModule(pl.LightningDataModule):
         return self.tokenizer.vocab_size
 
     @property
+    def manifest(self) -> dict:
+        """What the cache's folder says of itself: ``parts``, ``classes``, ``skipped`` and the rest."""
+        assert self._folder is not None, "text is read by prepare_data"
+        return manifest_of(self._folder)
+
+    @property
     def class_names(self) -> list[str]:
-        assert self._folder is not None, "classes are found by prepare_data"
-        return manifest_of(self._folder)["classes"]
+        return self.manifest["classes"]
 
     @property
     def num_classes(self) -> int:
@@ -138,8 +145,7 @@ class TextDataModule(pl.LightningDataModule):
     @property
     def counts(self) -> dict[str, dict[str, int]]:
         """Of each part: ``documents``, ``tokens`` (an end token a document included) and ``bytes`` of text."""
-        assert self._folder is not None, "text is counted by prepare_data"
-        return manifest_of(self._folder)["parts"]
+        return self.manifest["parts"]
 
     def prepare_data(self) -> None:
         """Tokenises what is not in the cache yet.

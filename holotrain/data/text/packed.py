@@ -35,7 +35,7 @@ class PackedBlocks(Batched):
             )
         self.corpus, self.context, self.seed = corpus, context, seed
         self._blocks = max((targets - context + 1) // context, 1)
-        self._offsets = min(targets - self._blocks * context + 1, context)
+        self._offsets = targets - self._blocks * context + 1
 
     def __len__(self) -> int:
         return self._blocks

@@ -32,7 +32,8 @@ class TextFiles(TextDataModule):
 
     Args:
         files: patterns of files; ``**`` stands for folders of any depth.
-        val_files, test_files: patterns of the files that validate and test; a part that has none is drawn from ``files``.
+        val_files, test_files: patterns of the files that validate and test, which are not trained on; a part that has none is
+            drawn from ``files``.
         text: field or column that holds the text, of .jsonl and .parquet.
         label: field or column that holds the class; ``"folder"``: the name of the folder a file lies in; None: no labels.
         on_error: ``"error"`` ends with a line about what cannot be read; ``"skip"`` leaves it out and counts it in the

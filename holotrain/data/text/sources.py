@@ -108,7 +108,8 @@ class Globbed(Source):
 
     Args:
         files: patterns; ``**`` stands for folders of any depth.
-        val_files, test_files: patterns of the files that validate and test; files that match both are not trained on.
+        val_files, test_files: patterns of the files that validate and test. A file that several patterns name tests before it
+            validates, and validates before it trains.
         reader: reads them.
         label: ``"folder"``: the name of the folder a file lies in; a field or column that the reader gives; or None.
     """

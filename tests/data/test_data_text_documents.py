@@ -1,0 +1,230 @@
+"""Documents in batches of about one length: each once an epoch, little padding, the same wherever it is resumed."""
+
+import json
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from holotrain.data import StdlibText, TextFiles
+from holotrain.data.text import BucketBatchSampler, padding
+from holotrain.data.text.buckets import by_length
+from holotrain.errors import UserError
+
+LENGTHS = np.random.default_rng(0).geometric(0.01, 3001).clip(3, 512)
+BUDGETS = [{"batch_size": 16}, {"max_tokens": 2048}, {"max_tokens": 512}, {"batch_size": 16, "bucketing": False}]
+
+
+def sampler(epoch=0, lengths=LENGTHS, **options) -> BucketBatchSampler:
+    made = BucketBatchSampler(lengths, **options)
+    made.set_epoch(epoch)
+    return made
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_document_comes_once_and_ranks_have_as_many_batches(budget, ranks):
+    counts = set()
+    for epoch in (0, 1):
+        shares = [sampler(epoch, **budget, rank=rank, world_size=ranks) for rank in range(ranks)]
+        batches = [list(share) for share in shares]
+        counts |= {len(share) for share in shares} | {len(drawn) for drawn in batches}
+        drawn = [index for share in batches for batch in share for index in batch]
+        assert sorted(drawn) == list(range(len(LENGTHS)))  # so ranks are disjoint
+        for batch in (batch for share in batches for batch in share):
+            assert len(batch) <= budget.get("batch_size", 10**9)
+            assert LENGTHS[batch].max() * len(batch) <= budget.get("max_tokens", 10**9)
+    assert len(counts) == 1  # equal on ranks, and from epoch to epoch
+
+
+@pytest.mark.parametrize(("documents", "ranks"), [(3, 3), (4, 3), (7, 2), (100, 3)])
+def test_few_documents_are_dealt_out_evenly(documents, ranks):
+    for batch_size in (1, 2, 64):
+        shares = [
+            list(sampler(lengths=LENGTHS[:documents], batch_size=batch_size, rank=r, world_size=ranks)) for r in range(ranks)
+        ]
+        assert len({len(share) for share in shares}) == 1
+        drawn = [index for share in shares for batch in share for index in batch]
+        left_out = documents % ranks if batch_size == 1 else 0
+        assert len(set(drawn)) == len(drawn) and len(drawn) >= documents - left_out
+        assert all(batch for share in shares for batch in share)
+    with pytest.raises(UserError, match="2 documents cannot be dealt out to 3 processes"):
+        sampler(lengths=LENGTHS[:2], batch_size=1, rank=0, world_size=3)
+
+
+def test_processes_work_on_neighbouring_lengths_at_each_step():
+    shares = [list(sampler(max_tokens=2048, rank=rank, world_size=2)) for rank in (0, 1)]
+    widths = np.array([[LENGTHS[batch].max() for batch in share] for share in shares])
+    assert np.abs(widths[0] - widths[1]).mean() < 0.1 * widths.mean() < np.abs(widths[0] - np.roll(widths[1], 1)).mean()
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    orders = {(seed, epoch): list(sampler(epoch, seed=seed, batch_size=16)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len({str(order) for order in orders.values()}) == 4
+    torch.manual_seed(5)
+    assert orders[1, 1] == list(sampler(1, seed=1, batch_size=16))
+    together = [{frozenset(batch) for batch in order} for order in orders.values()]
+    assert len(together[0] & together[1]) < 0.1 * len(together[0])  # other company, not another order of the same batches
+    widths = [LENGTHS[batch].max() for batch in orders[0, 0]]
+    assert abs(np.corrcoef(np.arange(len(widths)), widths)[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sampler_can_begin_in_the_middle(ranks):
+    whole = list(sampler(2, max_tokens=2048, rank=ranks - 1, world_size=ranks))
+    resumed = BucketBatchSampler(LENGTHS, max_tokens=2048, rank=ranks - 1, world_size=ranks)
+    resumed.resume(2, 5)
+    assert list(resumed) == whole[5:] and list(resumed) == whole
+
+
+@pytest.mark.parametrize("budget", [{"batch_size": 16}, {"max_tokens": 2048}])
+def test_padding_is_what_the_batches_say(budget):
+    for kind, bucketing in (("bucketed", True), ("random", False)):
+        held = sum(LENGTHS[batch].max() * len(batch) for batch in sampler(**budget, bucketing=bucketing))
+        assert padding(LENGTHS, **budget)[kind] == pytest.approx(1 - LENGTHS.sum() / held)
+    wide = padding(LENGTHS, **budget, multiple=64)
+    assert padding(LENGTHS, **budget)["bucketed"] < 0.08 < wide["bucketed"] < wide["random"]
+
+
+def test_evaluation_reads_from_short_to_long_within_the_budget():
+    batches = by_length(LENGTHS, 16, 2048)
+    assert np.concatenate(batches).tolist() == np.argsort(LENGTHS, kind="stable").tolist()
+    held = [LENGTHS[batch].max() * len(batch) for batch in batches]
+    assert max(held) <= 2048
+    for batch, after, width in zip(batches, batches[1:], held, strict=False):
+        assert width + LENGTHS[batch].max() > 2048 or LENGTHS[after].max() * (len(batch) + 1) > 2048  # no room for one more
+    assert {len(batch) for batch in by_length(LENGTHS, 16, None)[:-1]} == {16}
+    with pytest.raises(UserError, match=f"max_tokens: 9 is out of range; the longest document has {LENGTHS.max()}"):
+        by_length(LENGTHS, 16, 9)
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("stdlib"))
+
+
+def test_the_standard_library_pads_little_and_is_held_out_the_same(stdlib):
+    options = {"layout": "documents", "unit": "paragraph", "context": 512, "cache_dir": stdlib}
+    data = StdlibText(max_tokens=16384, **options)
+    data.setup()
+    shares = data.padding
+    assert shares["bucketed"] <= 0.05 and shares["random"] > 0.3
+    assert sum(count["bytes"] for count in data.counts.values()) > 10**7
+    assert all(0.02 < data.counts[part]["bytes"] / data.counts["train"]["bytes"] < 0.2 for part in ("val", "test"))
+    width = max(batch["tokens"].numel() for batch in data.val_dataloader())
+    assert 8192 < width <= 16384
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Sixty lines of three classes, of 1 to 60 letters; the class is the letter."""
+    folder = tmp_path_factory.mktemp("documents")
+    rows = [json.dumps({"text": "xyz"[n % 3] * n, "kind": "xyz"[n % 3]}) for n in range(1, 61)]
+    (folder / "a.jsonl").write_text("\n".join(rows))
+    (folder / "h.jsonl").write_text("\n".join(rows[::5]))
+    return folder
+
+
+def documents(folder, **options) -> TextFiles:
+    held = {"val_files": str(folder / "h.jsonl"), "test_fraction": 0.2}
+    chosen = {"layout": "documents", "context": 32, "batch_size": 4, "cache_dir": str(folder / "cache")} | held | options
+    data = TextFiles(str(folder / "a.jsonl"), **chosen)
+    data.setup()
+    return data
+
+
+def rows_of(loader) -> list[list[int]]:
+    return [row[:length].tolist() for b in loader for row, length in zip(b["tokens"], b["lengths"], strict=True)]
+
+
+def test_long_documents_are_cut_into_pieces_that_hold_all_of_them(folder):
+    data = documents(folder)
+    t, text = data.tokenizer, data.part("train")
+    rows = rows_of(data.train_dataloader())
+    assert all(row[0] == t.start_id and row[-1] == t.end_id and len(row) <= 32 for row in rows)
+    held = sorted(letter for row in rows for letter in row[1:-1])
+    assert held == sorted(text.tokens[text.tokens < 256].tolist())
+    lengths = np.diff(text.offsets) - 1
+    assert len(rows) == sum(-(-length // 30) for length in lengths)
+    assert not any("labels" in batch for batch in data.train_dataloader())
+
+
+def test_classified_documents_are_cut_short_and_labelled(folder):
+    data = documents(folder, label="kind")
+    assert data.class_names == ["x", "y", "z"]
+    loader = data.train_dataloader()
+    seen = 0
+    for batch in loader:
+        assert batch["tokens"].shape[1] == batch["lengths"].max() and batch["labels"].dtype == torch.int64
+        for row, length, label in zip(batch["tokens"], batch["lengths"], batch["labels"], strict=True):
+            letters = data.tokenizer.decode(row)
+            assert len(letters) == length - 2 and set(letters) == {"xyz"[label]}
+            assert torch.all(row[length:] == data.tokenizer.pad_id)
+            seen += 1
+    assert seen == data.counts["train"]["documents"]
+    val = torch.cat([batch["lengths"] for batch in data.val_dataloader()])
+    assert val.tolist() == sorted(min(n, 30) + 2 for n in range(1, 61, 5))
+    place = torch.cat([batch["index"] for batch in data.predict_dataloader()])
+    assert sorted(place.tolist()) == list(range(data.counts["test"]["documents"]))
+
+
+def test_documents_without_a_label_are_left_out_of_a_classification(stdlib):
+    data = StdlibText(classes=4, layout="documents", context=16, cache_dir=stdlib, val_fraction=0.1, test_fraction=0.1)
+    data.setup()
+    labels = np.asarray(data.part("train").labels)
+    assert data.num_classes == 4 and set(labels.tolist()) == {-1, 0, 1, 2, 3}
+    drawn = torch.cat([batch["labels"] for batch in data.train_dataloader()])
+    assert drawn.bincount().tolist() == np.bincount(labels[labels >= 0]).tolist()
+
+
+def test_widths_are_rounded_up_within_the_budget(folder):
+    data = documents(folder, pad_to_multiple_of=8, max_tokens=96)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        batches = [batch["tokens"] for batch in loader]
+        assert all(tokens.shape[1] % 8 == 0 and tokens.numel() <= 96 for tokens in batches) and len(batches) > 4
+    with pytest.raises(UserError, match=r"data\.max_tokens: 39 is out of range; it must be at least 40"):
+        documents(folder, context=33, pad_to_multiple_of=8, max_tokens=39)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bucketing", [True, False])
+def test_resuming_in_mid_epoch_and_workers_change_nothing(folder, workers, bucketing):
+    def loader():
+        return documents(folder, num_workers=workers, bucketing=bucketing, max_tokens=128).train_dataloader()
+
+    def stream(loader, epochs):
+        rows = []
+        for epoch in epochs:
+            loader.batch_sampler.set_epoch(epoch)
+            rows += [batch["tokens"].tolist() for batch in loader]
+        return rows
+
+    plain = documents(folder, bucketing=bucketing, max_tokens=128).train_dataloader()
+    reference = stream(plain, [1, 2])
+    assert reference[: len(plain)] != reference[len(plain) :]
+    first = loader()
+    first.batch_sampler.set_epoch(1)
+    iterator = iter(first)
+    head = [next(iterator)["tokens"].tolist() for _ in range(3)]
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert head + stream(second, [1, 2]) == reference
+
+
+class Reads(pl.LightningModule):
+    def predict_step(self, batch, _):
+        return batch
+
+
+def test_loose_files_keep_order_and_name_under_lightning(folder, tmp_path):
+    data = documents(folder, label="kind")
+    for name, text in (("b.txt", "y" * 50), ("a.txt", "x"), ("c.jsonl", '{"text": "z"}\n{"text": "zz"}')):
+        (tmp_path / name).write_text(text)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    batches = pl.Trainer(default_root_dir=tmp_path, **quiet).predict(Reads(), data.files_dataloader(tmp_path))
+    names = [name for batch in batches for name in batch["names"]]
+    assert names == [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.jsonl:1", "c.jsonl:2")]
+    assert [len(row) - 2 for row in rows_of(batches)] == [1, 30, 1, 2]
+    unlabelled = documents(folder).files_dataloader(tmp_path / "b.txt")
+    assert [len(row) - 2 for row in rows_of(unlabelled)] == [30, 20]

@@ -1,0 +1,190 @@
+"""Packed blocks: all of the text, cut elsewhere every epoch, taken up exactly where it was left."""
+
+from itertools import pairwise
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from holotrain.data import TextFiles
+from holotrain.data.sampler import EpochBatchSampler
+from holotrain.errors import UserError
+
+CONTEXT = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Text whose every line says which it is."""
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "a.txt").write_text("".join(f"{number:05d}\n" for number in range(1000)))
+    return folder
+
+
+def packed(folder, **options) -> TextFiles:
+    chosen = {"unit": "line", "context": CONTEXT, "batch_size": 8, "val_fraction": 0.1, "test_fraction": 0.1} | options
+    data = TextFiles(str(folder / "*.txt"), cache_dir=str(folder / "cache"), **chosen)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def stream(loader, epochs=(0, 1)):
+    batches = []
+    for epoch in epochs:
+        loader.batch_sampler.set_epoch(epoch)
+        batches += [batch["tokens"] for batch in loader]
+    return batches
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@pytest.mark.parametrize("context", [1, 16, 31, 700])
+def test_evaluation_goes_through_every_token_once(folder, context):
+    data = packed(folder, context=context, batch_size=3)
+    for part, loader in (("val", data.val_dataloader()), ("test", data.test_dataloader()), ("test", data.predict_dataloader())):
+        batches = [batch["tokens"] for batch in loader]
+        assert len(batches) == len(loader)
+        tokens = data.part(part).tokens.astype(np.int64)
+        assert torch.cat([tokens[:, 1:].flatten() for tokens in batches]).tolist() == tokens[1:].tolist()
+        assert torch.cat([tokens[:, :-1].flatten() for tokens in batches]).tolist() == tokens[:-1].tolist()
+        assert all(batch.dtype == torch.int64 and batch.shape[1] == context + 1 for batch in batches[:-1])
+        assert len(batches[-1]) == 1 or batches[-1].shape[1] == context + 1
+
+
+def test_training_covers_the_text_in_blocks_that_overlap_by_one(folder):
+    data = packed(folder, batch_size=1)
+    tokens = data.part("train").tokens.astype(np.int64)
+    loader = data.train_dataloader()
+    offsets = set()
+    for epoch in range(60):
+        loader.batch_sampler.set_epoch(epoch)
+        blocks = [batch["tokens"][0].numpy() for batch in loader]
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, CONTEXT + 1)
+        starts = sorted(int(np.flatnonzero((windows == block).all(1))[0]) for block in blocks)  # every line is another
+        assert all(after - before == CONTEXT for before, after in pairwise(starts))
+        rest = len(tokens) - 1 - (starts[-1] + CONTEXT)
+        assert starts[0] + rest < 2 * CONTEXT
+        offsets.add((starts[0], rest))
+    assert len(offsets) > 5 and min(offsets)[0] == 0 and min(rest for _, rest in offsets) == 0  # no end always waits
+
+
+def test_seeds_and_epochs_change_what_is_seen(folder):
+    loader = packed(folder).train_dataloader()
+    offset = loader.dataset.offset
+    other = next(epoch for epoch in range(1, 9) if (offset(epoch) - offset(0)) % CONTEXT)
+    first, second = stream(loader, [0]), stream(loader, [other])
+    assert same(first, stream(packed(folder).train_dataloader(), [0])) and not same(first, second)
+    assert not same(first, stream(packed(folder, seed=1).train_dataloader(), [0]))
+    assert set(map(tuple, torch.cat(first).tolist())).isdisjoint(map(tuple, torch.cat(second).tolist()))  # other cuts
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_at_any_batch_continues_the_stream(folder, workers):
+    reference = stream(packed(folder).train_dataloader())
+    per_epoch = len(packed(folder).train_dataloader())
+    assert per_epoch > 20
+    for position in (0, 1, 7, per_epoch) if workers == 0 else (7,):
+        first = packed(folder, num_workers=workers).train_dataloader()
+        iterator = iter(first)
+        head = [next(iterator)["tokens"] for _ in range(position)]
+        state = first.state_dict()
+        assert state == {"epoch": 0, "batches": position}
+        second = packed(folder, num_workers=workers).train_dataloader()
+        second.load_state_dict(state)
+        assert same(head + stream(second), reference)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_change_nothing_and_the_random_state_is_left_alone(folder, workers):
+    data, state = packed(folder, num_workers=workers), torch.get_rng_state()
+    assert same(stream(data.train_dataloader(), [3]), stream(packed(folder).train_dataloader(), [3]))
+    assert same([b["tokens"] for b in data.val_dataloader()], [b["tokens"] for b in packed(folder).val_dataloader()])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_workers_that_do_not_inherit_map_the_files_anew(folder):
+    data = packed(folder, num_workers=1)
+    loader = data.val_dataloader()
+    loader.multiprocessing_context = "spawn"
+    assert same([batch["tokens"] for batch in loader], [batch["tokens"] for batch in packed(folder).val_dataloader()])
+
+
+def test_a_part_that_is_shorter_than_a_block_is_refused(folder):
+    size = packed(folder).counts["train"]["tokens"]
+    whole = packed(folder, context=size - 1)
+    assert [batch["tokens"].shape for batch in whole.train_dataloader()] == [(1, size)]
+    with pytest.raises(UserError, match=f"data.context: {size} is out of range; the train part has {size} tokens: {size - 1}"):
+        packed(folder, context=size).train_dataloader()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_processes_share_an_epoch_of_keys(ranks):
+    drawn = []
+    for rank in range(ranks):
+        sampler = EpochBatchSampler(31, 4, seed=1, rank=rank, world_size=ranks)
+        batches = list(sampler)
+        assert len(batches) == len(sampler) == 31 // ranks // 4
+        drawn += [key for batch in batches for key in batch]
+    assert len(set(drawn)) == len(drawn) == 31 // ranks // 4 * 4 * ranks
+
+
+class Bigrams(pl.LightningModule):
+    """Counts what it is shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(260, 260)
+        self.seen = []
+
+    def loss(self, batch):
+        tokens = batch["tokens"]
+        return torch.nn.functional.cross_entropy(self.table(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def training_step(self, batch, _):
+        self.seen.append(batch["tokens"].clone())
+        return self.loss(batch)
+
+    def validation_step(self, batch, _):
+        self.log("val", self.loss(batch), batch_size=len(batch["tokens"]))
+
+    def predict_step(self, batch, _):
+        return batch["tokens"]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_under_lightning_epochs_differ_and_prediction_reads_all(folder, tmp_path):
+    data, task = packed(folder), Bigrams()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    trainer.fit(task, datamodule=data)
+    assert same(task.seen, stream(packed(folder).train_dataloader()))
+    predicted = trainer.predict(task, datamodule=data)
+    assert same(predicted, [batch["tokens"] for batch in data.test_dataloader()])
+
+
+def test_loose_texts_are_all_targets_and_keep_their_names(folder, tmp_path):
+    data = packed(folder, batch_size=2)
+    texts = {"b.txt": "short", "a.txt": "a longer text of several blocks " * 3}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = {str(tmp_path / name): [] for name in texts}
+    loader = data.files_dataloader(tmp_path)
+    for batch in loader:
+        for row, length, name in zip(batch["tokens"], batch["lengths"], batch["names"], strict=True):
+            assert torch.all(row[length:] == data.tokenizer.pad_id) and length <= CONTEXT + 1
+            found[name] += row[1:length].tolist()
+    assert loader.dataset.paths == sorted(loader.dataset.paths) and set(loader.dataset.paths) == set(found)
+    for name, text in texts.items():
+        assert found[str(tmp_path / name)] == [*text.encode(), data.tokenizer.end_id]
+    for path in (tmp_path / "gone", folder / "cache" / "nothing"):
+        with pytest.raises(UserError, match=f"no file or folder {path}"):
+            data.files_dataloader(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no text in .*empty"):
+        data.files_dataloader(tmp_path / "empty")

@@ -1,0 +1,150 @@
+"""Tokenizers: text comes back, special tokens are never text, and all of it travels as a string."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Encoder
+from tokenizers import models, pre_tokenizers
+
+from holotrain.data import ByteTokenizer, tokenizer_from_json
+from holotrain.data.text.restored import known_tokenizer
+from holotrain.data.text.subword_tokenizer import NAMES, SubwordTokenizer
+from holotrain.errors import UserError
+
+SAMPLES = [
+    "",
+    "a",
+    "def f(x):\n    return x\n",
+    "naïve café — 日本語 🧪\r\n\t",
+    "<s></s><pad><mask> &amp;",
+    "\x00\x7f\ufeff",
+    " " * 9,
+]
+
+
+def texts() -> list[str]:
+    """Samples, and random text of every plane of Unicode."""
+    rng = random.Random(0)
+    planes = [(0x20, 0x7F), (0x80, 0x800), (0x800, 0xD800), (0x10000, 0x11000)]
+    drawn = ["".join(chr(rng.randrange(*rng.choice(planes))) for _ in range(rng.randrange(40))) for _ in range(50)]
+    return SAMPLES + drawn
+
+
+@pytest.fixture(scope="module")
+def bpe() -> SubwordTokenizer:
+    return SubwordTokenizer.trained(["the quick brown fox <s> jumps\n" * 3, "def f(x):\n    return the fox\n"] * 5, 300)
+
+
+@pytest.fixture(params=["bytes", "bpe"])
+def tokenizer(request, bpe):
+    return ByteTokenizer() if request.param == "bytes" else bpe
+
+
+def test_text_comes_back_without_special_tokens(tokenizer):
+    specials = set(tokenizer.specials.values())
+    assert len(specials) == 4 and max(specials) < tokenizer.vocab_size
+    assert specials == {tokenizer.pad_id, tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id}
+    for text in texts():
+        ids = tokenizer.encode(text)
+        assert ids.dtype == tokenizer.dtype == np.uint16
+        assert not specials & set(ids.tolist())
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([tokenizer.start_id, *ids.tolist(), tokenizer.end_id, tokenizer.pad_id]) == text
+        assert np.array_equal(tokenizer.encode(text.encode()), ids)
+
+
+def test_a_batch_is_its_texts_end_to_end(tokenizer):
+    ids, lengths = tokenizer.encode_batch(texts())
+    parts = np.split(ids, np.cumsum(lengths)[:-1])
+    assert [part.tolist() for part in parts] == [tokenizer.encode(text).tolist() for text in texts()]
+
+
+def test_bytes_of_text_are_counted_from_ids(tokenizer):
+    for text in texts():
+        ids = tokenizer.encode(text)
+        assert tokenizer.bytes_of(ids) == len(text.encode())
+        assert tokenizer.bytes_of([*ids.tolist(), *tokenizer.specials.values()]) == len(text.encode())
+
+
+def test_bytes_that_are_no_text_are_shown_as_such(tokenizer):
+    assert ByteTokenizer().encode(bytes(range(256))).tolist() == list(range(256))
+    assert ByteTokenizer().decode([0xFF, 0x61]) == "\ufffda"
+    assert tokenizer.decode(tokenizer.encode("half a pair: \ud800.")) == "half a pair: ?."
+
+
+def test_tokenizers_travel_as_text(tokenizer):
+    copy = tokenizer_from_json(tokenizer.to_json())
+    assert type(copy) is type(tokenizer)
+    assert (copy.vocab_size, copy.specials, copy.fingerprint) == (
+        tokenizer.vocab_size,
+        tokenizer.specials,
+        tokenizer.fingerprint,
+    )
+    assert copy.encode("the fox 🧪").tolist() == tokenizer.encode("the fox 🧪").tolist()
+
+
+def test_training_is_a_function_of_the_texts(bpe):
+    lines = [f"word{number % 7} other{number % 3} the end\n" for number in range(50)]
+    one, other = SubwordTokenizer.trained(lines, 320), SubwordTokenizer.trained(lines[::-1], 320)
+    assert one.to_json() == other.to_json()
+    assert one.fingerprint != bpe.fingerprint != ByteTokenizer().fingerprint
+    assert one.vocab_size <= 320 and len(one.encode("the end")) < len("the end")
+
+
+def word_level(path, special=(), ordinary=()):
+    words = ["the", "fox", "[UNK]", *ordinary]
+    encoder = Encoder(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    encoder.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder.add_special_tokens(list(special))
+    encoder.enable_truncation(1)
+    path.write_text(encoder.to_str())
+    return path
+
+
+def test_a_file_keeps_its_own_special_tokens_and_gets_what_it_lacks(tmp_path):
+    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ["[CLS]", "[PAD]"])))
+    assert (tokenizer.start_id, tokenizer.pad_id) == (3, 4)
+    assert {tokenizer.end_id, tokenizer.mask_id} == {5, 6} and tokenizer.vocab_size == 7
+    assert tokenizer.encode("the fox the").tolist() == [0, 1, 0]  # not cut short, as the file would
+    assert tokenizer_from_json(tokenizer.to_json()).specials == tokenizer.specials
+
+
+def test_names_that_ordinary_tokens_have_are_refused(tmp_path):
+    path = word_level(tmp_path / "t.json", ordinary=NAMES["mask"])
+    with pytest.raises(UserError, match=r"t\.json has no special token <mask>") as error:
+        known_tokenizer(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("bite", None, "'bite' is not one of byte, bpe, .* Did you mean 'byte'"),
+        ("gone.json", None, r"cannot read .*gone\.json \(No such file"),
+        ("t.json", b"{", r"t\.json is no tokenizer\.json"),
+        ("t.json", json.dumps({"version": "1.0"}).encode(), r"t\.json is no tokenizer\.json"),
+        ("t.json", b"\xff", r"t\.json is no tokenizer\.json \(not UTF-8 at byte 0"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        known_tokenizer(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused():
+    with pytest.raises(UserError, match="vocab_size: 259 is out of range; .* are 260"):
+        SubwordTokenizer.trained(["a"], 259)
+    assert SubwordTokenizer.trained(["a"], 260).vocab_size == 260
+
+
+def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):
+    words = {"##ing": 3, "\u2581the": 4, "<0x0A>": 1, "é": 2}
+    tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ordinary=words)))
+    assert tokenizer.byte_lengths[3 : 3 + len(words)].tolist() == list(words.values())
+    assert tokenizer.byte_lengths[list(tokenizer.specials.values())].tolist() == [0] * 4
