@@ -5,6 +5,7 @@ probe         where its figures come from
 drift         DriftMonitor: how far rebuilt activations are from the true ones
 synthesis     SynthesisCallback: gradients rewritten before each optimizer step
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
+padding       PaddingMonitor: how much of text batches is padding
 flops         FLOPs of a training step, peaks of known devices
 interrupt     SaveOnSignal: a checkpoint before a signal ends the training
 exact_checkpoint  ExactCheckpoint: checkpoints from which training continues exactly
@@ -19,6 +20,7 @@ from holotrain.callbacks.exact_resume import ExactResume
 from holotrain.callbacks.flops import peak_flops, training_flops
 from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
 from holotrain.callbacks.memory import MemoryMonitor
+from holotrain.callbacks.padding import PaddingMonitor
 from holotrain.callbacks.synthesis import SynthesisCallback
 from holotrain.callbacks.throughput import ThroughputMonitor
 
@@ -29,6 +31,7 @@ __all__ = [
     "ExactResume",
     "Interrupted",
     "MemoryMonitor",
+    "PaddingMonitor",
     "SaveOnSignal",
     "SynthesisCallback",
     "ThroughputMonitor",

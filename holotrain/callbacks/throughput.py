@@ -20,7 +20,7 @@ class Window:
     step: int
     steps: int
     samples: int
-    tokens: int
+    tokens: int | Tensor
 
 
 class ThroughputMonitor(pl.Callback):
@@ -32,7 +32,7 @@ class ThroughputMonitor(pl.Callback):
     Args:
         every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``.
         batch_size: samples in a batch; None: the length of the first tensor in it.
-        count_tokens: tokens in a batch; None: no token figures.
+        count_tokens: tokens in a batch, a number or a tensor, which is read with the window; None: no token figures.
         model_flops_per_sample: FLOPs of one training step (forward and backward) of the model that stores everything,
             a sample. Gives MFU; recomputation never counts in it (Chowdhery et al., PaLM, 2022, appendix B).
         hardware_flops_per_sample: FLOPs that are truly computed, recomputation included. Gives HFU.
@@ -51,7 +51,7 @@ class ThroughputMonitor(pl.Callback):
         self,
         every_n_steps: int | None = None,
         batch_size: Callable[[Any], int] | None = None,
-        count_tokens: Callable[[Any], int] | None = None,
+        count_tokens: Callable[[Any], int | Tensor] | None = None,
         model_flops_per_sample: float | None = None,
         hardware_flops_per_sample: float | None = None,
         peak_flops: float | None = None,
@@ -146,6 +146,7 @@ class ThroughputMonitor(pl.Callback):
             if not seconds:
                 return
             self._pending.pop(0)
+            window.tokens = int(window.tokens)
             self._measured.append((window, seconds))
             for logger in trainer.loggers:
                 logger.log_metrics(self._scalars(window, seconds), step=window.step)

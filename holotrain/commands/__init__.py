@@ -1,6 +1,6 @@
 """One file a command, each with ``run(config, run) -> exit status``; the rest is what they share.
 
-fit, validate, test, predict   the commands
+fit, validate, test, predict, generate, export   the commands
 run          one run: its folder and where it came from
 evaluation   measuring a checkpoint
 checkpoint   checkpoints on their way in and out

@@ -4,29 +4,93 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
 from holotrain.config import checkpointed
 from holotrain.config.build_synthesis import check_synthesis_continues
+from holotrain.config.checks import described_by
 from holotrain.config.schema import RunConfig
+from holotrain.config.schema.data import TextDataConfig
 from holotrain.errors import UserError
+from holotrain.models import registry, saved
+from holotrain.models.adapters import add_adapters
 
 
 class KeepConfiguration(pl.Callback):
     """Lets the run's configuration travel inside its checkpoints."""
 
-    def __init__(self, config: RunConfig, choices: dict[str, str]) -> None:
-        self.stamp = checkpointed.stamp(config, choices)
+    def __init__(self, config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> None:
+        self.stamp = checkpointed.stamp(config, choices, description)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[checkpointed.KEY] = self.stamp
 
 
+def required_checkpoint(command: str, config: RunConfig) -> Path:
+    """The checkpoint that a command cannot do without.
+
+    Raises:
+        UserError: none is given.
+    """
+    if not config.ckpt_path:
+        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=runs/fit/.../checkpoints/last.ckpt")
+    return Path(config.ckpt_path)
+
+
+def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
+    """The tokenizer that a run must read text with, as ``to_json`` gave it: that of the checkpoint or the pretrained weights
+    that it begins with. None: the configuration's own.
+
+    Raises:
+        UserError: the configuration asks for another one than the checkpoint's; either cannot be read.
+    """
+    if not isinstance(config.data, TextDataConfig):
+        return None
+    if path is not None:
+        kept = checkpointed.load(path)[checkpointed.KEY]
+        asked, there = config.data.tokenizer, kept["config"]["data"].get("tokenizer")
+        if asked != there:
+            raise UserError(f"data.tokenizer={asked}: {path} was trained with {there}, and brings its tokenizer along")
+        return kept["description"]["tokenizer"]
+    begun_with = Path(config.model.pretrained or "")
+    if config.model.pretrained and (begun_with / "tokenizer.json").is_file():
+        return (begun_with / "tokenizer.json").read_text(encoding="utf-8")
+    if begun_with.suffix == ".ckpt":
+        return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
+    return None
+
+
+def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a checkpoint or an exported folder, without its data: with its weights, and what describes it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    checkpoint = checkpointed.load(path)
+    kept = checkpoint[checkpointed.KEY]
+    described = kept["description"]
+    if path.is_dir():
+        with described_by("ckpt_path"):
+            return saved.load(path), described
+    model = registry.build(described["kind"], described["arguments"])
+    if kept["config"]["model"]["adapters"]:
+        add_adapters(model, kept["config"]["model"]["adapters"])
+    prefix = "model."
+    weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
+    model.load_state_dict(weights)
+    return model, described
+
+
 def load_weights(task: pl.LightningModule, path: Path) -> None:
-    """Gives the task a checkpoint's weights (their average, where the run kept one).
+    """Gives the task a checkpoint's weights (their average, where the run kept one), or those of an exported folder.
 
     Raises:
         UserError: the checkpoint cannot be read, or is of another model.
     """
+    if path.is_dir():
+        with described_by("ckpt_path"):
+            task.model = saved.load(path)
+        return
     weights = checkpointed.load(path)["state_dict"]
     check_weights(task, weights, path)
     task.load_state_dict(weights)
@@ -37,6 +101,8 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
     Raises:
         UserError: the checkpoint cannot be read, or is of another model or optimizer, so that training cannot continue.
     """
+    if path.is_dir():
+        raise UserError(f"ckpt_path: {path} holds weights alone; begin with them by model.pretrained={path}")
     checkpoint = checkpointed.load(path)
     check_weights(task, checkpoint["state_dict"], path)
     for group in ("optimizer", "scheduler"):

@@ -7,15 +7,13 @@ from typing import Literal
 import lightning.pytorch as pl
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import load_weights
+from holotrain.commands.checkpoint import load_weights, required_checkpoint, tokenizer_for
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.schema import RunConfig
-from holotrain.data import ImageDataModule
-from holotrain.errors import UserError
-from holotrain.tasks import ImageClassifier
+from holotrain.tasks import Task
 
 Split = Literal["validate", "test"]
 
@@ -25,7 +23,7 @@ def evaluate(
     config: RunConfig,
     run: Run,
     task: pl.LightningModule,
-    data: ImageDataModule,
+    data: pl.LightningDataModule,
     path: Path | None,
     loggers: list | bool = False,
 ) -> dict[str, float]:
@@ -37,21 +35,19 @@ def evaluate(
     return measure(task, datamodule=data, verbose=False)[0]
 
 
-def prepared(command: str, config: RunConfig) -> tuple[Path, ImageDataModule, ImageClassifier]:
+def prepared(command: str, config: RunConfig) -> tuple[Path, pl.LightningDataModule, Task]:
     """The checkpoint that a command starts from, the data, set up for it, and the task, with weights of its own still.
 
     Raises:
         UserError: no checkpoint is given, the device or the data are not there.
     """
-    if not config.ckpt_path:
-        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=runs/fit/.../checkpoints/last.ckpt")
+    path = required_checkpoint(command, config)
     check_device(config.trainer)
-    pl.seed_everything(config.seed, verbose=False)
-    data = build_data(config.data, config.seed)
-    task = build_task(config, data)
+    data = build_data(config, tokenizer_for(config, path))
     data.prepare_data()
     data.setup(command)
-    return Path(config.ckpt_path), data, task
+    pl.seed_everything(config.seed, verbose=False)
+    return path, data, build_task(config, data)
 
 
 def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:

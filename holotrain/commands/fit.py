@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import KeepConfiguration, check_continuable
+from holotrain.commands.checkpoint import KeepConfiguration, check_continuable, tokenizer_for
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import log_options
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
-from holotrain.config.build import build_data, build_task
+from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, check_training_device
 from holotrain.config.schema import FitConfig
 
@@ -26,17 +26,20 @@ def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, or 128 + n where signal n ended the training."""
     started = time.monotonic()
     check_training_device(config)
-    pl.seed_everything(config.seed, verbose=False)
-    data = build_data(config.data, config.seed)
-    task = build_task(config, data)
     origin = _origin(config, run)
-    if origin is not None:
-        check_continuable(task, config, origin)
+    data = build_data(config, tokenizer_for(config, origin))
     data.prepare_data()
     data.setup("fit")
+    pl.seed_everything(config.seed, verbose=False)
+    task = build_task(config, data, begin=origin is None)
+    if origin is not None:
+        check_continuable(task, config, origin)
 
     loggers = build_loggers(config.logger, run.folder)
-    callbacks = [*build_fit_callbacks(config, run.folder, task, data), KeepConfiguration(config, run.choices)]
+    callbacks = [
+        *build_fit_callbacks(config, run.folder, task, data),
+        KeepConfiguration(config, run.choices, description(config, data)),
+    ]
     trainer = build_trainer(config.trainer, run.folder, callbacks, loggers)
     write_whole(
         run.folder / "config.yaml", yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config)), sort_keys=False)
@@ -81,6 +84,7 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
     if throughput is not None:
         summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds
+        summary.tokens_per_second = throughput.tokens_per_second
     if memory is not None:
         summary.peak_memory_bytes = memory.peak_bytes
     summary.checkpoint = str(run.checkpoints / Path(best).name) if best and Path(best).is_file() else last

@@ -1,9 +1,12 @@
-"""``holotrain predict``: classifies images with a checkpoint, into predictions.csv."""
+"""``holotrain predict``: classifies images or texts, or scores texts, with a checkpoint, into predictions.csv."""
 
 import csv
 import io
 import time
+from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import load_weights
@@ -12,40 +15,64 @@ from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build_trainer import build_trainer
+from holotrain.config.checks import described_by
 from holotrain.config.schema import PredictConfig
+from holotrain.models.int8 import quantise
 
 PREDICTIONS = "predictions.csv"
 
 
 def run(config: PredictConfig, run: Run) -> int:
-    """Writes a row an image: its path, or its number in the test part of the data; its class; the probability of that."""
+    """Writes a row a sample: its file, or its number in the test part of the data; its class and the probability of that, or
+    (causal_lm) its bytes and bits a byte."""
     started = time.monotonic()
     path, data, task = prepared("predict", config)
-    loader = data.files_dataloader(Path(config.images)) if config.images else None
+    files = config.images or config.texts
+    loader = data.files_dataloader(Path(files)) if files else data.predict_dataloader()
     screen.show_start("predict", config, run.choices, task.model, run.folder, path)
     load_weights(task, path)
+    if config.int8:
+        with described_by("int8"):
+            quantise(task.model)
     trainer = build_trainer(config.trainer, run.folder, [], False)
-    if loader is None:
-        batches, names = trainer.predict(task, datamodule=data), None
+    batches = trainer.predict(task, dataloaders=loader)
+    names = [str(name) for name in loader.dataset.paths] if files else count()
+    named = zip(names, _samples(batches), strict=False)  # limit_predict_batches may leave names over
+    if config.task.kind == "causal_lm":
+        columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
     else:
-        batches, names = trainer.predict(task, dataloaders=loader), [str(name) for name in loader.dataset.paths]
-    predicted = [
-        (data.class_names[index], probability)
-        for batch in batches
-        for index, probability in zip(batch["class"].tolist(), batch["probability"].tolist(), strict=True)
-    ]
+        columns = ("image" if config.task.kind == "image_classification" else "text", "class", "probability")
+        rows = [(name, data.class_names[of["class"]], f"{of['probability']:.6f}") for name, of in named]
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["image", "class", "probability"])
-    # limit_predict_batches may leave names over
-    rows = zip(names or range(len(predicted)), predicted, strict=False)
-    writer.writerows((name, label, f"{probability:.6f}") for name, (label, probability) in rows)
+    writer.writerow(columns)
+    writer.writerows(rows)
     write_whole(run.folder / PREDICTIONS, text.getvalue())
 
     summary = Summary.of(run, config, task.model)
     summary.checkpoint = str(path)
-    summary.metrics = {"images": len(predicted)}
+    summary.metrics = {f"{columns[0]}s": len(rows)}
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     screen.show_end(summary, run.folder)
     return 0
+
+
+def _samples(batches: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What was predicted of each sample, in the order of the test part or of the files."""
+    samples = [
+        dict(zip(batch, values, strict=True))
+        for batch in batches
+        for values in zip(*(column.tolist() for column in batch.values()), strict=True)
+    ]
+    return sorted(samples, key=lambda sample: sample.get("index", 0))  # texts are read by length
+
+
+def _scores(named: Iterable[tuple[object, dict[str, float]]]) -> list[tuple[object, int, str]]:
+    """A row a text, which may have been read in several blocks."""
+    sums: dict[object, list[float]] = {}
+    for name, sample in named:
+        whole = sums.setdefault(name, [0, 0])
+        whole[0] += sample["bytes"]
+        whole[1] += sample["bits"]
+    return [(name, int(size), f"{bits / max(size, 1):.4f}") for name, (size, bits) in sums.items()]

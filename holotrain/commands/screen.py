@@ -9,6 +9,7 @@ from torch import nn
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import device_name
 from holotrain.config.schema import RunConfig
+from holotrain.config.schema.data import DataConfig
 
 console = Console(highlight=False)
 
@@ -19,7 +20,8 @@ def show_start(
     """Says what is about to happen."""
     rows = {
         "model": f"{choices.get('model', config.model.kind)}, {_large(parameter_count(model))} parameters",
-        "data": f"{choices.get('data', config.data.kind)}, batches of {config.data.batch_size}",
+        "task": config.task.kind,
+        "data": f"{choices.get('data', config.data.kind)}, {_batches(config.data)}",
         "backward": config.backward.kind,
         "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
         "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}" if command == "fit" else None,
@@ -37,7 +39,8 @@ def show_end(summary: Summary, folder: Path) -> None:
     if summary.steps is not None:
         rows["steps"] = f"{summary.steps} in {summary.epochs} epochs"
     if summary.samples_per_second is not None:
-        rows["throughput"] = f"{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms a step"
+        tokens = f"{summary.tokens_per_second:.0f} tokens/s, " if summary.tokens_per_second is not None else ""
+        rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms a step"
     if summary.peak_memory_bytes is not None:
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB"
     rows["time"] = f"{summary.seconds:.1f} s"
@@ -45,6 +48,30 @@ def show_end(summary: Summary, folder: Path) -> None:
     rows["profile"] = next(folder.glob("fit-profile.txt"), None)
     rows["written to"] = folder / SUMMARY
     console.print(_table(summary.status, {key: value for key, value in rows.items() if value is not None}))
+
+
+def show_generated(summary: Summary, folder: Path) -> None:
+    """Says how fast texts came, apart from the texts, so that these can be piped."""
+    rows = {
+        "tokens": f"{summary.metrics['tokens']} of {summary.metrics['texts']} texts, {summary.tokens_per_second:.1f} a second",
+        "written to": folder,
+    }
+    Console(stderr=True, highlight=False).print(_table(summary.status, rows))
+
+
+def show_exported(summary: Summary, folder: Path) -> None:
+    """Says what was written, and how large the weights are."""
+    weights = summary.metrics["storage_bytes"]
+    rows = {
+        "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of fp32's",
+        "written to": f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}",
+    }
+    console.print(_table(summary.status, rows))
+
+
+def _batches(config: DataConfig) -> str:
+    tokens = getattr(config, "max_tokens", None)
+    return f"batches of {config.batch_size}" if tokens is None else f"batches of up to {tokens} tokens"
 
 
 def _table(title: str, rows: dict[str, object]) -> Table:

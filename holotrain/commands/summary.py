@@ -35,6 +35,7 @@ class Summary:
     epochs: int | None = None
     steps: int | None = None
     samples_per_second: float | None = None
+    tokens_per_second: float | None = None
     step_seconds: float | None = None
     peak_memory_bytes: int | None = None
     checkpoint: str | None = None

@@ -14,6 +14,7 @@ from holotrain.commands.screen import console
 
 FIGURES = {
     "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
     "step_seconds": "s/step",
     "peak_memory_bytes": "peak bytes",
     "seconds": "seconds",

@@ -13,8 +13,11 @@ VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp",
 BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
 HELP = {"--help", "-h"}
 
-PATHS = {"ckpt_path", "images", "output_dir", "data.root", "hydra.run.dir", "hydra.sweep.dir"}
-"""Overrides whose values are paths: Hydra's grammar would trip over signs that a path may well hold."""
+VERBATIM = {
+    *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
+    *("data.root", "data.files", "data.val_files", "data.test_files", "data.cache_dir", "data.tokenizer", "model.pretrained"),
+}
+"""Overrides whose values are paths or text: Hydra's grammar would trip over signs that those may well hold."""
 
 
 @dataclass
@@ -22,6 +25,9 @@ class Arguments:
     command: str
     flags: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    """the overrides as they were given, before signs in paths and texts were escaped for Hydra"""
+
     help: bool = False
 
     @property
@@ -39,18 +45,21 @@ class Arguments:
 
     def value(self, key: str) -> str | None:
         """The value of the last override of ``key``, unquoted; None where there is none."""
-        for override in reversed(self.overrides):
-            name, equals, value = override.lstrip("+").partition("=")
+        for word in reversed(self.words):
+            name, equals, value = word.lstrip("+").partition("=")
             if equals and name == key:
                 return value.strip("'\"")
         return None
 
 
-def _quoted_path(override: str) -> str:
+def _verbatim(override: str) -> str:
     key, _, value = override.partition("=")
-    if key in PATHS and re.search(r"[=\s()\[\]{}:]", value) and value[0] not in "'\"$":
-        return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
-    return override
+    signs = "=\\s()\\[\\]{}:" + ("" if key != "prompt" else ",'\"\\\\$#*~@?|")
+    if key not in VERBATIM or not re.search(f"[{signs}]", value) or (key != "prompt" and value[0] in "'\"$["):
+        return override
+    # Backslashes before a quote, and the quotes, are the grammar's; what looks like an interpolation is OmegaConf's.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    return f"{key}='{escaped.replace('${', chr(92) + '${')}'"
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -81,7 +90,8 @@ def parse(argv: list[str]) -> Arguments:
         elif "=" not in word and not word.startswith("~"):
             raise UserError(f"{word!r} is no override: write group=option or key=value")
         else:
-            arguments.overrides.append(_quoted_path(word))
+            arguments.words.append(word)
+            arguments.overrides.append(_verbatim(word))
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
     return arguments

@@ -1,18 +1,22 @@
 """Configurations to what they describe: data, model, task."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+import lightning.pytorch as pl
+import torch
 from torch import nn
 
 from holotrain import data as datasets
+from holotrain import tasks
+from holotrain.config.build_weights import prepare_weights
+from holotrain.config.checks import described_by
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.data import DataConfig
-from holotrain.config.schema.model import BackwardConfig, ModelConfig
-from holotrain.errors import UserError
-from holotrain.models import RevViT, ViT, compile_blocks
-from holotrain.tasks import ImageClassifier, optimizers, schedules
+from holotrain.config.schema.backward import BackwardConfig
+from holotrain.config.schema.data import TextDataConfig
+from holotrain.config.schema.model import BEYOND
+from holotrain.models import compile_blocks, registry
+from holotrain.tasks import optimizers, schedules
 
 DATA = {
     "digits": datasets.Digits,
@@ -21,55 +25,125 @@ DATA = {
     "cifar100": datasets.CIFAR100,
     "imagefolder": datasets.ImageFolder,
     "fake": datasets.Fake,
+    "text_stdlib": datasets.StdlibText,
+    "text_files": datasets.TextFiles,
 }
-MODELS = {"vit": ViT, "rev_vit": RevViT}
 OPTIMIZERS = {"adamw": optimizers.adamw, "sgd": optimizers.sgd}
 SCHEDULES = {"cosine": schedules.cosine, "multistep": schedules.multistep, "constant": schedules.constant}
 
 
-@contextmanager
-def described_by(group: str) -> Iterator[None]:
-    """A ValueError inside is a mistake in this group of the configuration."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{group}: {error}") from error
+def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
+    """The data module of a run; its data are read when it is set up.
 
-
-def build_data(config: DataConfig, seed: int) -> datasets.ImageDataModule:
-    """The data module; its data are read when it is set up, its classes and shape are known at once."""
+    Args:
+        tokenizer: of the checkpoint that the run starts from, as its ``to_json`` gave it.
+    """
+    arguments = _arguments(config.data)
+    if isinstance(config.data, TextDataConfig):
+        arguments |= _of_text(config, tokenizer)
     with described_by("data"):
-        return DATA[config.kind](**_arguments(config), seed=seed)
+        return DATA[config.data.kind](**arguments, seed=config.seed)
 
 
-def build_model(config: ModelConfig, backward: BackwardConfig, data: datasets.ImageDataModule) -> nn.Module:
-    """The model for the images and classes of ``data``."""
+def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
+    """What the task says of its text."""
+    task = config.task.kind
+    arguments: dict[str, Any] = {
+        "layout": "packed" if task == "causal_lm" else "documents",
+        "unit": config.data.unit or ("paragraph" if task == "masked_lm" else "file"),
+        "tokenizer_json": tokenizer,
+    }
+    if task != "sequence_classification":  # labels would only cost
+        arguments |= {"label": None} if hasattr(config.data, "label") else {"classes": 0}
+    return arguments
+
+
+def model_arguments(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
+    """What the model's constructor takes: its configuration, and the shapes of ``data``, which is set up."""
+    arguments = {name: value for name, value in vars(config.model).items() if name not in BEYOND}
+    arguments |= backward_arguments(config.backward)
+    if isinstance(data, datasets.TextDataModule):
+        arguments |= {"vocab": data.vocab_size, "context": data.context}
+        if config.task.kind == "sequence_classification":
+            arguments["classes"] = data.num_classes
+        return arguments
     channels, size, _ = data.image_shape
-    arguments = _arguments(config) | {"patch_size": config.patch_size or default_patch_size(size)}
-    arguments |= {"backward": backward.kind, **backward.engine()}
-    with described_by("model"):
-        return MODELS[config.kind](image_size=size, channels=channels, classes=data.num_classes, **arguments)
+    if "patch_size" in arguments:
+        arguments["patch_size"] = arguments["patch_size"] or default_patch_size(config.model.kind, size)
+    return arguments | {"image_size": size, "channels": channels, "classes": data.num_classes}
 
 
-def default_patch_size(image_size: int) -> int:
-    """16 pixels as published for large images; less for small ones, so that some tens of tokens remain."""
+def backward_arguments(config: BackwardConfig) -> dict[str, Any]:
+    """The part of a model's arguments that changes its backward and nothing else."""
+    return {"backward": config.kind, **config.engine()}
+
+
+def default_patch_size(kind: str, image_size: int) -> int:
+    """As published for large images; less for small ones, so that some tens of tokens remain."""
+    if kind.endswith("swin"):
+        return 4 if image_size >= 64 else 2
     return 16 if image_size >= 112 else 4 if image_size >= 24 else 2
 
 
-def build_task(config: RunConfig, data: datasets.ImageDataModule) -> ImageClassifier:
-    """The LightningModule, its model included, with what it needs to train."""
-    model = build_model(config.model, config.backward, data)
+def build_model(config: RunConfig, data: pl.LightningDataModule) -> nn.Module:
+    """The model for ``data``, which is set up; without pretrained weights and adapters."""
+    with described_by("model"):
+        return registry.build(config.model.kind, model_arguments(config, data))
+
+
+def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> tasks.Task:
+    """The LightningModule, its model included, with what it needs to train.
+
+    Args:
+        begin: read pretrained weights, if the configuration names any; a checkpoint brings its own.
+    """
+    model = build_model(config, data)
+    prepare_weights(model, config.model, begin)
     if config.compile:
         compile_blocks(model)
-    return ImageClassifier(
-        model,
-        classes=data.num_classes,
-        optimizer=partial(OPTIMIZERS[config.optimizer.kind], **_arguments(config.optimizer)),
-        scheduler=partial(SCHEDULES[config.scheduler.kind], **_arguments(config.scheduler)),
-        label_smoothing=config.task.label_smoothing,
-        cuda_graph=config.backward.cuda_graph,
-    )
+    options = {
+        "optimizer": partial(OPTIMIZERS[config.optimizer.kind], **_arguments(config.optimizer)),
+        "scheduler": partial(SCHEDULES[config.scheduler.kind], **_arguments(config.scheduler)),
+        "cuda_graph": config.backward.cuda_graph,
+    }
+    return TASKS[config.task.kind](model, config, data, options)
 
 
-def _arguments(config: object) -> dict:
+def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
+    """What was trained, in plain containers: enough to use it without its data.
+
+    The model's kind and arguments, its tokenizer (text), its classes, the mean and deviation of its images' channels.
+    """
+    found: dict[str, Any] = {"kind": config.model.kind, "arguments": model_arguments(config, data)}
+    if isinstance(data, datasets.TextDataModule):
+        found["tokenizer"] = data.tokenizer.to_json()
+    else:
+        found["statistics"] = [list(numbers) for numbers in data.statistics]
+    if config.task.kind.endswith("classification"):
+        found["class_names"] = list(data.class_names)
+    return found
+
+
+def _classifier(make: type[tasks.Task], model: nn.Module, config: RunConfig, data: Any, options: dict) -> tasks.Task:
+    return make(model, classes=data.num_classes, label_smoothing=config.task.label_smoothing, **options)
+
+
+def _causal_lm(model: nn.Module, config: RunConfig, data: Any, options: dict) -> tasks.Task:
+    return tasks.CausalLM(model, token_bytes=torch.from_numpy(data.tokenizer.byte_lengths), **options)
+
+
+def _masked_lm(model: nn.Module, config: RunConfig, data: Any, options: dict) -> tasks.Task:
+    words = torch.from_numpy(data.tokenizer.byte_lengths) > 0
+    return tasks.MaskedLM(model, data.tokenizer.mask_id, words, config.task.mask_probability, **options)
+
+
+TASKS = {
+    "image_classification": partial(_classifier, tasks.ImageClassifier),
+    "sequence_classification": partial(_classifier, tasks.SequenceClassifier),
+    "causal_lm": _causal_lm,
+    "masked_lm": _masked_lm,
+}
+
+
+def _arguments(config: object) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name != "kind"}

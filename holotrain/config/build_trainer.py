@@ -2,7 +2,9 @@
 
 import importlib.util
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,6 +15,7 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
 )
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from torch import Tensor
 
 from holotrain.callbacks import (
     DriftMonitor,
@@ -20,22 +23,24 @@ from holotrain.callbacks import (
     ExactCheckpoint,
     ExactResume,
     MemoryMonitor,
+    PaddingMonitor,
     SaveOnSignal,
     ThroughputMonitor,
     last_checkpoint,
     peak_flops,
     training_flops,
 )
-from holotrain.config.build import build_model
+from holotrain.config.build import backward_arguments, model_arguments
 from holotrain.config.build_synthesis import build_synthesis
 from holotrain.config.checks import one_of
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.model import BackwardConfig
+from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
-from holotrain.data import ImageDataModule
+from holotrain.data import TextDataModule
 from holotrain.errors import UserError
-from holotrain.tasks import ImageClassifier
+from holotrain.models import registry
+from holotrain.tasks import Task
 
 
 def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callback], logger: object) -> pl.Trainer:
@@ -76,6 +81,12 @@ def device_name(accelerator: str) -> str:
     if kind == "cuda":
         return torch.cuda.get_device_name()
     return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
+
+
+def autocast_of(config: TrainerConfig) -> AbstractContextManager:
+    """The precision of a run outside of a Trainer."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
+    return torch.autocast(device_kind(config.accelerator), dtype) if dtype else nullcontext()
 
 
 def check_device(config: TrainerConfig) -> None:
@@ -136,7 +147,7 @@ def build_progress(config: CallbacksConfig) -> list[pl.Callback]:
     return {"bar": [RichProgressBar()], "lines": [EpochLog()], "none": []}[style]
 
 
-def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, data: ImageDataModule) -> list[pl.Callback]:
+def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.LightningDataModule) -> list[pl.Callback]:
     """What accompanies a training: measurements, checkpoints, exact resumption.
 
     Raises:
@@ -155,9 +166,12 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
         callbacks.append(_throughput(config, data))
     if settings.ema.decay is not None:
         callbacks.append(EMAWeightAveraging(decay=settings.ema.decay, update_every_n_steps=settings.ema.every_n_steps))
+    if isinstance(data, TextDataModule) and data.padding:
+        callbacks.append(PaddingMonitor(data.padding["random"]))
     if config.trainer.limit_val_batches != 0:
-        one_of("callbacks.checkpoint.monitor", checkpoint.monitor, task.monitored)
-        watched = {"monitor": checkpoint.monitor, "mode": checkpoint.mode}
+        monitor = checkpoint.monitor or next(iter(task.monitored))
+        one_of("callbacks.checkpoint.monitor", monitor, task.monitored)
+        watched = {"monitor": monitor, "mode": checkpoint.mode or task.monitored[monitor]}
         if settings.patience is not None:
             callbacks.append(EarlyStopping(**watched, patience=settings.patience))
         callbacks.append(
@@ -176,17 +190,35 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: ImageClassifier, 
     return [*callbacks, SaveOnSignal(last)]
 
 
-def _throughput(config: RunConfig, data: ImageDataModule) -> ThroughputMonitor:
+def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMonitor:
     """Counts FLOPs only where the device's peak is known: they serve MFU and HFU alone."""
+    is_text = isinstance(data, TextDataModule)
+    counted = {"count_tokens": tokens_of} if is_text else {}
     name = device_name(config.trainer.accelerator)
     peak = config.callbacks.throughput.peak_flops or peak_flops(name, config.trainer.precision)
-    if peak is None:
-        return ThroughputMonitor()
+    if peak is None or (is_text and data.layout == "documents"):  # whose batches vary in length
+        return ThroughputMonitor(**counted)
+    arguments = model_arguments(config, data)
     with torch.device("meta"):
-        image = torch.empty(1, *data.image_shape)
-        stored, run = (build_model(config.model, way, data) for way in (BackwardConfig("autograd"), config.backward))
+        sample = torch.zeros(1, data.context, dtype=torch.long) if is_text else torch.empty(1, *data.image_shape)
+        stored, run = (
+            registry.build(config.model.kind, _without_backward(arguments) | backward_arguments(way))
+            for way in (BackwardConfig("autograd"), config.backward)
+        )
     return ThroughputMonitor(
-        model_flops_per_sample=training_flops(stored, (image,)),
-        hardware_flops_per_sample=training_flops(run, (image,)),
+        model_flops_per_sample=training_flops(stored, (sample,)),
+        hardware_flops_per_sample=training_flops(run, (sample,)),
         peak_flops=peak,
+        **counted,
     )
+
+
+def _without_backward(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in ("backward", "store", "exact", "keep")}
+
+
+def tokens_of(batch: dict[str, Tensor]) -> Tensor:
+    """Tokens that a batch trains on, padding left out; on the batch's device, so that nothing waits for it."""
+    if "lengths" in batch:
+        return batch["lengths"].sum()
+    return torch.tensor(batch["tokens"][:, 1:].numel())

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config.arguments import Arguments
+from holotrain.config.checks import described_by
 from holotrain.config.composition import composed
 from holotrain.config.folders import LAST_CHECKPOINT, run_folder
 from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
@@ -24,11 +25,16 @@ BRINGS = {"task": ("data", "model", "backward"), "model": ("backward",)}
 """The groups whose default an option of another group brings along."""
 
 
-def stamp(config: RunConfig, choices: dict[str, str]) -> dict[str, Any]:
-    """What a checkpoint keeps of a run's configuration: plain containers only."""
+def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint keeps of a run, in plain containers.
+
+    Args:
+        description: of what was trained, as ``holotrain.config.build.description`` gives it.
+    """
     container = OmegaConf.to_container(OmegaConf.structured(config))
     shared = {field.name for field in fields(RunConfig)}
-    return {"config": {key: value for key, value in container.items() if key in shared}, "choices": choices}
+    kept = {key: value for key, value in container.items() if key in shared}
+    return {"config": kept, "choices": choices, "description": description}
 
 
 @dataclass
@@ -67,13 +73,15 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint of holotrain's, on the CPU, running nothing that stands in it.
+    """Reads a checkpoint of holotrain's, on the CPU, running nothing that stands in it; of an exported folder all but weights.
 
     Raises:
         UserError: it is missing, damaged, or of another program.
     """
     import torch
 
+    if path.is_dir():
+        return _exported(path)
     if not path.is_file():
         raise UserError(f"ckpt_path: there is no file {path}")
     try:
@@ -83,6 +91,16 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
     return checkpoint
+
+
+def _exported(folder: Path) -> dict[str, Any]:
+    from holotrain.models.saved import read_config
+
+    with described_by("ckpt_path"):
+        config = read_config(folder)
+    if KEY not in config:
+        raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")
+    return {KEY: config[KEY]}
 
 
 def adopted(command: str, config: DictConfig, start: Origin, overrides: list[str]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from holotrain.errors import UserError
 
@@ -35,3 +36,12 @@ def amount(where: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or value < 0 or (isinstance(value, float) and value > 1):
         raise UserError(f"{where}: {value!r} is neither a whole number of batches nor a fraction in [0, 1]")
+
+
+@contextmanager
+def described_by(group: str) -> Iterator[None]:
+    """A ValueError inside is a mistake in this group of the configuration."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{group}: {error}") from error

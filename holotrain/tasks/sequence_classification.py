@@ -15,3 +15,8 @@ class SequenceClassifier(Classifier):
 
     def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
         return batch["tokens"], attended(batch), batch.get("labels")
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The likeliest class and its probability, and ``index`` (B,) where the batch has it: which sample each is."""
+        numbered = {"index": batch["index"]} if "index" in batch else {}
+        return super().predict_step(batch, batch_idx) | numbered

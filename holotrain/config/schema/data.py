@@ -1,6 +1,7 @@
 """What is learned from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -125,6 +126,98 @@ class FakeConfig(ImageDataConfig):
         at_least("data.num_classes", self.num_classes, 2)
 
 
+@dataclass
+class TextDataConfig(DataConfig):
+    context: int = 256
+    """tokens that a model sees at once: of a packed block, or at most of a document"""
+
+    batch_size: int = 32
+    """blocks or documents a step"""
+
+    max_tokens: int | None = None
+    """of documents, in the place of batch_size: a batch's longest times its number, at most"""
+
+    bucketing: bool = True
+    """documents of about one length share a batch; false: random ones do"""
+
+    pad_to_multiple_of: int = 1
+    """documents are padded to their batch's longest, rounded up to a multiple of this"""
+
+    tokenizer: str = "byte"
+    """byte, bpe (trained on the training part) or the path of a tokenizer.json"""
+
+    vocab_size: int = 8192
+    """words of a bpe that is trained"""
+
+    unit: str | None = None
+    """a document: file (or row), paragraph or line; null: file for causal_lm and classification, paragraph for masked_lm"""
+
+    val_fraction: float = 0.02
+    """share of the files that validates, the same ones always"""
+
+    test_fraction: float = 0.02
+    """share of the files that tests"""
+
+    cache_dir: str = "data/text"
+    """folder for tokens, made once"""
+
+    num_workers: int = 0
+    """processes that load beside the training; 0 loads in it"""
+
+    pin_memory: bool | None = None
+    """page-locked batches, copied faster to a GPU; null: where there is one"""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch_size", "pad_to_multiple_of", "vocab_size"):
+            at_least(f"data.{name}", getattr(self, name), 1)
+        at_least("data.num_workers", self.num_workers, 0)
+        if self.max_tokens is not None:
+            at_least("data.max_tokens", self.max_tokens, self.context)
+        if self.unit is not None:
+            one_of("data.unit", self.unit, ("file", "paragraph", "line"))
+        within("data.val_fraction", self.val_fraction, 0, 1)
+        within("data.test_fraction", self.test_fraction, 0, 1)
+
+
+@dataclass
+class StdlibTextConfig(TextDataConfig):
+    kind: str = "text_stdlib"
+
+    classes: int = 8
+    """of sequence_classification: the so many packages with most files, to be told apart"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("data.classes", self.classes, 2)
+
+
+@dataclass
+class TextFilesConfig(TextDataConfig):
+    kind: str = "text_files"
+
+    files: Any = MISSING
+    """glob of files, or a list of globs: plain text, .jsonl, .parquet"""
+
+    val_files: Any = field(default_factory=list)
+    """the same of files that validate, in the place of val_fraction"""
+
+    test_files: Any = field(default_factory=list)
+    """the same of files that test, in the place of test_fraction"""
+
+    text: str = "text"
+    """field or column that holds the text, of .jsonl and .parquet"""
+
+    label: str | None = None
+    """of sequence_classification: the field or column that holds the class; folder: the name of a file's folder"""
+
+    on_error: str = "error"
+    """a file or row that cannot be read ends the run (error) or is left out and counted (skip)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("data.on_error", self.on_error, ("error", "skip"))
+
+
 DATA = {
     "digits": DigitsConfig,
     "mnist": TorchvisionConfig,
@@ -132,4 +225,6 @@ DATA = {
     "cifar100": TorchvisionConfig,
     "imagefolder": ImageFolderConfig,
     "fake": FakeConfig,
+    "text_stdlib": StdlibTextConfig,
+    "text_files": TextFilesConfig,
 }

@@ -1,96 +1,173 @@
-"""What is trained, and how its backward comes by activations."""
+"""What is trained."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from omegaconf import MISSING
 
 from holotrain.config.checks import at_least, one_of, within
 from holotrain.errors import UserError
 
+TRAINED = ("all", "head", "adapters")
+
 
 @dataclass
 class ModelConfig:
     kind: str = MISSING
+    """its family; rev_ ones are reversible, the others their plain twins"""
+
+    dim: int = MISSING
+    """width of a token (of the first stage, where there are several)"""
+
+    mlp_ratio: float = 4.0
+    """width of the MLP's hidden layer over dim"""
+
+    dropout: float = 0.0
+    """on the embedding, the attention's output and in the MLP"""
+
+    drop_path: float = 0.0
+    """stochastic depth of the last block, rising linearly from 0 at the first"""
+
+    pretrained: str | None = None
+    """weights to begin with: a local file or folder of timm's, Hugging Face's or our own"""
+
+    trained: str = "all"
+    """all, head (the classifier alone) or adapters (they, norms and the head); the rest stays as it is"""
+
+    adapters: int = 0
+    """width of an adapter behind each branch of each block; 0: none"""
+
+    def __post_init__(self) -> None:
+        one_of("model.kind", self.kind, MODELS)
+        at_least("model.dim", self.dim, 1)
+        at_least("model.mlp_ratio", self.mlp_ratio, 0.01)
+        at_least("model.adapters", self.adapters, 0)
+        one_of("model.trained", self.trained, TRAINED)
+        if self.trained == "adapters" and not self.adapters:
+            raise UserError("model.trained=adapters: there are none; give model.adapters=64, their width")
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            if hasattr(self, name):
+                within(f"model.{name}", getattr(self, name), 0, 1)
+
+
+BEYOND = ("kind", "pretrained", "trained", "adapters")
+"""Fields that the models' constructors do not take."""
 
 
 @dataclass
-class ViTConfig(ModelConfig):
-    kind: str = MISSING
-    """vit (plain) or rev_vit (reversible)"""
-
-    dim: int = MISSING
-    """width of a token"""
-
+class SingleStageConfig(ModelConfig):
     depth: int = MISSING
     """number of blocks"""
 
     heads: int = MISSING
     """attention heads; they divide dim"""
 
-    mlp_ratio: float = 4.0
-    """width of the MLP's hidden layer over dim"""
+    attention_dropout: float = 0.0
+    """on the attention weights"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("model.depth", self.depth, 1)
+        at_least("model.heads", self.heads, 1)
+
+
+@dataclass
+class ViTConfig(SingleStageConfig):
     patch_size: int | None = None
     """pixels along a patch; null: 16 from 112 pixels up, 4 from 24 up, else 2"""
 
-    dropout: float = 0.0
-    """on the embedding, the attention's output and in the MLP"""
+    pool: str = "mean"
+    """what the head reads: the mean over tokens, or a learned class token"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("model.pool", self.pool, ("mean", "class"))
+        if self.patch_size is not None:
+            at_least("model.patch_size", self.patch_size, 1)
+
+
+@dataclass
+class GPTConfig(SingleStageConfig):
+    positions: str = "rotary"
+    """rotary, or learned as GPT-2's are"""
+
+    gelu: str = "none"
+    """none: GELU itself; tanh: the approximation that GPT-2 was trained with"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("model.positions", self.positions, ("rotary", "learned"))
+        one_of("model.gelu", self.gelu, ("none", "tanh"))
+
+
+@dataclass
+class RoBERTaConfig(SingleStageConfig):
+    norm: str = "pre"
+    """pre; or post, as published, which cannot be reversible"""
+
+    dropout: float = 0.1
+
+    attention_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("model.norm", self.norm, ("pre", "post"))
+
+
+def _of_every_stage(name: str, numbers: list[int]) -> None:
+    if not numbers:
+        raise UserError(f"model.{name}: a number for each stage is needed")
+    for number in numbers:
+        at_least(f"model.{name}", number, 1)
+
+
+@dataclass
+class SwinConfig(ModelConfig):
+    depths: list[int] = MISSING
+    """blocks of each stage"""
+
+    heads: list[int] = MISSING
+    """attention heads of each stage"""
+
+    window: int = 7
+    """tokens along a window"""
+
+    patch_size: int | None = None
+    """pixels along a patch; null: 4 from 64 pixels up, else 2"""
 
     attention_dropout: float = 0.0
     """on the attention weights"""
 
-    drop_path: float = 0.0
-    """stochastic depth of the last block, rising linearly from 0 at the first"""
-
     def __post_init__(self) -> None:
-        one_of("model.kind", self.kind, MODELS)
-        for name in ("dim", "depth", "heads"):
-            at_least(f"model.{name}", getattr(self, name), 1)
-        at_least("model.mlp_ratio", self.mlp_ratio, 0.01)
+        super().__post_init__()
+        _of_every_stage("depths", self.depths)
+        _of_every_stage("heads", self.heads)
+        at_least("model.window", self.window, 1)
         if self.patch_size is not None:
             at_least("model.patch_size", self.patch_size, 1)
-        for name in ("dropout", "attention_dropout", "drop_path"):
-            within(f"model.{name}", getattr(self, name), 0, 1)
-
-
-MODELS = {"vit": ViTConfig, "rev_vit": ViTConfig}
-
-SCHEDULES = {"vit": ("autograd", "checkpoint"), "rev_vit": ("autograd", "checkpoint", "reversible", "pareprop")}
-"""The backward schedules that each kind of model can have."""
 
 
 @dataclass
-class BackwardConfig:
-    kind: str = MISSING
-    """autograd stores every activation, checkpoint what lies between blocks, reversible nothing between blocks,
-    pareprop neither, and recomputes while it differentiates"""
+class MViTConfig(ModelConfig):
+    depths: list[int] = MISSING
+    """blocks of each stage"""
 
-    store: Any = 0
-    """blocks that keep their activations all the same: how many of the last, or a list of indices"""
+    heads: int = 1
+    """attention heads of the first stage; they double with dim"""
 
-    exact: Any = False
-    """rebuild activations bit for bit, on a fixed-point grid: true chooses it from the first batch, k asks for 2^-k"""
-
-    keep: list[str] = field(default_factory=list)
-    """results that the recomputation reuses: [attention], or names of operators such as aten.mm.default"""
-
-    cuda_graph: bool = False
-    """capture forward and backward once and replay them: for small models, which are bound by launches (GPU only)"""
+    kv_stride: int = 4
+    """pooling of keys and values in the first stage; halved before every further one"""
 
     def __post_init__(self) -> None:
-        one_of("backward.kind", self.kind, SCHEDULES["rev_vit"])
-        stored = [self.store] if isinstance(self.store, int) else self.store
-        if not isinstance(stored, list) or not all(type(index) is int and index >= 0 for index in stored):
-            raise UserError(f"backward.store: {self.store!r} is neither a number of blocks nor a list of their indices")
-        if not isinstance(self.exact, bool) and not (isinstance(self.exact, int) and 0 < self.exact < 53):
-            raise UserError(f"backward.exact: {self.exact!r} is neither true, false nor a number of bits after the point")
-        if stored != [0] and self.kind == "autograd":
-            raise UserError("backward.store: backward=autograd stores every block; take backward=reversible or pareprop")
-        if self.keep and self.kind not in ("reversible", "pareprop"):
-            raise UserError(f"backward.keep: backward={self.kind} has no use for it; take backward=reversible or pareprop")
+        super().__post_init__()
+        _of_every_stage("depths", self.depths)
+        at_least("model.heads", self.heads, 1)
+        at_least("model.kv_stride", self.kv_stride, 1)
 
-    def engine(self) -> dict[str, Any]:
-        """The options that a reversible sequence takes beside the schedule, as far as they were changed."""
-        options = {"store": self.store, "exact": self.exact, "keep": tuple(self.keep)}
-        return {name: value for name, value in options.items() if value}
+
+_FAMILIES = {"vit": ViTConfig, "swin": SwinConfig, "mvit": MViTConfig, "roberta": RoBERTaConfig, "gpt": GPTConfig}
+MODELS: dict[str, type[ModelConfig]] = _FAMILIES | {f"rev_{family}": schema for family, schema in _FAMILIES.items()}
+
+
+def family(kind: str) -> str:
+    """Of a model: that of its plain twin."""
+    return kind.removeprefix("rev_")

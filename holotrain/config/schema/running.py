@@ -100,11 +100,11 @@ SPLITS = ("train", "val", "test", "predict")
 
 @dataclass
 class CheckpointConfig:
-    monitor: str = "val/accuracy"
-    """metric that tells the best checkpoint"""
+    monitor: str | None = None
+    """metric that tells the best checkpoint; null: the task's own, val/accuracy or val/bits_per_byte or val/loss"""
 
-    mode: str = "max"
-    """max or min: which end of it is best"""
+    mode: str | None = None
+    """max or min: which end of it is best; null: as suits the metric"""
 
     save_top_k: int = 1
     """how many of the best are kept; last.ckpt is kept besides"""
@@ -113,7 +113,8 @@ class CheckpointConfig:
     """save last.ckpt after so many optimizer steps too, not only after each validation"""
 
     def __post_init__(self) -> None:
-        one_of("callbacks.checkpoint.mode", self.mode, ("max", "min"))
+        if self.mode is not None:
+            one_of("callbacks.checkpoint.mode", self.mode, ("max", "min"))
         at_least("callbacks.checkpoint.save_top_k", self.save_top_k, 1)
         if self.every_n_train_steps is not None:
             at_least("callbacks.checkpoint.every_n_train_steps", self.every_n_train_steps, 1)

@@ -1,10 +1,11 @@
-"""What is learned."""
+"""What is learned, and from what by what."""
 
 from dataclasses import dataclass
 
 from omegaconf import MISSING
 
 from holotrain.config.checks import within
+from holotrain.config.schema.data import DataConfig, ImageDataConfig, TextDataConfig
 
 
 @dataclass
@@ -13,8 +14,8 @@ class TaskConfig:
 
 
 @dataclass
-class ImageClassificationConfig(TaskConfig):
-    kind: str = "image_classification"
+class ClassificationConfig(TaskConfig):
+    kind: str = MISSING
 
     label_smoothing: float = 0.0
     """share of each target's probability that is spread over all classes"""
@@ -23,4 +24,41 @@ class ImageClassificationConfig(TaskConfig):
         within("task.label_smoothing", self.label_smoothing, 0, 1)
 
 
-TASKS = {"image_classification": ImageClassificationConfig}
+@dataclass
+class CausalLMConfig(TaskConfig):
+    kind: str = "causal_lm"
+
+
+@dataclass
+class MaskedLMConfig(TaskConfig):
+    kind: str = "masked_lm"
+
+    mask_probability: float = 0.15
+    """of choosing a word: of ten chosen ones eight are masked, one is replaced, one stays"""
+
+    def __post_init__(self) -> None:
+        within("task.mask_probability", self.mask_probability, 0.001, 1)
+
+
+TASKS: dict[str, type[TaskConfig]] = {
+    "image_classification": ClassificationConfig,
+    "sequence_classification": ClassificationConfig,
+    "causal_lm": CausalLMConfig,
+    "masked_lm": MaskedLMConfig,
+}
+
+FAMILIES = {
+    "image_classification": ("vit", "swin", "mvit"),
+    "sequence_classification": ("roberta",),
+    "causal_lm": ("gpt",),
+    "masked_lm": ("roberta",),
+}
+"""The families of models that each task trains."""
+
+LEARNED_FROM: dict[str, type[DataConfig]] = {
+    "image_classification": ImageDataConfig,
+    "sequence_classification": TextDataConfig,
+    "causal_lm": TextDataConfig,
+    "masked_lm": TextDataConfig,
+}
+"""The data of each task."""

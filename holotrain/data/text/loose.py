@@ -52,7 +52,7 @@ def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
         UserError: there is none, or one cannot be read.
     """
     if not path.exists():
-        raise UserError(f"files: there is no file or folder {path}")
+        raise UserError(f"texts: there is no file or folder {path}")
     paths = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     reader, found = Reader(text=text), []
     for each in paths:
@@ -60,7 +60,7 @@ def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
         rows = each.suffix in ROWS
         found += [(f"{each}:{number}" if rows else str(each), text) for number, text in enumerate(texts, 1)]
     if not found:
-        raise UserError(f"files: there is no text in {path}")
+        raise UserError(f"texts: there is no text in {path}")
     return found
 
 

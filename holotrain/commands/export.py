@@ -1,0 +1,54 @@
+"""``holotrain export``: a checkpoint's model as files that other programs read."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from holotrain.commands import screen
+from holotrain.commands.checkpoint import described_model, required_checkpoint
+from holotrain.commands.run import Run
+from holotrain.commands.summary import Summary
+from holotrain.config import checkpointed
+from holotrain.config.checks import described_by
+from holotrain.config.schema import ExportConfig
+from holotrain.errors import UserError
+from holotrain.models import saved
+from holotrain.models.int8 import quantise, storage_bytes
+from holotrain.models.programs import export_onnx, export_program
+
+PROGRAM, ONNX = "model.pt2", "model.onnx"
+
+
+def run(config: ExportConfig, run: Run) -> int:
+    """Writes model.safetensors and config.json (and tokenizer.json) into a folder, and a program beside them if asked for."""
+    started = time.monotonic()
+    path = required_checkpoint("export", config)
+    model, described = described_model(path)
+    model.eval()
+    if config.int8:
+        with described_by("int8"):
+            quantise(model)
+    folder = Path(config.to) if config.to else run.folder / "export"
+    described = dict(described)
+    kind, arguments, tokenizer = (described.pop(key, None) for key in ("kind", "arguments", "tokenizer"))
+    extra = described | {checkpointed.KEY: checkpointed.load(path)[checkpointed.KEY]}
+    try:
+        saved.save(folder, kind, arguments, model, extra=extra, tokenizer=tokenizer)
+        if config.format != "safetensors":
+            example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
+            with described_by(f"format={config.format}"):
+                if config.format == "program":
+                    export_program(model, example, folder / PROGRAM)
+                else:
+                    export_onnx(model, example, folder / ONNX)
+    except OSError as error:
+        raise UserError(f"to: cannot write {error.filename or folder} ({error.strerror})") from error
+
+    summary = Summary.of(run, config, model)
+    summary.checkpoint = str(path)
+    summary.metrics = {"bytes": sum(file.stat().st_size for file in folder.iterdir()), "storage_bytes": storage_bytes(model)}
+    summary.seconds = time.monotonic() - started
+    summary.write(run.folder)
+    screen.show_exported(summary, folder)
+    return 0

@@ -1,0 +1,142 @@
+"""``holotrain generate``: continues texts with a causal model."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from holotrain.commands import screen
+from holotrain.commands.checkpoint import described_model, required_checkpoint
+from holotrain.commands.files import write_whole
+from holotrain.commands.run import Run
+from holotrain.commands.summary import Summary
+from holotrain.config.build_trainer import autocast_of, check_device, device_kind
+from holotrain.config.checks import described_by
+from holotrain.config.schema import GenerateConfig
+from holotrain.data import Tokenizer, tokenizer_from_json
+from holotrain.errors import UserError
+from holotrain.models import Sampling, generate
+from holotrain.models.int8 import quantise
+
+GENERATIONS = "generations.jsonl"
+
+
+def run(config: GenerateConfig, run: Run) -> int:
+    """Writes an object a prompt, ``prompt`` and ``text``, into generations.jsonl; shows what it writes."""
+    started = time.monotonic()
+    path = required_checkpoint("generate", config)
+    check_device(config.trainer)
+    device = torch.device(device_kind(config.trainer.accelerator))
+    model, kept = described_model(path)
+    tokenizer = tokenizer_from_json(kept["tokenizer"])
+    if config.int8:
+        with described_by("int8"):
+            quantise(model)
+    model = model.to(device).eval()
+    texts = prompts(config)
+    encoded = [_encoded(text, tokenizer, model.context, len(texts) > 1) for text in texts]
+
+    generator = torch.Generator(device).manual_seed(config.seed)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    shown = Shown(tokenizer, texts[0]) if config.stream and len(texts) == 1 else None
+    tokens: list[torch.Tensor] = []
+    began = time.monotonic()
+    with autocast_of(config.trainer):
+        for token in generate(
+            model, encoded, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=config.compile
+        ):
+            tokens.append(token.cpu())
+            if shown is not None:
+                shown.add(int(token[0]))
+    seconds = time.monotonic() - began
+    rows = torch.stack(tokens, dim=1)
+    answers = [tokenizer.decode(_until(row.tolist(), tokenizer.end_id)) for row in rows]
+    if shown is not None:
+        shown.end()
+    else:
+        for text, answer in zip(texts, answers, strict=True):
+            print(f"{text}{answer}\n")
+    lines = (
+        json.dumps({"prompt": text, "text": answer}, ensure_ascii=False) for text, answer in zip(texts, answers, strict=True)
+    )
+    write_whole(run.folder / GENERATIONS, "".join(f"{line}\n" for line in lines))
+
+    summary = Summary.of(run, config, model)
+    summary.checkpoint = str(path)
+    summary.metrics = {"texts": len(texts), "tokens": int((rows != tokenizer.end_id).sum())}
+    summary.tokens_per_second = rows.numel() / seconds
+    summary.seconds = time.monotonic() - started
+    summary.write(run.folder)
+    screen.show_generated(summary, run.folder)
+    return 0
+
+
+def prompts(config: GenerateConfig) -> list[str]:
+    """The texts to continue.
+
+    Raises:
+        UserError: the file of prompts cannot be read, or holds none.
+    """
+    if config.prompts is None:
+        return [config.prompt]
+    path = Path(config.prompts)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompts: {path} is not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise UserError(f"prompts: cannot read {path} ({error.strerror})") from error
+    if path.suffix == ".jsonl":
+        lines = [_prompt_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    if not lines:
+        raise UserError(f"prompts: {path} holds none")
+    return lines
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        return json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"prompts: {where} is no JSON object with a field prompt") from error
+
+
+def _encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:
+    """The tokens of a prompt; behind an end token where the model has nothing else to begin with.
+
+    Raises:
+        UserError: they leave no room in the model's context.
+    """
+    ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
+    if len(ids) >= context:
+        which = f"prompts: {text[:20]!r}... is" if several else "prompt: it is"
+        raise UserError(f"{which} {len(ids)} tokens long, and the model's context of {context} leaves no room to continue it")
+    return ids if len(ids) else torch.tensor([tokenizer.end_id])
+
+
+def _until(ids: list[int], end: int) -> list[int]:
+    return ids[: ids.index(end)] if end in ids else ids
+
+
+class Shown:
+    """A text on the terminal as it comes, a character once all of its bytes are there."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+        print(prompt, end="", flush=True)
+
+    def add(self, token: int) -> None:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids)
+        if not text.endswith("\ufffd"):  # the first bytes of a character
+            self._show(text)
+
+    def end(self) -> None:
+        self._show(self.tokenizer.decode(self.ids))
+        print(flush=True)
+
+    def _show(self, text: str) -> None:
+        print(text[len(self.shown) :], end="", flush=True)
+        self.shown = text

@@ -1,0 +1,126 @@
+"""What each command reads beside."""
+
+from dataclasses import dataclass
+
+from holotrain.config.checks import at_least, one_of, within
+from holotrain.config.schema.run import RunConfig
+from holotrain.errors import UserError
+
+
+@dataclass
+class FitConfig(RunConfig):
+    """Train a model, then test its best checkpoint."""
+
+    resume: bool = False
+    """continue the latest run (or sweep) in output_dir, in its own folder, from its last checkpoint"""
+
+    test: bool = True
+    """test the best checkpoint after training"""
+
+
+@dataclass
+class ValidateConfig(RunConfig):
+    """Measure a checkpoint on the validation part of the data."""
+
+
+@dataclass
+class TestConfig(RunConfig):
+    """Measure a checkpoint on the test part of the data."""
+
+
+@dataclass
+class PredictConfig(RunConfig):
+    """Classify images or texts, or score texts, with a checkpoint; writes predictions.csv."""
+
+    images: str | None = None
+    """image file, or folder of images, to classify; null: the test part of the data"""
+
+    texts: str | None = None
+    """text file, or folder of them, to classify or (causal_lm) to score; null: the test part of the data"""
+
+    int8: bool = False
+    """weights in 8 bits, a scale a row (torchao)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task.kind == "masked_lm":
+            raise UserError("predict: a masked_lm tells masked words alone; train sequence_classification or causal_lm from it")
+        wrong = "texts" if self.task.kind == "image_classification" else "images"
+        if getattr(self, wrong) is not None:
+            right = "images" if wrong == "texts" else "texts"
+            raise UserError(f"{wrong}: the checkpoint is of task={self.task.kind}; give {right}=...")
+
+
+@dataclass
+class GenerateConfig(RunConfig):
+    """Continue a text with a causal_lm checkpoint."""
+
+    prompt: str | None = None
+    """text to continue"""
+
+    prompts: str | None = None
+    """file of prompts in its place: one a line, or .jsonl with a field prompt"""
+
+    max_tokens: int = 256
+    """tokens to add"""
+
+    temperature: float = 0.8
+    """logits are divided by it; 0: always the likeliest token"""
+
+    top_k: int | None = None
+    """draw among so many of the likeliest tokens; null: all"""
+
+    top_p: float | None = None
+    """draw among the likeliest tokens that reach this probability together; null: all"""
+
+    stream: bool = True
+    """show the text of a single prompt as it comes"""
+
+    int8: bool = False
+    """weights in 8 bits, a scale a row (torchao)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task.kind != "causal_lm":
+            raise UserError(f"generate: it continues texts with a causal_lm; the checkpoint is of task={self.task.kind}")
+        if (self.prompt is None) == (self.prompts is None):
+            raise UserError('generate needs prompt="..." or prompts=FILE, one of the two')
+        at_least("max_tokens", self.max_tokens, 1)
+        at_least("temperature", self.temperature, 0)
+        if self.top_k is not None:
+            at_least("top_k", self.top_k, 1)
+        if self.top_p is not None:
+            within("top_p", self.top_p, 1e-9, 1, closed=True)
+
+
+@dataclass
+class ExportConfig(RunConfig):
+    """Write a checkpoint's model as safetensors, for holotrain.load, or as a program."""
+
+    to: str | None = None
+    """folder to write; null: export in the run's own"""
+
+    format: str = "safetensors"
+    """safetensors; of image classifiers also program (torch.export) or onnx beside it"""
+
+    int8: bool = False
+    """weights in 8 bits, a scale a row (torchao)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("format", self.format, ("safetensors", "program", "onnx"))
+        if self.format != "safetensors" and self.task.kind != "image_classification":
+            raise UserError(f"format={self.format}: it is for image classifiers; the checkpoint is of task={self.task.kind}")
+        if self.format != "safetensors" and self.int8:
+            raise UserError(f"int8: format={self.format} holds full weights; take format=safetensors")
+
+
+COMMANDS: dict[str, type[RunConfig]] = {
+    "fit": FitConfig,
+    "validate": ValidateConfig,
+    "test": TestConfig,
+    "predict": PredictConfig,
+    "generate": GenerateConfig,
+    "export": ExportConfig,
+}
+"""The configuration of each command."""

@@ -1,0 +1,94 @@
+"""What every command reads, and which options go together."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from holotrain.config.checks import within
+from holotrain.config.schema.backward import PLAIN, BackwardConfig, reversible
+from holotrain.config.schema.data import DATA, DataConfig
+from holotrain.config.schema.model import ModelConfig, family
+from holotrain.config.schema.optimization import OptimizerConfig, SchedulerConfig
+from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.config.schema.synthesis import SynthesisConfig
+from holotrain.config.schema.task import FAMILIES, LEARNED_FROM, TaskConfig
+from holotrain.errors import UserError
+
+
+@dataclass
+class RunConfig:
+    """What every command reads."""
+
+    task: TaskConfig = MISSING
+
+    data: DataConfig = MISSING
+
+    model: ModelConfig = MISSING
+
+    backward: BackwardConfig = MISSING
+
+    synthesis: SynthesisConfig = MISSING
+
+    optimizer: OptimizerConfig = MISSING
+
+    scheduler: SchedulerConfig = MISSING
+
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    logger: LoggerConfig = MISSING
+
+    seed: int = 0
+    """of weights, batches, augmentation and dropout"""
+
+    compile: bool = False
+    """compile each block with torch.compile"""
+
+    output_dir: str = "runs"
+    """folder that runs are written to"""
+
+    ckpt_path: str | None = None
+    """checkpoint to start from; its configuration is taken too, and overrides change it"""
+
+    def __post_init__(self) -> None:
+        within("seed", self.seed, 0, 2**32)
+        self._check_task()
+        self._check_backward()
+
+    def _check_task(self) -> None:
+        task, families, data = self.task.kind, FAMILIES[self.task.kind], LEARNED_FROM[self.task.kind]
+        if family(self.model.kind) not in families:
+            tasks = [name for name, trained in FAMILIES.items() if family(self.model.kind) in trained]
+            raise UserError(
+                f"model: task={task} trains {' or '.join(families)}, not {self.model.kind}; "
+                f"take another model or task={' or '.join(tasks)}"
+            )
+        if not isinstance(self.data, data):
+            kinds = [kind for kind, schema in DATA.items() if issubclass(schema, data)]
+            raise UserError(f"data: task={task} learns from {', '.join(kinds)}, not {self.data.kind}")
+        if task == "sequence_classification" and getattr(self.data, "label", "given") is None:
+            raise UserError("data.label: which field, or column, holds the class? Give data.label=..., or data.label=folder")
+        if self.model.trained == "head" and not task.endswith("classification"):
+            raise UserError(f"model.trained=head: the head of task={task} is its embedding; take all or adapters")
+
+    def _check_backward(self) -> None:
+        backward, rebuilds = self.backward, reversible(self.model.kind)
+        if backward.kind not in PLAIN and not rebuilds:
+            raise UserError(
+                f"backward={backward.kind}: model kind {self.model.kind!r} is not reversible; "
+                f"take backward={PLAIN[0]} or model=rev_{self.model.kind}_..."
+            )
+        if backward.engine() and not rebuilds:
+            option = next(iter(backward.engine()))
+            raise UserError(f"backward.{option}: model kind {self.model.kind!r} is not reversible and has no use for it")
+        if self.compile and backward.keep:
+            raise UserError("backward.keep: it cannot reach into compiled blocks; take compile=false")
+        if backward.cuda_graph and backward.kind == "checkpoint" and not rebuilds:
+            raise UserError("backward.cuda_graph: a plain model's checkpoints cannot be captured; take backward=autograd")
+        if backward.cuda_graph and self.trainer.accumulate_grad_batches > 1:
+            raise UserError("backward.cuda_graph: a replay overwrites gradients; take trainer.accumulate_grad_batches=1")
+        if backward.cuda_graph and self.trainer.precision == "16-mixed":
+            raise UserError("backward.cuda_graph: the scale of 16-mixed would be captured as it was; take bf16-mixed")
+        if backward.cuda_graph and self.task.kind in ("masked_lm", "sequence_classification"):
+            raise UserError(f"backward.cuda_graph: a graph wants batches of one shape, and those of {self.task.kind} vary")
