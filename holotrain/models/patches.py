@@ -30,15 +30,23 @@ class PatchEmbedding(Patches):
     """Patches in a row, each with a learned absolute position.
 
     (B, channels, image_size, image_size) -> (B, T, dim) with T = (image_size / patch_size)^2. Raises as :class:`Patches`.
+
+    Args:
+        class_token: put a learned token before the patches, with a position of its own; there are then T + 1.
     """
 
-    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, image_size: int, patch_size: int, channels: int, dim: int, dropout: float = 0.0, class_token: bool = False
+    ) -> None:
         super().__init__(image_size, patch_size, channels, dim)
-        self.position = nn.Parameter(torch.zeros(1, (image_size // patch_size) ** 2, dim))
+        self.class_token = nn.Parameter(torch.zeros(dim)) if class_token else None  # a vector, which does not decay
+        self.position = nn.Parameter(torch.zeros(1, (image_size // patch_size) ** 2 + class_token, dim))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = super().forward(images).flatten(2).transpose(1, 2)
+        if self.class_token is not None:
+            tokens = torch.cat((self.class_token.expand(tokens.shape[0], 1, -1), tokens), dim=1)
         return self.dropout(tokens + self.position)
 
 

@@ -1,7 +1,8 @@
 """Vision transformers: the reversible one of Mangalam et al. (CVPR 2022) and its plain twin, from the same parts.
 
-Both drop the class token and average over tokens. The reversible one starts both streams from the tokens and fuses them
-at the end: concatenate, LayerNorm(2C), mean, Linear(2C); that doubles the head's width, the one difference in parameters.
+Both drop the class token and average over tokens; ``pool="class"`` keeps it, as published ViT weights do. The reversible one
+starts both streams from the tokens and fuses them at the end: concatenate, LayerNorm(2C), mean, Linear(2C); that doubles the
+head's width, the one difference in parameters.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ VIT_SIZES: dict[str, dict[str, int]] = {
 
 
 class ViT(nn.Module):
-    """The plain vision transformer: no class token, mean over tokens, LayerNorm, linear head.
+    """The plain vision transformer: mean over tokens (or the class token), LayerNorm, linear head.
 
     Args:
         image_size, patch_size: in pixels; the image is square.
@@ -32,6 +33,7 @@ class ViT(nn.Module):
         classes: how many the head tells apart.
         dim, depth, heads: width C, number of blocks, attention heads.
         mlp_ratio: width of the MLP's hidden layer over C.
+        pool: what the head reads: ``"mean"`` of all tokens, or a ``"class"`` token that stands before them.
         dropout: on the embedding, the attention's output and in the MLP.
         attention_dropout: on the attention weights.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
@@ -41,7 +43,7 @@ class ViT(nn.Module):
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
 
     Raises:
-        ValueError: sizes that do not divide, a ``backward`` that a plain model cannot have.
+        ValueError: sizes that do not divide, another ``pool``, a ``backward`` that a plain model cannot have.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ViT(nn.Module):
         depth: int = 12,
         heads: int = 6,
         mlp_ratio: float = 4.0,
+        pool: str = "mean",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -61,7 +64,10 @@ class ViT(nn.Module):
         **engine: Any,
     ) -> None:
         super().__init__()
-        self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout)
+        if pool not in ("mean", "class"):
+            raise ValueError(f"pool must be mean or class, not {pool!r}")
+        self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout, class_token=pool == "class")
+        self.pooled = slice(1) if pool == "class" else slice(None)  # the tokens whose mean the head reads
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
         self._assemble(branches, dim, classes, backward=backward, **engine)
         _initialise(self)
@@ -73,7 +79,7 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.blocks(self.embedding(images))
-        return self.head(self.norm(x.mean(dim=1)))
+        return self.head(self.norm(x[:, self.pooled].mean(dim=1)))
 
 
 class RevViT(ViT):
@@ -95,7 +101,8 @@ class RevViT(ViT):
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.embedding(images)
-        return self.head(self.fusion(*self.blocks(tokens, tokens)))
+        y1, y2 = self.blocks(tokens, tokens)
+        return self.head(self.fusion(y1[:, self.pooled], y2[:, self.pooled]))
 
 
 def _initialise(model: nn.Module) -> None:

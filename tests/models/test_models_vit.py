@@ -48,15 +48,16 @@ def test_the_twins_differ_in_the_head_alone(size):
     assert set(reversible) - shared == {"fusion.norm.weight", "fusion.norm.bias"}
 
 
+@pytest.mark.parametrize("pool", ["mean", "class"])
 @pytest.mark.parametrize("backward", ["checkpoint", "reversible"])
 @pytest.mark.parametrize(("image_size", "patch_size", "channels"), [(8, 2, 1), (32, 4, 3)])
-def test_gradients_of_every_schedule_are_equal(image_size, patch_size, channels, backward):
+def test_gradients_of_every_schedule_are_equal(image_size, patch_size, channels, backward, pool):
     grads = []
     for schedule in ("autograd", backward):
         torch.manual_seed(0)
         model = RevViT(
             image_size=image_size, patch_size=patch_size, channels=channels, classes=7, dim=24, depth=5, heads=3,
-            dropout=0.1, attention_dropout=0.1, drop_path=0.2, backward=schedule,
+            dropout=0.1, attention_dropout=0.1, drop_path=0.2, pool=pool, backward=schedule,
         ).double()  # fmt: skip
         images = torch.randn(6, channels, image_size, image_size, dtype=torch.float64)
         model(images).logsumexp(-1).sum().backward()
@@ -87,9 +88,23 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     assert torch.equal(drop.eval()(torch.ones(3, 2, 2)), torch.ones(3, 2, 2))
 
 
+@pytest.mark.parametrize("model_class", [ViT, RevViT])
+def test_a_class_token_alone_is_read_by_the_head(model_class):
+    """What the blocks give out for patches has no gradient."""
+    torch.manual_seed(0)
+    model = model_class(image_size=8, patch_size=4, channels=1, classes=3, dim=8, depth=2, heads=2, pool="class")
+    outputs = []
+    model.blocks.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    logits = model(torch.randn(2, 1, 8, 8))
+    for gradient in torch.autograd.grad(logits.sum(), outputs[0] if isinstance(outputs[0], tuple) else outputs):
+        assert gradient.shape == (2, 5, 8)
+        assert gradient[:, 0].abs().max() > 0 and not gradient[:, 1:].any()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"pool": "max"}, "pool must be mean or class"),
         ({"dim": 100, "heads": 3}, "100 is none of 3"),
         ({"image_size": 30}, "30 is none of 16"),
         ({"drop_path": 1.0}, "drop_path"),

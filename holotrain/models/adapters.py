@@ -1,0 +1,108 @@
+"""Fine-tuning of a part: bottleneck adapters (Houlsby et al., "Parameter-Efficient Transfer Learning for NLP", 2019), freezing.
+
+Shapes: B batch, C channels, W width of the bottleneck.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from holotrain.models.residual import ResidualBlock
+from holotrain.reversible import ReversibleBlock
+
+
+class Adapted(nn.Module):
+    """A branch of a block, and a bottleneck on what it gives out: ``y = branch(x)``, then ``y + up(gelu(down(y)))``.
+
+    ``up`` starts at zero, so that at first nothing changes. (B, ..., C) -> (B, ..., C).
+
+    Args:
+        branch: f or g of a block; it stays reachable, its parameters under ``branch.``.
+        dim, width: C and W.
+    """
+
+    def __init__(self, branch: nn.Module, dim: int, width: int) -> None:
+        super().__init__()
+        self.branch = branch
+        self.down = nn.Linear(dim, width)
+        self.up = nn.Linear(width, dim)
+        nn.init.trunc_normal_(self.down.weight, std=0.02)
+        for parameter in (self.down.bias, *self.up.parameters()):
+            nn.init.zeros_(parameter)
+
+    @property
+    def norm(self) -> nn.Module:
+        """The branch's, for blocks that have it elsewhere."""
+        return self.branch.norm
+
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
+        return self._adapted(self.branch(x, **context))
+
+    def update(self, x: Tensor, **context: Any) -> Tensor:
+        """The branch without its norm, for blocks that have it elsewhere."""
+        return self._adapted(self.branch.update(x, **context))
+
+    def _adapted(self, y: Tensor) -> Tensor:
+        return y + self.up(F.gelu(self.down(y)))
+
+
+def add_adapters(model: nn.Module, width: int) -> None:
+    """Puts an adapter on f and g of every block, plain or reversible, in place.
+
+    The parameters of the branches are then named ``f.branch.*`` and ``g.branch.*``: load pretrained weights first.
+
+    Args:
+        width: W; the paper takes 8 to 256.
+
+    Raises:
+        ValueError: a width below 1, a model without blocks or with adapters.
+    """
+    if width < 1:
+        raise ValueError(f"the width of adapters must be at least 1, not {width}")
+    if adapter_width(model) is not None:
+        raise ValueError(f"this {type(model).__name__} has adapters already")
+    blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
+    if not blocks:
+        raise ValueError(f"a {type(model).__name__} has no blocks to adapt")
+    for block in blocks:
+        block.f, block.g = (_wrapped(branch, width) for branch in (block.f, block.g))
+
+
+def adapter_width(model: nn.Module) -> int | None:
+    """W of the model's adapters; None where it has none."""
+    return next((module.down.out_features for module in model.modules() if isinstance(module, Adapted)), None)
+
+
+def freeze(model: nn.Module, trained: str = "all") -> None:
+    """Lets a part of the parameters be trained, and no others.
+
+    Args:
+        trained: ``"all"``; ``"head"``, what reads the encoded input; ``"adapters"``, which are trained together with the norms
+            and the head, as in the paper.
+
+    Raises:
+        ValueError: another ``trained``; a model that has no such part.
+    """
+    if trained not in ("all", "head", "adapters"):
+        raise ValueError(f"trained must be all, head or adapters, not {trained!r}")
+    head = getattr(model, "head", None)
+    if trained == "head" and head is None:
+        raise ValueError(f"a {type(model).__name__} has no head of its own to train: it reads words off their embedding")
+    if trained == "adapters" and adapter_width(model) is None:
+        raise ValueError(f"this {type(model).__name__} has no adapters to train; add them first")
+    model.requires_grad_(trained == "all")
+    if head is not None:
+        head.requires_grad_()
+    if trained == "adapters":
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.requires_grad_()
+            elif isinstance(module, Adapted):
+                module.down.requires_grad_()
+                module.up.requires_grad_()
+
+
+def _wrapped(branch: nn.Module, width: int) -> Adapted:
+    like = branch.norm.weight
+    return Adapted(branch, len(like), width).to(like)

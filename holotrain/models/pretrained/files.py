@@ -1,0 +1,72 @@
+"""Weights read from local files, running nothing that stands in them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
+WITHIN = ("state_dict", "model")
+"""Where training programs keep the weights in a checkpoint that holds more: Lightning and ours; DeiT, Swin."""
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a file by their names, on the CPU.
+
+    Args:
+        path: a ``.safetensors`` file; the index of a sharded one (``model.safetensors.index.json``); a torch file, which may be
+            a checkpoint that keeps them under ``state_dict`` or ``model``; or a folder that holds one of them under the name
+            that Hugging Face gives it.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read as weights.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = [path / name for name in IN_A_FOLDER if (path / name).is_file()]
+        if not found:
+            raise ValueError(f"{path} holds none of {', '.join(IN_A_FOLDER)}")
+        path = found[0]
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    if path.name.endswith(".index.json"):
+        return _sharded(path)
+    return _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no readable safetensors file; it is damaged, truncated or not one at all") from error
+
+
+def _sharded(path: Path) -> dict[str, Tensor]:
+    try:
+        shards = set(json.loads(path.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of weights: it maps no names to files") from error
+    weights = {}
+    for shard in sorted(shards):
+        if not (path.parent / shard).is_file():
+            raise ValueError(f"{path} names {shard}, which is not beside it")
+        weights |= _safetensors(path.parent / shard)
+    return weights
+
+
+def _torch_file(path: Path) -> dict[str, Tensor]:
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a different kind for every way in which a file can be damaged
+        raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
+    for key in WITHIN:
+        if isinstance(held, dict) and isinstance(held.get(key), dict):
+            held = held[key]
+    weights = {name: x for name, x in held.items() if isinstance(x, Tensor)} if isinstance(held, dict) else {}
+    if not weights:
+        raise ValueError(f"{path} holds no weights by name")
+    return weights

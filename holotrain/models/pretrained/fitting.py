@@ -1,0 +1,82 @@
+"""Weights for a model of the same family whose sizes or norms differ; names are ours on both sides.
+
+Shapes: T tokens of an image, S x S its patches, C channels.
+"""
+
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from holotrain.models.roberta import RoBERTa
+from holotrain.models.vit import ViT
+
+POSITION = "embedding.position"
+CLASS_TOKEN = "embedding.class_token"
+
+
+def fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights as the model takes them.
+
+    ViT: positions for its image size and class token. Text: the first positions, where it reads shorter sequences.
+    RoBERTa: norms of a post-norm model where a pre-norm one, or a reversible one, wants them.
+    """
+    own = dict(model.named_parameters())
+    if isinstance(model, RoBERTa) and "embedding.norm.weight" in weights and "embedding.norm.weight" not in own:
+        weights = pre_norm(weights)
+    if POSITION not in weights or POSITION not in own:
+        return weights
+    if isinstance(model, ViT):
+        tokens = CLASS_TOKEN in weights, CLASS_TOKEN in own
+        return weights | {POSITION: image_positions(weights[POSITION], own[POSITION].detach(), *tokens)}
+    return weights | {POSITION: weights[POSITION][: len(own[POSITION])]}
+
+
+def image_positions(given: Tensor, own: Tensor, given_class: bool, own_class: bool) -> Tensor:
+    """Learned positions of an image's patches for another number of them, bicubically interpolated as timm does.
+
+    Args:
+        given, own: (1, S^2, C), or (1, 1 + S^2, C) with a class token's first; ``own`` says what is wanted.
+        given_class, own_class: whether that one is there. Where it is wanted and not given, it stays ``own``'s.
+
+    Returns:
+        as ``own``, if ``given`` are of a square image; otherwise as they were given.
+    """
+    patches, wanted = given[:, int(given_class) :], own.shape[1] - own_class
+    across, wanted_across = round(patches.shape[1] ** 0.5), round(wanted**0.5)
+    if across**2 != patches.shape[1]:
+        return given
+    if across != wanted_across:
+        image = patches.float().unflatten(1, (across, across)).permute(0, 3, 1, 2)
+        image = F.interpolate(image, size=(wanted_across, wanted_across), mode="bicubic", antialias=True)
+        patches = image.permute(0, 2, 3, 1).flatten(1, 2).to(given.dtype)
+    if not own_class:
+        return patches
+    return torch.cat((given[:, :1] if given_class else own[:, :1].to(patches), patches), dim=1)
+
+
+def pre_norm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The norms of a post-norm RoBERTa where a pre-norm one has them.
+
+    In post-norm a branch reads what the norm behind the previous branch gives out: attention of block i the one of block
+    i - 1's MLP (of the first block: the embedding's), the MLP the one of its block's attention. So each branch takes that norm
+    along as its own, and the last one is the final norm: every branch reads inputs normalised as it was trained to.
+
+    The outputs are not the same all the same: post-norm also normalises what is added to, so there the residual stream is small
+    again at every step, while in pre-norm it grows, and so a branch's share in it differs. The weights are a start for
+    fine-tuning, not a model.
+    """
+    norm_of_a_block = re.compile(r"blocks\.blocks\.(\d+)\.([fg])\.norm\.(\w+)")
+    last = max(int(found[1]) for found in map(norm_of_a_block.fullmatch, weights) if found)
+
+    def moved(name: str) -> str:
+        found = norm_of_a_block.fullmatch(name)
+        if not found:
+            return re.sub(r"^embedding\.norm\.", "blocks.blocks.0.f.norm.", name)
+        block, branch, kind = int(found[1]), found[2], found[3]
+        if branch == "f":
+            return f"blocks.blocks.{block}.g.norm.{kind}"
+        return f"norm.{kind}" if block == last else f"blocks.blocks.{block + 1}.f.norm.{kind}"
+
+    return {moved(name): tensor for name, tensor in weights.items()}

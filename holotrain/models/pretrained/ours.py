@@ -1,0 +1,21 @@
+"""Weights of our own models: the ``state_dict`` of a checkpoint (``model.`` before every name) or of a saved model."""
+
+import re
+
+from torch import Tensor
+
+
+def recognises(weights: dict[str, Tensor]) -> bool:
+    """Whether these are a state_dict of a model of holotrain's."""
+    return any(re.search(r"(^|\.)blocks\.\d+\.f\.", name) for name in weights)
+
+
+def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under the model's own names. The grid of an exact sequence is left out: other data choose another.
+
+    Raises:
+        ValueError: a quantised model's.
+    """
+    if any(name.endswith(".weight_scale") for name in weights):
+        raise ValueError("these weights are int8, from which no training can start; take the checkpoint they were made of")
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items() if not name.endswith(".grid.step")}

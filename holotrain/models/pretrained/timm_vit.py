@@ -1,0 +1,39 @@
+"""ViT weights of timm (``vit_*``, ``deit_*``): with a class token, or averaged over tokens (``fc_norm``)."""
+
+import re
+
+from torch import Tensor
+
+# In a name of timm's -> in ours. Indices of blocks stay as they are.
+_RENAMED = (
+    (r"^patch_embed\.proj\.", "embedding.project."),
+    (r"^cls_token$", "embedding.class_token"),
+    (r"^pos_embed$", "embedding.position"),
+    (r"^blocks\.", "blocks.blocks."),
+    (r"\.norm1\.", ".f.norm."),
+    (r"\.attn\.qkv\.", ".f.attention.qkv."),
+    (r"\.attn\.proj\.", ".f.attention.project."),
+    (r"\.norm2\.", ".g.norm."),
+    (r"\.mlp\.fc1\.", ".g.widen."),
+    (r"\.mlp\.fc2\.", ".g.narrow."),
+    (r"^fc_norm\.", "norm."),
+)
+
+
+def recognises(weights: dict[str, Tensor]) -> bool:
+    """Whether these are a state_dict of a vision transformer of timm."""
+    return {"patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight"} <= weights.keys()
+
+
+def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under the names of :class:`~holotrain.models.ViT`."""
+    ours = {_our_name(name): tensor for name, tensor in weights.items()}
+    if "embedding.class_token" in ours:
+        ours["embedding.class_token"] = ours["embedding.class_token"].flatten()
+    return ours
+
+
+def _our_name(name: str) -> str:
+    for theirs, ours in _RENAMED:
+        name = re.sub(theirs, ours, name)
+    return name

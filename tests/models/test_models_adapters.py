@@ -1,0 +1,173 @@
+"""Adapters on every family: nothing changes at first, they alone learn, and every schedule gives the same gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT, compile_blocks
+from holotrain.models.adapters import Adapted, adapter_width, add_adapters, freeze
+
+IMAGE = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
+WINDOWS = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "classes": 5,
+    "dim": 8,
+    "depths": (2, 1),
+    "heads": (1, 2),
+    "window": 2,
+}
+TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
+ENCODER = TEXT | {"classes": 3, "dropout": 0.0, "attention_dropout": 0.0}
+MODELS = {
+    "vit": (ViT, IMAGE),
+    "rev_vit": (RevViT, IMAGE | {"pool": "class"}),
+    "swin": (Swin, WINDOWS),
+    "rev_swin": (RevSwin, WINDOWS),
+    "gpt": (GPT, TEXT),
+    "rev_gpt": (RevGPT, TEXT),
+    "roberta": (RoBERTa, ENCODER),
+    "roberta_post": (RoBERTa, ENCODER | {"norm": "post"}),
+    "rev_roberta": (RevRoBERTa, ENCODER),
+}
+
+
+def model_of(name, **options):
+    torch.manual_seed(0)
+    model_class, arguments = MODELS[name]
+    return model_class(**arguments | options)
+
+
+def inputs_of(name):
+    generator = torch.Generator().manual_seed(1)
+    if "vit" in name or "swin" in name:
+        return (torch.randn(4, 1, 8, 8, generator=generator, dtype=torch.float64).float(),)
+    tokens = torch.randint(40, (4, 12), generator=generator)
+    return (tokens, torch.arange(12) < torch.tensor([12, 5, 3, 9])[:, None]) if "roberta" in name else (tokens,)
+
+
+def awake(model):
+    """Adapters that do something."""
+    for module in model.modules():
+        if isinstance(module, Adapted):
+            for parameter in (*module.down.parameters(), *module.up.parameters()):
+                nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_unchanged_at_first_and_changed_by_what_adapters_learn(name):
+    model = model_of(name).eval()
+    before, parameters = model(*inputs_of(name)), sum(p.numel() for p in model.parameters())
+    add_adapters(model, 3)
+    assert torch.equal(model(*inputs_of(name)), before)
+    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    assert len(adapted) == (6 if "swin" in name else 4) and adapter_width(model) == 3
+    added = sum(2 * len(module.norm.weight) * 3 + len(module.norm.weight) + 3 for module in adapted)
+    assert sum(p.numel() for p in model.parameters()) == parameters + added
+    assert (awake(model)(*inputs_of(name)) - before).abs().max() > 1e-3
+
+
+def test_an_adapter_reads_what_its_branch_gives_out():
+    model = model_of("roberta_post").eval()
+    add_adapters(model, 3)
+    awake(model)
+    f, x = model.blocks.blocks[0].f, torch.randn(2, 5, 16)
+    y = f.branch.update(x)
+    expected = y + f.up(nn.functional.gelu(f.down(y)))
+    assert torch.equal(f.update(x), expected)
+    assert torch.equal(f(x), f.update(f.branch.norm(x)))
+    assert not torch.allclose(expected, y, atol=1e-2)
+
+
+def is_trained(name, trained):
+    part = name.split(".")
+    return trained == "all" or part[0] == "head" or (trained == "adapters" and bool({"norm", "down", "up"} & set(part)))
+
+
+@pytest.mark.parametrize("trained", ["all", "head", "adapters"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_frozen_has_no_gradient_and_stays(name, trained):
+    model = model_of(name)
+    add_adapters(model, 3)
+    if trained == "head" and name.endswith("gpt"):
+        with pytest.raises(ValueError, match="GPT has no head of its own"):
+            freeze(model, trained)
+        return
+    freeze(awake(model), trained)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(*inputs_of(name)).square().sum().backward()
+    optimizer.step()
+    for key, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == is_trained(key, trained), key
+        assert torch.equal(parameter, before[key]) != is_trained(key, trained), key
+
+
+@pytest.mark.parametrize("trained", ["all", "head", "adapters"])
+@pytest.mark.parametrize("name", ["rev_vit", "rev_swin", "rev_gpt", "rev_roberta"])
+def test_gradients_of_every_schedule_are_equal(name, trained):
+    """In float64, with dropout and drop-path; of blocks that train nothing (head) there is nothing to rebuild."""
+    if trained == "head" and name == "rev_gpt":
+        return
+    reference = None
+    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
+        model = model_of(name, dropout=0.1, drop_path=0.2, backward=backward).double()
+        add_adapters(model, 3)
+        freeze(awake(model), trained)
+        first, *rest = inputs_of(name)
+        model(first.double() if first.is_floating_point() else first, *rest).logsumexp(-1).sum().backward()
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+        reference = reference or gradients
+        largest = max(grad.abs().max() for grad in reference.values())
+        assert largest > 0
+        for key, grad in gradients.items():
+            assert (grad - reference[key]).abs().max() <= 1e-10 * largest, key
+
+
+def test_a_state_dict_goes_round():
+    trained, other = awake_and_adapted("rev_vit"), model_of("rev_vit").eval()
+    add_adapters(other, 3)
+    inputs = inputs_of("rev_vit")
+    assert not torch.equal(other(*inputs), trained(*inputs))
+    other.load_state_dict(trained.state_dict())
+    assert torch.equal(other(*inputs), trained(*inputs))
+
+
+def awake_and_adapted(name):
+    model = model_of(name).eval()
+    add_adapters(model, 3)
+    return awake(model)
+
+
+def test_adapters_are_made_where_and_as_the_model_is():
+    model = model_of("rev_vit").to("meta", torch.bfloat16)
+    add_adapters(model, 3)
+    up = model.blocks.blocks[1].g.up.weight
+    assert (up.device.type, up.dtype) == ("meta", torch.bfloat16)
+
+
+def test_adapted_blocks_compile(monkeypatch):
+    """Each branch, adapter and all, in one piece."""
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, *rest, **options: compiled.append(module))
+    model = awake_and_adapted("rev_vit")
+    compile_blocks(model)
+    assert compiled == [branch for block in model.blocks.blocks for branch in (block.f, block.g)]
+    assert all(isinstance(branch, Adapted) for branch in compiled)
+
+
+def test_impossible_adapters_are_refused():
+    model = model_of("vit")
+    with pytest.raises(ValueError, match="width of adapters must be at least 1, not 0"):
+        add_adapters(model, 0)
+    with pytest.raises(ValueError, match="this ViT has no adapters to train; add them first"):
+        freeze(model, "adapters")
+    with pytest.raises(ValueError, match="trained must be all, head or adapters, not 'norms'"):
+        freeze(model, "norms")
+    with pytest.raises(ValueError, match="a Linear has no blocks to adapt"):
+        add_adapters(nn.Linear(2, 2), 3)
+    add_adapters(model, 3)
+    with pytest.raises(ValueError, match="this ViT has adapters already"):
+        add_adapters(model, 3)

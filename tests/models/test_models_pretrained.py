@@ -1,0 +1,307 @@
+"""Published weights: outputs against the libraries they come from, and what a model of another form takes over."""
+
+import json
+
+import pytest
+import timm
+import torch
+import transformers
+from safetensors.torch import save_file
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
+
+from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
+from holotrain.models.pretrained import load_pretrained, pre_norm, read_weights
+
+transformers.utils.logging.set_verbosity_error()
+
+IMAGE = {"image_size": 8, "patch_size": 2, "classes": 5, "dim": 16, "depth": 3, "heads": 2}
+WINDOWS = {"image_size": 16, "patch_size": 2, "classes": 5, "dim": 8, "depths": (2, 1), "heads": (1, 2), "window": 4}
+TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 3, "heads": 2}
+ENCODER = TEXT | {"dropout": 0.0, "attention_dropout": 0.0}
+POOLS = {"class": {}, "mean": {"class_token": False, "global_pool": "avg"}}
+
+
+def randomised(model):
+    """None is left at a value, such as zero or one, that would hide that it is not used."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+        nn.init.normal_(parameter, 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, scale)
+    return model.eval()
+
+
+def timm_vit(image_size=8, **options):
+    return randomised(VisionTransformer(image_size, patch_size=2, num_classes=5, embed_dim=16, depth=3, num_heads=2, **options))
+
+
+def timm_swin():
+    sizes = {"embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2), "window_size": 4, "num_classes": 5}
+    return randomised(SwinTransformer(16, patch_size=2, **sizes))
+
+
+def gpt2():
+    return randomised(GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=3, n_head=2)))
+
+
+def roberta(kind=RobertaForMaskedLM, classes=2):
+    return randomised(
+        kind(
+            RobertaConfig(
+                vocab_size=40, max_position_embeddings=14, type_vocab_size=1, hidden_size=16, num_hidden_layers=3,
+                num_attention_heads=2, intermediate_size=64, layer_norm_eps=1e-5, num_labels=classes,
+            )
+        )
+    )  # fmt: skip
+
+
+def assert_same(ours, theirs):
+    assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= 1e-5
+
+
+def images(size):
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def words():
+    return torch.randint(2, 40, (3, 12), generator=torch.Generator().manual_seed(1))  # 1 is RoBERTa's padding
+
+
+@torch.no_grad()
+def test_vit_small_is_timms():
+    reference = randomised(timm.create_model("vit_small_patch16_224"))
+    model = ViT(pool="class").eval()
+    loaded = load_pretrained(model, reference.state_dict())
+    assert loaded.missing == loaded.unexpected == loaded.head == loaded.resized == ()
+    assert_same(model(images(224)), reference(images(224)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [8, 12, 4])
+@pytest.mark.parametrize("pool", POOLS)
+def test_vit_is_timms_at_every_image_size(pool, size):
+    weights, reference = timm_vit(**POOLS[pool]).state_dict(), timm_vit(size, **POOLS[pool])
+    reference.load_state_dict(checkpoint_filter_fn(dict(weights), reference, interpolation="bicubic", antialias=True))
+    model = ViT(**IMAGE | {"image_size": size}, pool=pool).eval()
+    loaded = load_pretrained(model, weights)
+    assert loaded.resized == (() if size == 8 else ("embedding.position",))
+    assert_same(model(images(size)), reference(images(size)))
+
+
+@torch.no_grad()
+def test_swin_is_timms():
+    reference = randomised(timm.create_model("swin_tiny_patch4_window7_224"))
+    model = Swin().eval()
+    assert len(load_pretrained(model, reference.state_dict()).loaded) == len(list(model.parameters()))
+    assert_same(model(images(224)), reference(images(224)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bare", [False, True])
+def test_gpt2_is_transformers(bare):
+    reference = gpt2()
+    model = GPT(**TEXT, positions="learned", gelu="tanh").eval()
+    weights = reference.transformer.state_dict() if bare else reference.state_dict()
+    masks = {f"{'' if bare else 'transformer.'}h.0.attn.{name}": torch.ones(1, 1, 12, 12) for name in ("bias", "masked_bias")}
+    loaded = load_pretrained(model, weights | masks)
+    assert loaded.missing == loaded.unexpected == ()
+    assert_same(model(words()), reference(words()).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "classes"), [(RobertaForMaskedLM, None), (RobertaForSequenceClassification, 4)])
+def test_roberta_is_transformers(kind, classes):
+    reference = roberta(kind, classes or 2)
+    model = RoBERTa(**ENCODER, norm="post", classes=classes).eval()
+    weights = reference.state_dict() | {"roberta.embeddings.position_ids": torch.arange(14)[None]}
+    loaded = load_pretrained(model, weights)
+    assert loaded.missing == loaded.unexpected == loaded.head == ()
+    mask = torch.arange(12) < torch.tensor([12, 7, 3])[:, None]
+    tokens = words().where(mask, 1)
+    ours, theirs = model(tokens, mask), reference(tokens, attention_mask=mask.long()).logits
+    assert_same(ours, theirs) if classes else assert_same(ours[mask], theirs[mask])
+    assert not torch.allclose(model(tokens)[0], ours[1], atol=1e-3)  # the mask does something
+
+
+@torch.no_grad()
+def test_a_shorter_context_takes_the_first_positions():
+    reference, model = gpt2(), GPT(**TEXT | {"context": 7}, positions="learned", gelu="tanh").eval()
+    assert load_pretrained(model, reference.state_dict()).resized == ("embedding.position",)
+    assert_same(model(words()[:, :7]), reference(words()[:, :7]).logits)
+
+
+def branches(model):
+    return {name for name in model.state_dict() if ".f." in name or ".g." in name}
+
+
+REVERSIBLE = {
+    "vit": (RevViT, IMAGE, timm_vit, {"embedding.class_token"}),
+    "swin": (RevSwin, WINDOWS, timm_swin, set()),
+    "gpt": (RevGPT, TEXT | {"positions": "learned", "gelu": "tanh"}, gpt2, set()),
+    "roberta": (RevRoBERTa, ENCODER, roberta, set()),
+}
+
+
+@pytest.mark.parametrize("family", REVERSIBLE)
+def test_reversible_models_take_over_f_and_g(family):
+    model_class, arguments, reference, unexpected = REVERSIBLE[family]
+    model = model_class(**arguments)
+    loaded = load_pretrained(model, reference().state_dict())
+    assert branches(model) <= set(loaded.loaded) and len(branches(model)) >= 24
+    rest = {name for name, _ in model.named_parameters()} - set(loaded.loaded)
+    assert set(loaded.missing) == {name for name in rest if "fusion" in name}
+    assert set(loaded.head) == rest - set(loaded.missing) == ({"head.weight", "head.bias"} if "fusion" in str(rest) else set())
+    norm = {"norm.weight", "norm.bias"} if "fusion" in str(rest) else set()  # the plain model's last
+    assert set(loaded.unexpected) == unexpected | norm
+
+
+@torch.no_grad()
+def test_a_pre_norm_branch_reads_what_its_post_norm_one_read():
+    """Of each block, given the same residual stream, before and after its attention's norm."""
+    post, pre = RoBERTa(**ENCODER, norm="post").eval(), RoBERTa(**ENCODER).eval()
+    reference = roberta().state_dict()
+    load_pretrained(post, reference)
+    load_pretrained(pre, reference)
+    x = torch.randn(2, 5, 16)
+    behind = [post.embedding.norm, *(norm for block in post.blocks.blocks for norm in (block.f.norm, block.g.norm))]
+    updates = [update for block in post.blocks.blocks for update in (block.f.update, block.g.update)]
+    forwards = [branch for block in pre.blocks.blocks for branch in (block.f, block.g)]
+    for norm, update, branch in zip(behind[:-1], updates, forwards, strict=True):
+        assert torch.equal(branch(x), update(norm(x)))
+    assert torch.equal(pre.norm(x), behind[-1](x))
+    assert not torch.allclose(post(words()), pre(words()), atol=1e-2)  # as pre_norm says
+
+
+def test_pre_norm_moves_norms_alone():
+    assert pre_norm(RoBERTa(**TEXT, norm="post").state_dict()).keys() == RoBERTa(**TEXT).state_dict().keys()
+
+
+def test_class_tokens_come_and_go():
+    weights = timm_vit().state_dict()
+    model = ViT(**IMAGE)
+    loaded = load_pretrained(model, weights)
+    assert (loaded.missing, loaded.unexpected) == ((), ("embedding.class_token",))
+    assert torch.equal(model.embedding.position, weights["pos_embed"][:, 1:])
+    model = ViT(**IMAGE, pool="class")
+    first, weights = model.embedding.position[:, :1].clone(), timm_vit(**POOLS["mean"]).state_dict()
+    loaded = load_pretrained(model, weights)
+    assert (loaded.missing, loaded.unexpected) == (("embedding.class_token",), ())
+    assert torch.equal(model.embedding.position, torch.cat((first, weights["pos_embed"]), dim=1))
+
+
+@pytest.mark.parametrize("classes", [5, 7])
+def test_a_head_of_other_classes_stays_new(classes):
+    model = ViT(**IMAGE | {"classes": classes}, pool="class")
+    before = model.head.weight.clone()
+    loaded = load_pretrained(model, timm_vit().state_dict())
+    assert loaded.head == (() if classes == 5 else ("head.weight", "head.bias"))
+    assert torch.equal(model.head.weight, before) == (classes == 7)
+
+
+def test_a_head_for_words_is_none_for_classes():
+    """Though part of both has the same name and shape."""
+    model = RevRoBERTa(**TEXT, classes=2)
+    before = model.head.dense.weight.clone()
+    loaded = load_pretrained(model, roberta().state_dict())
+    assert loaded.head == tuple(f"head.{name}" for name, _ in model.head.named_parameters())
+    assert set(loaded.unexpected) == {"head.norm.weight", "head.norm.bias", "head.bias"}
+    assert torch.equal(model.head.dense.weight, before)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_our_own_weights_come_from_checkpoints(prefix):
+    """Of an exact model, whose grid is not taken over, for images of another size."""
+    torch.manual_seed(0)
+    trained = RevViT(**IMAGE, exact=12)
+    model = RevViT(**IMAGE | {"image_size": 12})
+    loaded = load_pretrained(model, {prefix + name: x for name, x in trained.state_dict().items()})
+    assert (loaded.missing, loaded.unexpected, loaded.head) == ((), (), ()) and loaded.resized == ("embedding.position",)
+    assert torch.equal(model.fusion.norm.weight, trained.fusion.norm.weight)
+    assert torch.equal(model.blocks.blocks[2].g.widen.weight, trained.blocks.blocks[2].g.widen.weight)
+
+
+def written(folder, weights, form):
+    """Files as they are published."""
+    if form == "shards":
+        halves = [dict(list(weights.items())[part::2]) for part in range(2)]
+        for part, half in enumerate(halves):
+            save_file(half, folder / f"model-{part}.safetensors")
+        index = {name: f"model-{part}.safetensors" for part, half in enumerate(halves) for name in half}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        return folder
+    if form == "safetensors":
+        save_file(weights, folder / "model.safetensors")
+        return folder / "model.safetensors"
+    name = {"torch": "weights.pth", "checkpoint": "last.ckpt", "folder": "pytorch_model.bin"}[form]
+    torch.save({"state_dict": weights, "epoch": 3} if form == "checkpoint" else weights, folder / name)
+    return folder if form == "folder" else folder / name
+
+
+@pytest.mark.parametrize("form", ["shards", "safetensors", "torch", "checkpoint", "folder"])
+def test_files_are_read(tmp_path, form):
+    weights = ViT(**IMAGE).state_dict()
+    read = read_weights(written(tmp_path, weights, form))
+    assert read.keys() == weights.keys() and all(torch.equal(read[name], x) for name, x in weights.items())
+
+
+class Program:
+    """What must not run when a file is read."""
+
+    def __reduce__(self):
+        return print, ("it ran",)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(ValueError, match="names gone.safetensors, which is not beside it"):
+        read_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[1]")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    torch.save({"weights": Program()}, tmp_path / "program.bin")
+    torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    (tmp_path / "folder").mkdir()
+    for name, words in (
+        ("nowhere.pt", "there is no file"),
+        ("model.safetensors.index.json", "is no index of weights"),
+        ("cut.safetensors", "no readable safetensors file"),
+        ("program.bin", "or holds more than tensors"),
+        ("empty.pt", "holds no weights by name"),
+        ("folder", "holds none of model.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_weights(tmp_path / name)
+    assert "it ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "message"),
+    [
+        (lambda: RevGPT(**TEXT), timm_vit, "these weights are of a timm ViT; the model is a RevGPT"),
+        (lambda: RoBERTa(**TEXT), gpt2, "of a Hugging Face GPT-2; the model is a RoBERTa"),
+        (lambda: RevGPT(**TEXT), lambda: ViT(**IMAGE), r"of a holotrain model, do not fit: 38 of the 39 parameters"),
+        (lambda: ViT(**IMAGE | {"depth": 9}), lambda: timm_vit(**POOLS["mean"]), r"do not fit: 43 of the 115 parameters"),
+        (lambda: ViT(**IMAGE | {"dim": 8}), timm_vit, r"embedding.position is \(1, 16, 16\) there and \(1, 16, 8\) in this"),
+        (lambda: GPT(**TEXT | {"vocab": 41}), gpt2, r"embedding.word.weight is \(40, 16\) there and \(41, 16\) in this model"),
+        (lambda: ViT(**IMAGE), lambda: nn.Linear(2, 2), r"no model that is known here .*; they begin with weight"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(model, weights, message):
+    model = model()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(model, weights().state_dict())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_head_that_is_not_tied_is_refused():
+    for model, reference, head in ((GPT, gpt2, "lm_head.weight"), (RoBERTa, roberta, "lm_head.decoder.weight")):
+        with pytest.raises(ValueError, match="not tied to the embedding"):
+            load_pretrained(model(**TEXT), reference().state_dict() | {head: torch.zeros(40, 16)})
+
+
+def test_bert_is_not_taken_for_roberta():
+    segments = {"roberta.embeddings.token_type_embeddings.weight": torch.zeros(2, 16)}
+    with pytest.raises(ValueError, match="no model that is known"):
+        load_pretrained(RoBERTa(**TEXT), roberta().state_dict() | segments)
