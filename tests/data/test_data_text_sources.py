@@ -116,14 +116,16 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     one_line(lambda: module(tmp_path, path), r"a\.parquet needs pyarrow; pip install 'holotrain\[parquet\]'")
 
 
-def test_a_damaged_file_is_left_out_and_counted_in_the_manifest(tmp_path):
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_damaged_files_are_left_out_and_counted_in_the_manifest(tmp_path, tokenizer):
     for number in range(12):
         write(tmp_path, f"{number}.txt", b"good text %d" % number)
-    write(tmp_path, "bad.txt", b"good until here \xff")
+    for number in range(4):
+        write(tmp_path, f"bad{number}.txt", b"good until here \xff")
     pattern = str(tmp_path / "*.txt")
-    one_line(lambda: module(tmp_path, pattern), "bad.txt is not UTF-8: byte 16")
-    data = module(tmp_path, pattern, on_error="skip", val_fraction=0.2, test_fraction=0.2)
-    assert data.manifest["skipped"] == 1
+    one_line(lambda: module(tmp_path, pattern), r"bad\d.txt is not UTF-8: byte 16")
+    data = module(tmp_path, pattern, on_error="skip", val_fraction=0.2, test_fraction=0.2, tokenizer=tokenizer)
+    assert data.manifest["skipped"] == 4
     assert sum(data.counts[part]["documents"] for part in data.counts) == 12
 
 
