@@ -50,7 +50,7 @@ def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
     task = config.task.kind
     arguments: dict[str, Any] = {
         "layout": "packed" if task == "causal_lm" else "documents",
-        "unit": config.data.unit or ("paragraph" if task == "masked_lm" else "file"),
+        "unit": config.data.unit or ("file" if task == "causal_lm" else "paragraph"),
         "tokenizer_json": tokenizer,
     }
     if task != "sequence_classification":  # labels would only cost

@@ -57,6 +57,7 @@ def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callba
         logger=logger,
         enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
         enable_model_summary=False,
+        use_distributed_sampler=False,  # our batch samplers share out by themselves
         **vars(config) | {"profiler": _profiler(config.profiler, folder)},
     )
 

@@ -93,15 +93,15 @@ def test_the_loss_is_smoothed_cross_entropy_of_classes_or_probabilities():
 def test_predictions_are_the_likeliest_class_and_its_probability():
     task = classifier()
     images = torch.randn(5, 1, 2, 2)
-    predicted = task.predict_step((images,), 0)
+    predicted = task.predict_step((images, ["a name", *"bcde"]), 0)
     probability = task(images).softmax(-1)
     assert torch.equal(predicted["class"], probability.argmax(-1))
     assert torch.allclose(predicted["probability"], probability.max(-1).values)
 
 
 def test_what_can_be_monitored():
-    assert classifier().monitored == ["val/loss", "val/accuracy", "val/accuracy_top5"]
-    assert ImageClassifier(nn.Identity(), 10).monitored == ["val/loss", "val/accuracy"]
+    assert classifier().monitored == {"val/accuracy": "max", "val/accuracy_top5": "max", "val/loss": "min"}
+    assert list(ImageClassifier(nn.Identity(), 10).monitored) == ["val/accuracy", "val/loss"]
 
 
 class OrdinaryGraphedStep:
@@ -120,7 +120,7 @@ class OrdinaryGraphedStep:
 
 def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
     """Lightning's own backward and zero_grad must leave a graphed step's gradients alone."""
-    monkeypatch.setattr("holotrain.tasks.image_classification.GraphedStep", OrdinaryGraphedStep)
+    monkeypatch.setattr("holotrain.tasks.task.GraphedStep", OrdinaryGraphedStep)
     weights = []
     for cuda_graph in (False, True):
         torch.manual_seed(0)

@@ -150,7 +150,7 @@ class TextDataConfig(DataConfig):
     """words of a bpe that is trained"""
 
     unit: str | None = None
-    """a document: file (or row), paragraph or line; null: file for causal_lm and classification, paragraph for masked_lm"""
+    """a document: file (or row), paragraph or line; null: file for causal_lm, otherwise paragraph"""
 
     val_fraction: float = 0.02
     """share of the files that validates, the same ones always"""
