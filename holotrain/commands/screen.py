@@ -9,7 +9,6 @@ from torch import nn
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import device_name
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.data import DataConfig
 
 console = Console(highlight=False)
 
@@ -21,7 +20,7 @@ def show_start(
     rows = {
         "model": f"{choices.get('model', config.model.kind)}, {_large(parameter_count(model))} parameters",
         "task": config.task.kind,
-        "data": f"{choices.get('data', config.data.kind)}, {_batches(config.data)}",
+        "data": f"{choices.get('data', config.data.kind)}, {_batches(config)}",
         "backward": config.backward.kind,
         "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
         "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}" if command == "fit" else None,
@@ -69,9 +68,11 @@ def show_exported(summary: Summary, folder: Path) -> None:
     console.print(_table(summary.status, rows))
 
 
-def _batches(config: DataConfig) -> str:
-    tokens = getattr(config, "max_tokens", None)
-    return f"batches of {config.batch_size}" if tokens is None else f"batches of up to {tokens} tokens"
+def _batches(config: RunConfig) -> str:
+    tokens = getattr(config.data, "max_tokens", None)
+    if tokens is None or config.task.kind == "causal_lm":
+        return f"batches of {config.data.batch_size}"
+    return f"batches of up to {tokens} tokens"
 
 
 def _table(title: str, rows: dict[str, object]) -> Table:

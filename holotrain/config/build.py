@@ -53,6 +53,8 @@ def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
         "unit": config.data.unit or ("file" if task == "causal_lm" else "paragraph"),
         "tokenizer_json": tokenizer,
     }
+    if task == "causal_lm":
+        arguments["max_tokens"] = None  # packed blocks are of one length
     if task != "sequence_classification":  # labels would only cost
         arguments |= {"label": None} if hasattr(config.data, "label") else {"classes": 0}
     return arguments

@@ -13,12 +13,34 @@ from holotrain.config.checkpointed import typed
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.register import register
 from holotrain.config.schema import COMMANDS
-from holotrain.config.schema.model import BackwardConfig
+from holotrain.data import TextDataModule
 from holotrain.errors import UserError
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
-NEEDS = {("data", "imagefolder"): IMAGENET, ("experiment", "imagenet_rev_vit_small"): IMAGENET}
+NEEDS = {
+    ("data", "imagefolder"): IMAGENET,
+    ("experiment", "imagenet_rev_vit_small"): IMAGENET,
+    ("data", "text_stdlib"): ["task=causal_lm"],
+    ("data", "text_files"): ["task=masked_lm", "data.files=texts/*.txt"],
+}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Where the standard library is tokenised once."""
+    return tmp_path_factory.mktemp("tokens")
+
+
+def needs(group, option):
+    """What an option does not go without."""
+    if group != "model":
+        return NEEDS.get((group, option), [])
+    family, _, size = option.removeprefix("rev_").partition("_")
+    if family in ("gpt", "roberta"):
+        return ["task=causal_lm" if family == "gpt" else "task=masked_lm"]
+    pixels = 32 if size in ("nano", "tiny") and (family, size) != ("swin", "tiny") else 224
+    return ["data=fake", f"data.image_size={pixels}"]
 
 
 def configuration(command, *overrides):
@@ -28,8 +50,12 @@ def configuration(command, *overrides):
 
 @pytest.fixture
 def images(tmp_path, monkeypatch):
-    """An image folder where the options that need one look for it."""
+    """An image folder and some texts where the options that need them look for them."""
     from PIL import Image
+
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / "texts" / f"{number}.txt").write_text("some words\n\nand more\n")
 
     monkeypatch.chdir(tmp_path)
     for part in ("train", "val"):
@@ -39,12 +65,21 @@ def images(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in GROUPS.items() for o in options])
-def test_every_option_builds(group, option, images):
-    config = configuration("fit", f"{group}={option}", *NEEDS.get((group, option), []))
-    data = build_data(config.data, config.seed)
+def test_every_option_builds(group, option, images, tokens):
+    config = configuration("fit", f"{group}={option}", *needs(group, option))
+    data = build_data(config)
+    if isinstance(data, TextDataModule):
+        data.cache = tokens
+        data.prepare_data()
+        data.setup("fit")
+        sample, shape = torch.zeros(1, 9, dtype=torch.long), (1, 9, data.vocab_size)
+        if config.task.kind == "sequence_classification":
+            shape = (1, data.num_classes)
+    else:
+        sample, shape = torch.empty(1, *data.image_shape), (1, data.num_classes)
     with torch.device("meta"):
         task = build_task(config, data)
-        assert task.model(torch.empty(1, *data.image_shape)).shape == (1, data.num_classes)
+    assert task.model(sample.to("meta")).shape == shape
     if config.trainer.accelerator == "cpu" or torch.cuda.is_available() or option != "gpu":
         check_device(config.trainer)
 
@@ -57,8 +92,11 @@ def test_every_file_under_conf_is_an_option():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes(command):
-    config = configuration(command)
+    config = configuration(command, *(["task=causal_lm", "prompt=x"] if command == "generate" else []))
     assert type(config) is COMMANDS[command]
+    if command == "generate":
+        assert (config.model.kind, config.data.kind, config.optimizer.betas) == ("rev_gpt", "text_stdlib", [0.9, 0.95])
+        return
     assert (config.model.kind, config.data.kind, config.backward.kind) == ("rev_vit", "digits", "reversible")
 
 
@@ -70,18 +108,18 @@ def test_a_plain_model_brings_its_own_backward():
 @pytest.mark.parametrize(("size", "patch"), [(8, 2), (28, 4), (32, 4), (112, 16), (224, 16)])
 def test_patches_suit_the_image(size, patch):
     config = configuration("fit", "data=fake", f"data.image_size={size}", "data.num_classes=3")
-    model = build_model(config.model, BackwardConfig("autograd"), build_data(config.data, 0))
+    model = build_model(config, build_data(config))
     assert model.embedding.project.kernel_size == (patch, patch)
     config = configuration("fit", "model.patch_size=1")
-    assert build_model(config.model, BackwardConfig("autograd"), build_data(config.data, 0)).embedding.position.shape[1] == 64
+    assert build_model(config, build_data(config)).embedding.position.shape[1] == 64
 
 
 def test_options_reach_what_they_describe():
     config = configuration(
         "fit", "optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.25", "task.label_smoothing=0.1",
-        "model.drop_path=0.2", "data.batch_size=5", "data.augment=false", "model.mlp_ratio=2", "backward=checkpoint",
+        "model.drop_path=0.2", "data.batch_size=5", "seed=3", "data.augment=false", "model.mlp_ratio=2", "backward=checkpoint",
     )  # fmt: skip
-    data = build_data(config.data, 3)
+    data = build_data(config)
     task = build_task(config, data)
     optimizer = task.make_optimizer(task.model)
     assert isinstance(optimizer, torch.optim.SGD)
@@ -127,6 +165,22 @@ def test_options_reach_what_they_describe():
         (["task.label_smoothing=2"], "task.label_smoothing"),
         (["model.drop_path=1"], "model.drop_path"),
         (["seed=-1"], "seed: -1 is out of range"),
+        (["task=causal_lm", "model=rev_vit_tiny"], "task=causal_lm trains gpt, not rev_vit; take another model or task=image_"),
+        (["model=gpt_tiny"], "take another model or task=causal_lm"),
+        (["task=masked_lm", "data=digits"], "task=masked_lm learns from text_stdlib, text_files, not digits"),
+        (["task=sequence_classification", "data=text_files", "data.files=x"], "data.label: which field, or column"),
+        (["task=causal_lm", "model.trained=head"], "model.trained=head: the head of task=causal_lm is its embedding"),
+        (["model.trained=adapters"], "model.trained=adapters: there are none; give model.adapters=64"),
+        (["model.trained=heads"], "model.trained: 'heads' is not one of all, head, adapters. Did you mean 'head'?"),
+        (["model=swin_tiny", "model.depths=[]"], "model.depths: a number for each stage"),
+        (["model=swin_tiny", "model.heads=[3,0,3,3]"], "model.heads: 0 is out of range"),
+        (["model=mvit_tiny", "model.kv_stride=0"], "model.kv_stride"),
+        (["task=causal_lm", "model.positions=none"], "model.positions: 'none' is not one of rotary, learned"),
+        (["task=masked_lm", "task.mask_probability=0"], "task.mask_probability"),
+        (["task=masked_lm", "model=roberta_tiny", "model.norm=middle"], "model.norm"),
+        (["task=masked_lm", "backward.cuda_graph=true"], "a graph wants batches of one shape"),
+        (["task=masked_lm", "data.max_tokens=100"], "data.max_tokens: 100 is out of range"),
+        (["task=causal_lm", "data.unit=word"], "data.unit: 'word' is not one of file, paragraph, line"),
         (["seed=99999999999999"], "seed: 99999999999999 is out of range"),
     ],
 )
@@ -138,7 +192,7 @@ def test_values_out_of_range_are_named(overrides, words):
 
 def synthesis_of(*overrides):
     config = configuration("fit", *overrides)
-    return build_synthesis(config.synthesis, build_task(config, build_data(config.data, 0)))
+    return build_synthesis(config.synthesis, build_task(config, build_data(config)))
 
 
 @pytest.mark.parametrize("kind", ["associative", "bind", "shared"])
@@ -181,7 +235,7 @@ def test_a_synthesis_that_cannot_be_is_named(overrides, words):
 def test_sizes_that_do_not_divide_are_named():
     config = configuration("fit", "model.heads=5")
     with pytest.raises(UserError, match="model: dim must be a multiple of heads, but 96 is none of 5"):
-        build_model(config.model, BackwardConfig("autograd"), build_data(config.data, 0))
+        build_model(config, build_data(config))
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="for a machine without a GPU")
@@ -207,7 +261,7 @@ def test_what_needs_a_gpu_is_refused_without_one(overrides):
 
 def test_the_options_of_the_engine_reach_the_model():
     config = configuration("fit", "backward=pareprop", "backward.store=[0,2]", "backward.exact=12", "backward.keep=[attention]")
-    blocks = build_task(config, build_data(config.data, 0)).model.blocks
+    blocks = build_task(config, build_data(config)).model.blocks
     assert (blocks.backward, list(blocks.store), blocks.exact, blocks.keep) == ("pareprop", [0, 2], 12, ("attention",))
     assert blocks.grid.step.item() == 2**-12
 
@@ -215,7 +269,7 @@ def test_the_options_of_the_engine_reach_the_model():
 def test_an_engine_option_that_does_not_fit_the_model_is_named():
     config = configuration("fit", "backward.store=99")
     with pytest.raises(UserError, match="store must be a number of blocks up to 6"):
-        build_model(config.model, config.backward, build_data(config.data, 0))
+        build_model(config, build_data(config))
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])

@@ -132,9 +132,9 @@ class TextDataConfig(DataConfig):
     """tokens that a model sees at once: of a packed block, or at most of a document"""
 
     batch_size: int = 32
-    """blocks or documents a step"""
+    """packed blocks a step; documents, where max_tokens is null"""
 
-    max_tokens: int | None = None
+    max_tokens: int | None = 8192
     """of documents, in the place of batch_size: a batch's longest times its number, at most"""
 
     bucketing: bool = True
