@@ -20,13 +20,20 @@ cross_entropy   the loss over a long vocabulary, in pieces
 What is done with them:
 generation      text from a causal model, its tokens drawn by sampling
 pretrained      published weights under our names
+adapters        fine-tuning of a part: bottleneck adapters, freezing
+int8            weights in a quarter of the memory
+saved           a model in a folder and back (its class found by registry)
+programs        image models as torch.export's programs and as ONNX
 compiling       torch.compile, block by block
 """
 
+from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.compiling import compile_blocks
 from holotrain.models.generation import generate
 from holotrain.models.gpt import GPT, GPT_SIZES, RevGPT
+from holotrain.models.int8 import quantise
 from holotrain.models.mvit import MVIT_SIZES, MViT, RevMViT
+from holotrain.models.pretrained import load_pretrained, read_weights
 from holotrain.models.roberta import ROBERTA_SIZES, RevRoBERTa, RoBERTa
 from holotrain.models.sampling import Sampling
 from holotrain.models.swin import SWIN_SIZES, RevSwin, Swin
@@ -49,6 +56,11 @@ __all__ = [
     "Sampling",
     "Swin",
     "ViT",
+    "add_adapters",
     "compile_blocks",
+    "freeze",
     "generate",
+    "load_pretrained",
+    "quantise",
+    "read_weights",
 ]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.models.gpt import GPT
-from holotrain.models.pretrained import huggingface_gpt2, huggingface_roberta, ours, timm_swin, timm_vit
+from holotrain.models.mvit import MViT
+from holotrain.models.pretrained import huggingface_gpt2, huggingface_roberta, ours, timm_mvit, timm_swin, timm_vit
 from holotrain.models.pretrained.fitting import fitted
 from holotrain.models.roberta import RoBERTa
 from holotrain.models.swin import Swin
@@ -32,6 +33,7 @@ class Source:
 SOURCES = (
     Source("a timm ViT", timm_vit, ViT),
     Source("a timm Swin", timm_swin, Swin),
+    Source("a timm MViTv2", timm_mvit, MViT),
     Source("a Hugging Face RoBERTa", huggingface_roberta, RoBERTa),
     Source("a Hugging Face GPT-2", huggingface_gpt2, GPT),
     Source("a holotrain model", ours, nn.Module),

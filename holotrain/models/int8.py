@@ -1,0 +1,96 @@
+"""Weights in int8, for models that are read and no longer trained: a quarter of the memory and of the file.
+
+torchao keeps each row of a matrix as int8 and one scale in fp32 (symmetric, weights only); what the layers read and give out
+stays as it was. Matrices of Linear layers and tables of words are quantised; norms, biases, positions and the patches'
+convolution, small all together, are not.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+SCALE = "_scale"
+"""What follows a tensor's name in a file, in the name of its scales."""
+
+
+def quantise(model: nn.Module) -> None:
+    """Quantises a model in place, which then has no gradients: it is for evaluation, prediction and generation.
+
+    A head that is tied to the embedding reads the same int8 table.
+
+    Raises:
+        ValueError: torchao is not installed; the model is int8 already.
+    """
+    torchao = _torchao()
+    if is_quantised(model):
+        raise ValueError(f"this {type(model).__name__} is int8 already")
+    # The compiler's settings are the user's; torchao would change them for the whole process.
+    config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    torchao.quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear | nn.Embedding))
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Embedding):
+                setattr(module, name, Int8Embedding.from_pretrained(child.weight))
+    model.requires_grad_(False)
+
+
+class Int8Embedding(nn.Embedding):
+    """A table in int8, of which only the rows that are looked up become floating-point numbers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = self.weight
+        return table.qdata[tokens].to(table.dtype) * table.scale[tokens].to(table.dtype)
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether any weight is int8."""
+    return any(_is_int8(parameter) for parameter in model.parameters())
+
+
+def storage_bytes(model: nn.Module) -> int:
+    """Bytes that the model's parameters and buffers (those of its state_dict) take, scales of int8 weights among them."""
+    parts = [part for tensor in model.state_dict().values() for part in _parts(tensor)]
+    return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def unpacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state_dict of plain tensors alone: an int8 weight as its int8 numbers, and its scales under a name of their own."""
+    plain = {}
+    for name, tensor in weights.items():
+        if _is_int8(tensor):
+            plain |= {name: tensor.qdata, name + SCALE: tensor.scale}
+        else:
+            plain[name] = tensor
+    return plain
+
+
+def packed(plain: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`unpacked`, for a model in fp32.
+
+    Raises:
+        ValueError: torchao is not installed.
+    """
+    weights = {name: tensor for name, tensor in plain.items() if not name.endswith(SCALE)}
+    for name in weights.keys() & {name.removesuffix(SCALE) for name in plain.keys() - weights.keys()}:
+        numbers, scale = plain[name], plain[name + SCALE]
+        rows = [1, numbers.shape[1]]  # what has a scale of its own
+        zero = torch.zeros_like(scale, dtype=torch.int8)
+        weights[name] = _torchao().Int8Tensor(numbers, scale, rows, torch.float32, zero_point=zero)
+    return weights
+
+
+def _is_int8(tensor: Tensor) -> bool:
+    return hasattr(tensor, "qdata")
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    return [tensor.qdata, tensor.scale, tensor.zero_point] if _is_int8(tensor) else [tensor]
+
+
+def _torchao() -> ModuleType:
+    try:
+        import torchao.quantization
+    except ImportError as error:
+        raise ValueError("int8 needs torchao: pip install 'holotrain[int8]'") from error
+    return torchao.quantization

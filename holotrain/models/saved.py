@@ -1,0 +1,117 @@
+"""A model in a folder, to be used without the run that made it: ``holotrain.load(folder)``.
+
+``model.safetensors`` holds the tensors, ``config.json`` what they are of, ``tokenizer.json`` the words of a model of text.
+Nothing in them is a program.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from holotrain.models.adapters import adapter_width, add_adapters
+from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
+from holotrain.models.pretrained.files import read_weights
+from holotrain.models.registry import build
+
+FORMAT = 1
+WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+
+
+def save(
+    folder: str | Path,
+    kind: str,
+    arguments: dict[str, Any],
+    model: nn.Module,
+    extra: dict[str, Any] | None = None,
+    tokenizer: str | None = None,
+) -> None:
+    """Writes a model, whole or not at all as far as a file is concerned.
+
+    Args:
+        folder: made where it is not there; what it holds of another saved model is replaced.
+        kind, arguments: as :func:`~holotrain.models.registry.build` takes them; what JSON can hold.
+        model: built so; with adapters or quantised, where that was done to it.
+        extra: what else ``config.json`` says, such as names of classes and how images were normalised.
+        tokenizer: the content of ``tokenizer.json``.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    says = {
+        "format": FORMAT,
+        "kind": kind,
+        "arguments": arguments,
+        "int8": is_quantised(model),
+        "adapters": adapter_width(model),
+    }
+    texts = {CONFIG: json.dumps((extra or {}) | says, indent=2) + "\n"} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in unpacked(model.state_dict()).items()}
+    save_file(tensors, _partial(folder / WEIGHTS))
+    for name, text in texts.items():
+        _partial(folder / name).write_text(text, encoding="utf-8")
+    (folder / TOKENIZER).unlink(missing_ok=True)
+    for name in (WEIGHTS, *texts):
+        _partial(folder / name).replace(folder / name)
+
+
+def load(folder: str | Path) -> nn.Module:
+    """The model that :func:`save` wrote, on the CPU, in eval mode; its ``backward`` is the one it was saved with.
+
+    Raises:
+        ValueError: a file is missing or damaged, or was written by another version; int8 weights and no torchao.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    weights = read_weights(folder / WEIGHTS)
+    try:
+        model = build(config["kind"], config["arguments"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG} describes no model that can be built: {error}") from error
+    if config["adapters"] is not None:
+        add_adapters(model, config["adapters"])
+    if config["int8"]:
+        quantise(model)
+    _check(unpacked(model.state_dict()), weights, folder)
+    model.load_state_dict(packed(weights) if config["int8"] else weights)
+    return model.eval()
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """What ``config.json`` says: ``format``, ``kind``, ``arguments``, ``int8``, ``adapters`` (their width or None), the extra.
+
+    Raises:
+        ValueError: it is missing or damaged, or was written by another version.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no saved model: there is no {CONFIG} in it")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        version = config["format"]
+        if version == FORMAT:
+            return config | {key: config[key] for key in ("kind", "arguments", "int8", "adapters")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged, or of another program") from error
+    raise ValueError(f"{path} is of format {version}; this version of holotrain reads format {FORMAT}")
+
+
+def _check(expected: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> None:
+    for name in [*expected, *weights]:
+        here, there = (_kind(tensors.get(name)) for tensors in (expected, weights))
+        if here != there:
+            raise ValueError(f"{folder / WEIGHTS} and {CONFIG} are of different models: {name} is {there}, not {here}")
+
+
+def _kind(tensor: Tensor | None) -> str:
+    """Shape, and whether it is int8; the width of floating-point numbers may differ."""
+    if tensor is None:
+        return "missing"
+    return f"{tuple(tensor.shape)}{' in int8' if tensor.dtype == torch.int8 else ''}"
+
+
+def _partial(path: Path) -> Path:
+    """Where a file is written before it takes the place of another."""
+    return path.with_name(f".{path.name}.partial")

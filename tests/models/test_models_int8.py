@@ -1,0 +1,138 @@
+"""int8 models: a quarter of the size, nearly the same outputs, in everything that is done with a model but training."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from holotrain.models import GPT, GPT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT, Sampling, ViT, generate
+from holotrain.models.int8 import is_quantised, packed, quantise, storage_bytes, unpacked
+
+TEXT = {"vocab": 50, "context": 40, "dim": 32, "depth": 2, "heads": 2}
+IMAGE = {"image_size": 8, "patch_size": 2, "classes": 5, "dim": 32, "depth": 2, "heads": 2}
+WINDOWS = {"image_size": 8, "patch_size": 2, "classes": 5, "dim": 16, "depths": (1, 1), "heads": (1, 2), "window": 2}
+
+
+def model_of(model_class, **arguments):
+    torch.manual_seed(0)
+    model = model_class(**arguments).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.weight.normal_(1, 0.5)
+    return model
+
+
+def inputs_of(model):
+    generator = torch.Generator().manual_seed(1)
+    if hasattr(model.embedding, "image_size"):
+        return torch.randn(2, 3, model.embedding.image_size, model.embedding.image_size, generator=generator)
+    return torch.randint(50, (2, 20), generator=generator)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model_class", "arguments"),
+    [
+        (GPT, GPT_SIZES["tiny"] | {"vocab": 260}),
+        (RevGPT, TEXT | {"positions": "learned"}),
+        (RevViT, IMAGE),
+        (RevSwin, WINDOWS),
+        (RevRoBERTa, TEXT),
+        (RevRoBERTa, TEXT | {"classes": 3}),
+    ],
+)
+def test_outputs_hardly_change(model_class, arguments):
+    model = model_of(model_class, **arguments)
+    inputs = inputs_of(model)
+    expected = model(inputs)
+    quantise(model)
+    error = ((model(inputs) - expected).norm() / expected.norm()).item()
+    assert 0 < error <= 0.03
+    assert is_quantised(model) and not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model_class", "arguments"), [(GPT, GPT_SIZES["tiny"] | {"vocab": 260}), (ViT, {"pool": "class"}), (RevViT, {})]
+)
+def test_storage_is_a_quarter(model_class, arguments):
+    model = model_of(model_class, **arguments)
+    before = storage_bytes(model)
+    assert before == 4 * sum(p.numel() for p in model.parameters())
+    quantise(model)
+    assert 0.25 < storage_bytes(model) / before <= 0.30
+
+
+def test_numbers_of_a_row_are_within_half_a_step():
+    weight = model_of(RevViT, **IMAGE).head.weight.detach().clone()
+    model = model_of(RevViT, **IMAGE)
+    quantise(model)
+    step = model.head.weight.scale
+    assert step.shape == (5, 1) and torch.allclose(step[:, 0], weight.abs().amax(1) / 127.5, rtol=1e-3)
+    assert ((model.head.weight.qdata * step - weight).abs() <= step * 0.51).all()
+
+
+@torch.no_grad()
+def test_a_tied_head_and_the_embedding_read_one_table():
+    model = model_of(GPT, **TEXT)
+    quantise(model)
+    tokens, table = inputs_of(model), model.embedding.word.weight.dequantize()
+    assert torch.equal(model.embedding.word(tokens), F.embedding(tokens, table))
+    hidden = []
+    model.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    torch.testing.assert_close(model(tokens), hidden[0] @ table.T)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_class", [GPT, RevRoBERTa])
+@pytest.mark.parametrize("half", [False, True])
+def test_the_loss_is_that_of_the_logits(model_class, half):
+    model = model_of(model_class, **TEXT)
+    quantise(model)
+    tokens = inputs_of(model)
+    targets = tokens.roll(-1, 1)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        torch.testing.assert_close(model(tokens, targets=targets), expected, rtol=1e-2 if half else 1e-6, atol=0)
+
+
+def test_generation_goes_on_and_compiles():
+    model = model_of(RevGPT, **TEXT | {"depth": 1})
+    nn.init.normal_(model.norm.weight)  # a fresh model repeats what it was given, since the head is tied to the embedding
+    quantise(model)
+    prompts = [torch.tensor([3, 7, 9]), torch.tensor([5])]
+    plain, compiled = (
+        torch.stack(list(generate(model, prompts, 12, Sampling(temperature=0), compiled=way)), 1) for way in (False, True)
+    )
+    assert torch.equal(plain, compiled) and len(plain.unique()) >= 3
+    tokens = prompts[0][None]
+    for _ in range(12):
+        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(plain[0], tokens[0, 3:])
+
+
+@torch.no_grad()
+def test_plain_tensors_and_back():
+    model, other = model_of(RevRoBERTa, **TEXT), RevRoBERTa(**TEXT).eval()
+    quantise(model)
+    plain = unpacked(model.state_dict())
+    assert all(type(tensor) is torch.Tensor for tensor in plain.values())
+    assert plain["embedding.word.weight"].dtype == torch.int8 and "norm.weight_scale" not in plain
+    quantise(other)
+    other.load_state_dict(packed(plain))
+    tokens = inputs_of(model)
+    assert torch.equal(other(tokens), model(tokens))
+
+
+def test_it_is_done_once_and_takes_torchao(monkeypatch):
+    model = model_of(ViT, **IMAGE)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ValueError, match=r"int8 needs torchao: pip install 'holotrain\[int8\]'"):
+        quantise(model)
+    assert not is_quantised(model)
+    monkeypatch.undo()
+    quantise(model)
+    with pytest.raises(ValueError, match="this ViT is int8 already"):
+        quantise(model)

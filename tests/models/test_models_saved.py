@@ -1,0 +1,213 @@
+"""Saved models come back as they were, from files that hold no program; exported programs give the same outputs."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import holotrain
+from holotrain.models.adapters import add_adapters
+from holotrain.models.int8 import is_quantised, quantise
+from holotrain.models.programs import export_onnx, export_program
+from holotrain.models.registry import MODELS, build
+from holotrain.models.saved import load, read_config, save
+
+IMAGE = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
+WINDOWS = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "classes": 5,
+    "dim": 8,
+    "depths": (2, 1),
+    "heads": (1, 2),
+    "window": 2,
+}
+TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
+ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "gpt": TEXT, "roberta": TEXT}
+
+
+def model_of(kind, **options):
+    torch.manual_seed(0)
+    arguments = ARGUMENTS[kind.removeprefix("rev_")] | options
+    model = build(kind, arguments).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model, arguments
+
+
+def inputs_of(model, batch=3):
+    generator = torch.Generator().manual_seed(1)
+    if hasattr(model.embedding, "image_size"):
+        return torch.randn(batch, 1, 8, 8, generator=generator)
+    return torch.randint(40, (batch, 12), generator=generator)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_kind_comes_back_bit_for_bit(tmp_path, kind, int8):
+    model, arguments = model_of(kind)
+    if int8:
+        quantise(model)
+    save(tmp_path / "a" / "b", kind, arguments, model)
+    other = holotrain.load(tmp_path / "a" / "b")
+    assert type(other) is MODELS[kind] and not other.training and is_quantised(other) == int8
+    assert torch.equal(other(inputs_of(model)), model(inputs_of(model)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("int8", [False, True])
+def test_what_was_done_to_a_model_comes_back(tmp_path, int8):
+    """Adapters, an exact grid, a schedule."""
+    model, arguments = model_of("rev_vit", exact=12, backward="pareprop", store=1)
+    add_adapters(model, 3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if int8:
+        quantise(model)
+    save(tmp_path, "rev_vit", arguments, model)
+    other = load(tmp_path)
+    assert (other.blocks.backward, other.blocks.store, other.blocks.exact) == ("pareprop", 1, 12)
+    assert torch.equal(other(inputs_of(model)), model(inputs_of(model)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [("gpt", {"vocab": 260, "dim": 192, "depth": 6, "heads": 6}), ("vit", {"pool": "class"})]
+)
+def test_int8_files_are_a_quarter(tmp_path, kind, arguments):
+    model = build(kind, arguments)
+    save(tmp_path / "fp32", kind, arguments, model)
+    quantise(model)
+    save(tmp_path / "int8", kind, arguments, model)
+    sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "int8")}
+    assert sizes["fp32"] < 1.01 * 4 * sum(p.numel() for p in model.parameters())  # a tied head stands there once
+    assert sizes["int8"] <= 0.30 * sizes["fp32"]
+
+
+def test_files_hold_plain_numbers_and_texts(tmp_path):
+    """The whole of the file: a length, a header in JSON that names numbers, and as many bytes of them."""
+    model, arguments = model_of("rev_gpt")
+    quantise(model)
+    save(tmp_path, "rev_gpt", arguments, model, {"license": "mine"}, tokenizer='{"words": "ä"}')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    assert {tensor["dtype"] for tensor in header.values()} == {"F32", "I8"}
+    assert 8 + length + max(tensor["data_offsets"][1] for tensor in header.values()) == len(content)
+    assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == '{"words": "ä"}'
+    assert read_config(tmp_path) == {
+        "license": "mine", "format": 1, "kind": "rev_gpt", "arguments": arguments, "int8": True, "adapters": None,
+    }  # fmt: skip
+
+
+def test_a_model_takes_the_place_of_another_whole(tmp_path):
+    model, arguments = model_of("gpt")
+    save(tmp_path, "gpt", arguments, model, tokenizer="{}")
+    model, arguments = model_of("vit")
+    save(tmp_path, "vit", arguments, model)
+    assert torch.equal(load(tmp_path).head.weight, model.head.weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    model, arguments = model_of("vit")
+    save(tmp_path, "vit", arguments, model)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save(tmp_path, "gpt", {"vocab": object()}, model_of("gpt")[0])
+    monkeypatch.setattr("pathlib.Path.write_text", lambda *given, **options: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, "gpt", TEXT, model_of("gpt")[0])
+    assert torch.equal(load(tmp_path).head.weight, model.head.weight)
+
+
+def changed_config(**changes):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def cut(name, length):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "holds no saved model: there is no config.json in it"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
+        (cut("model.safetensors", 5000), "model.safetensors is no readable safetensors file"),
+        (cut("config.json", 30), "config.json is damaged, or of another program"),
+        (lambda folder: (folder / "config.json").write_text('{"format": 1}'), "damaged, or of another program"),
+        (changed_config(format=2), "is of format 2; this version of holotrain reads format 1"),
+        (changed_config(kind="cnn"), "describes no model that can be built: 'cnn' is no kind of model; there are vit"),
+        (changed_config(arguments={"depht": 3}), "describes no model that can be built: .*depht"),
+        (
+            changed_config(arguments=IMAGE | {"dim": 8}),
+            r"different models: embedding.position is \(1, 16, 16\), not \(1, 16, 8\)",
+        ),
+        (changed_config(arguments=IMAGE | {"depth": 3}), r"different models: blocks.blocks.2.f.norm.weight is missing, not"),
+        (changed_config(arguments=IMAGE | {"depth": 1}), r"blocks.blocks.1.f.\S+ is \(16,\), not missing"),
+        (changed_config(int8=True), r"f.attention.qkv.weight is \(48, 16\), not \(48, 16\) in int8"),
+    ],
+)
+def test_damage_is_told_in_one_line(tmp_path, change, message):
+    model, arguments = model_of("rev_vit")
+    save(tmp_path, "rev_vit", arguments, model)
+    change(tmp_path)
+    with pytest.raises(ValueError, match=message) as refusal:
+        load(tmp_path)
+    assert "\n" not in str(refusal.value) and str(tmp_path) in str(refusal.value)
+
+
+def test_holotrain_alone_imports_no_torch():
+    program = "import sys, holotrain; assert 'torch' not in sys.modules; holotrain.load; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        holotrain.laod  # noqa: B018
+
+
+IMAGE_KINDS = [("vit", {}), ("rev_vit", {"pool": "class"}), ("swin", {}), ("rev_swin", {"backward": "pareprop"})]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "options"), IMAGE_KINDS)
+def test_programs_give_the_same_outputs_for_any_batch(tmp_path, kind, options):
+    model, _ = model_of(kind, **options)
+    export_program(model.train(), inputs_of(model, 1), tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for batch in (1, 5):
+        torch.testing.assert_close(program(inputs_of(model, batch)), model.eval()(inputs_of(model, batch)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("kind", "options"), [*IMAGE_KINDS[:1], IMAGE_KINDS[3]])
+def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, kind, options, int8):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, _ = model_of(kind, **options)
+    if int8:
+        quantise(model)
+    export_onnx(model, inputs_of(model, 2), tmp_path / "model.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for batch in (1, 5):
+        (logits,) = session.run(["logits"], {"images": inputs_of(model, batch).numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(inputs_of(model, batch)), rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
+    model, _ = model_of("rev_vit", exact=12)
+    with pytest.raises(ValueError, match="an exact model does not export as a program"):
+        export_program(model, inputs_of(model))
+    monkeypatch.setattr("holotrain.models.programs.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):
+        export_onnx(model_of("vit")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")
