@@ -28,7 +28,8 @@ WINDOWS = {
     "window": 2,
 }
 TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
-ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "gpt": TEXT, "roberta": TEXT}
+POOLED = {"image_size": 8, "channels": 1, "classes": 5, "dim": 8, "depths": (2, 2), "heads": 1, "kv_stride": 2}
+ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "mvit": POOLED, "gpt": TEXT, "roberta": TEXT}
 
 
 def model_of(kind, **options):
@@ -174,7 +175,7 @@ def test_holotrain_alone_imports_no_torch():
         holotrain.laod  # noqa: B018
 
 
-IMAGE_KINDS = [("vit", {}), ("rev_vit", {"pool": "class"}), ("swin", {}), ("rev_swin", {"backward": "pareprop"})]
+IMAGE_KINDS = [("vit", {}), ("rev_vit", {"pool": "class"}), ("swin", {}), ("rev_swin", {"backward": "pareprop"}), ("rev_mvit", {})]
 
 
 @torch.no_grad()
