@@ -26,17 +26,6 @@ class KeepConfiguration(pl.Callback):
         checkpoint[checkpointed.KEY] = self.stamp
 
 
-def required_checkpoint(command: str, config: RunConfig) -> Path:
-    """The checkpoint that a command cannot do without.
-
-    Raises:
-        UserError: none is given.
-    """
-    if not config.ckpt_path:
-        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=runs/fit/.../checkpoints/last.ckpt")
-    return Path(config.ckpt_path)
-
-
 def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     """The tokenizer that a run must read text with, as ``to_json`` gave it: that of the checkpoint or the pretrained weights
     that it begins with. None: the configuration's own.

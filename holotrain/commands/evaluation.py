@@ -7,7 +7,7 @@ from typing import Literal
 import lightning.pytorch as pl
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import load_weights, required_checkpoint, tokenizer_for
+from holotrain.commands.checkpoint import load_weights, tokenizer_for
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
@@ -41,7 +41,7 @@ def prepared(command: str, config: RunConfig) -> tuple[Path, pl.LightningDataMod
     Raises:
         UserError: no checkpoint is given, the device or the data are not there.
     """
-    path = required_checkpoint(command, config)
+    path = Path(config.ckpt_path)
     check_device(config.trainer)
     data = build_data(config, tokenizer_for(config, path))
     data.prepare_data()

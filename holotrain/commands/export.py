@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model, required_checkpoint
+from holotrain.commands.checkpoint import described_model
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
@@ -23,7 +23,7 @@ PROGRAM, ONNX = "model.pt2", "model.onnx"
 def run(config: ExportConfig, run: Run) -> int:
     """Writes model.safetensors and config.json (and tokenizer.json) into a folder, and a program beside them if asked for."""
     started = time.monotonic()
-    path = required_checkpoint("export", config)
+    path = Path(config.ckpt_path)
     model, described = described_model(path)
     model.eval()
     if config.int8:

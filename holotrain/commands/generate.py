@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model, required_checkpoint
+from holotrain.commands.checkpoint import described_model
 from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
@@ -25,7 +25,7 @@ GENERATIONS = "generations.jsonl"
 def run(config: GenerateConfig, run: Run) -> int:
     """Writes an object a prompt, ``prompt`` and ``text``, into generations.jsonl; shows what it writes."""
     started = time.monotonic()
-    path = required_checkpoint("generate", config)
+    path = Path(config.ckpt_path)
     check_device(config.trainer)
     device = torch.device(device_kind(config.trainer.accelerator))
     model, kept = described_model(path)

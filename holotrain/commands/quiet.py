@@ -18,5 +18,6 @@ def quieten() -> None:
     """Silences them for this process."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's use of a deprecated part of torch
     for remark in REMARKS:
         warnings.filterwarnings("ignore", message=remark)

@@ -50,6 +50,15 @@ def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callba
         UserError: the device is not there, or cannot run in that precision.
     """
     check_device(config)
+    interval = config.val_check_interval
+    if isinstance(interval, int) and config.max_steps > 0:  # a training shorter than the interval is validated at its end
+        interval = min(interval, config.max_steps * config.accumulate_grad_batches)
+    every_epoch = None if isinstance(interval, int) else config.check_val_every_n_epoch
+    changed = {
+        "profiler": _profiler(config.profiler, folder),
+        "val_check_interval": interval,
+        "check_val_every_n_epoch": every_epoch,
+    }
     return pl.Trainer(
         default_root_dir=folder,
         devices=1,
@@ -58,7 +67,7 @@ def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callba
         enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
         enable_model_summary=False,
         use_distributed_sampler=False,  # our batch samplers share out by themselves
-        **vars(config) | {"profiler": _profiler(config.profiler, folder)},
+        **vars(config) | changed,
     )
 
 

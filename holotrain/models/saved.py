@@ -52,6 +52,7 @@ def save(
     save_file(tensors, _partial(folder / WEIGHTS))
     for name, text in texts.items():
         _partial(folder / name).write_text(text, encoding="utf-8")
+    _partial(folder / WEIGHTS).chmod(_partial(folder / CONFIG).stat().st_mode)  # safetensors would keep it from other users
     (folder / TOKENIZER).unlink(missing_ok=True)
     for name in (WEIGHTS, *texts):
         _partial(folder / name).replace(folder / name)

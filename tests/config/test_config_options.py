@@ -92,7 +92,8 @@ def test_every_file_under_conf_is_an_option():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes(command):
-    config = configuration(command, *(["task=causal_lm", "prompt=x"] if command == "generate" else []))
+    started = [] if command == "fit" else ["ckpt_path=some.ckpt"]
+    config = configuration(command, *started, *(["task=causal_lm", "prompt=x"] if command == "generate" else []))
     assert type(config) is COMMANDS[command]
     if command == "generate":
         assert (config.model.kind, config.data.kind, config.optimizer.betas) == ("rev_gpt", "text_stdlib", [0.9, 0.95])

@@ -1,7 +1,6 @@
 """The command line as a user meets it: what it prints, what it leaves, how it fails."""
 
 import csv
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from left_by_runs import assert_same_weights, only, scalars, summary, weights
 from small_run import SMALL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,30 +21,6 @@ COMMON_KEYS = {
     "command", "status", "metrics", "steps", "samples_per_second", "peak_memory_bytes", "seconds", "checkpoint", "device",
     "precision", "backward", "synthesis",
 }  # fmt: skip
-
-
-def only(folder: Path) -> Path:
-    (path,) = (entry for entry in folder.iterdir() if entry.name != "sweeps")
-    return path
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
-
-
-def scalars(folder: Path) -> dict[str, list[float]]:
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return torch.load(checkpoint, weights_only=True)["state_dict"]
-
-
-def assert_same_weights(left: Path, right: Path) -> None:
-    one, other = weights(left), weights(right)
-    assert list(one) == list(other)
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_run_shows_and_leaves_what_it_should(holotrain):

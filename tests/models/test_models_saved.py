@@ -175,7 +175,13 @@ def test_holotrain_alone_imports_no_torch():
         holotrain.laod  # noqa: B018
 
 
-IMAGE_KINDS = [("vit", {}), ("rev_vit", {"pool": "class"}), ("swin", {}), ("rev_swin", {"backward": "pareprop"}), ("rev_mvit", {})]
+IMAGE_KINDS = [
+    ("vit", {}),
+    ("rev_vit", {"pool": "class"}),
+    ("swin", {}),
+    ("rev_swin", {"backward": "pareprop"}),
+    ("rev_mvit", {}),
+]
 
 
 @torch.no_grad()

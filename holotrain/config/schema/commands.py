@@ -7,6 +7,11 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 
 
+def _require_checkpoint(command: str, path: str | None) -> None:
+    if not path:
+        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=runs/fit/.../checkpoints/last.ckpt")
+
+
 @dataclass
 class FitConfig(RunConfig):
     """Train a model, then test its best checkpoint."""
@@ -22,10 +27,18 @@ class FitConfig(RunConfig):
 class ValidateConfig(RunConfig):
     """Measure a checkpoint on the validation part of the data."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_checkpoint("validate", self.ckpt_path)
+
 
 @dataclass
 class TestConfig(RunConfig):
     """Measure a checkpoint on the test part of the data."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_checkpoint("test", self.ckpt_path)
 
 
 @dataclass
@@ -43,6 +56,7 @@ class PredictConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require_checkpoint("predict", self.ckpt_path)
         if self.task.kind == "masked_lm":
             raise UserError("predict: a masked_lm tells masked words alone; train sequence_classification or causal_lm from it")
         wrong = "texts" if self.task.kind == "image_classification" else "images"
@@ -81,6 +95,7 @@ class GenerateConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require_checkpoint("generate", self.ckpt_path)
         if self.task.kind != "causal_lm":
             raise UserError(f"generate: it continues texts with a causal_lm; the checkpoint is of task={self.task.kind}")
         if (self.prompt is None) == (self.prompts is None):
@@ -108,6 +123,7 @@ class ExportConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require_checkpoint("export", self.ckpt_path)
         one_of("format", self.format, ("safetensors", "program", "onnx"))
         if self.format != "safetensors" and self.task.kind != "image_classification":
             raise UserError(f"format={self.format}: it is for image classifiers; the checkpoint is of task={self.task.kind}")

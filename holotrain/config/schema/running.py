@@ -37,10 +37,10 @@ class TrainerConfig:
     """norm or value"""
 
     val_check_interval: Any = 1.0
-    """validate after so many training batches (an integer) or this part of an epoch (a fraction)"""
+    """validate after so many training batches (an integer, counted through epochs) or this part of an epoch (a fraction)"""
 
     check_val_every_n_epoch: int = 1
-    """validate after so many epochs"""
+    """validate after so many epochs; where val_check_interval is an integer, that alone counts"""
 
     num_sanity_val_steps: int = 0
     """validation batches tried before training"""

@@ -1,0 +1,308 @@
+"""Language on the command line: train, generate, export, predict, resume, fine-tune, and every mistake in a line."""
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from left_by_runs import assert_same_weights, only, scalars, summary
+
+import holotrain as package
+from holotrain.data import tokenizer_from_json
+from holotrain.models.int8 import is_quantised
+
+TEXTS = [
+    *("data=text_files", "data.files=texts/**/*.txt", "data.context=24", "data.batch_size=4", "data.cache_dir=tokens"),
+    *("model.dim=16", "model.depth=2", "model.heads=2", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1"),
+]
+SHORT = [*TEXTS, "trainer.max_steps=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
+TASKS = {
+    "causal_lm": [],
+    "masked_lm": ["data.max_tokens=120"],
+    "sequence_classification": ["data.label=folder", "data.max_tokens=120"],
+}
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path):
+    """Forty small files in two folders, each of its own vocabulary."""
+    draw = random.Random(0)
+    named = {"fruit": ["apple", "pear", "plum", "fig", "lime"], "metal": ["iron", "zinc", "tin", "lead", "gold"]}
+    for label, words in named.items():
+        (tmp_path / "texts" / label).mkdir(parents=True)
+        for number in range(20):
+            lines = [" ".join(draw.choices(words, k=draw.randint(1, 5))) for _ in range(6)]
+            (tmp_path / "texts" / label / f"{number}.txt").write_text("\n\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("task", "scalars_expected"),
+    [
+        ("causal_lm", {"val/bits_per_byte", "val/perplexity", "test/bits_per_byte"}),
+        ("masked_lm", {"val/loss", "val/perplexity", "padding/fraction", "padding/unbucketed"}),
+        ("sequence_classification", {"val/accuracy", "padding/fraction", "padding/unbucketed"}),
+    ],
+)
+def test_each_task_runs_and_leaves_what_it_should(holotrain, task, scalars_expected):
+    status, out, err = holotrain("fit", f"task={task}", *SHORT, *TASKS[task])
+    assert (status, err) == (0, "")
+    folder = only(Path("runs/fit"))
+    left, seen = summary(folder), scalars(folder)
+    assert left["steps"] == 4 and left["tokens_per_second"] > 0 and "tokens/s" in out and task in out
+    assert scalars_expected | {"throughput/tokens_per_second", "train/loss"} <= set(seen)
+    assert Path(left["checkpoint"]).name.startswith("best-")
+    if task != "causal_lm":
+        assert 0 <= seen["padding/fraction"][-1] < seen["padding/unbucketed"][-1] < 1
+
+
+@pytest.fixture
+def trained(holotrain):
+    """The last checkpoint of a short run of a task."""
+
+    def run(task, *extra):
+        status, _, err = holotrain("fit", f"task={task}", *SHORT, *TASKS[task], *extra, f"output_dir={task}", "test=false")
+        assert status == 0, err
+        return only(Path(task) / "fit") / "checkpoints/last.ckpt"
+
+    return run
+
+
+def test_generation_continues_a_prompt_the_same_way_for_a_seed(holotrain, trained):
+    checkpoint = trained("causal_lm")
+    texts = []
+    for number, extra in enumerate((["seed=1"], ["seed=1", "stream=false"], ["seed=2"], ["seed=1", "temperature=0"])):
+        status, out, _ = holotrain(
+            "generate", f"ckpt_path={checkpoint}", 'prompt=it\'s, {a} "fig"', "max_tokens=12", *extra, f"output_dir=out{number}"
+        )
+        assert status == 0
+        folder = only(Path(f"out{number}/generate"))
+        (line,) = (folder / "generations.jsonl").read_text().splitlines()
+        made = json.loads(line)
+        assert made["prompt"] == 'it\'s, {a} "fig"' and out.startswith(made["prompt"] + made["text"])
+        assert summary(folder)["metrics"]["tokens"] <= 12 and summary(folder)["tokens_per_second"] > 0
+        texts.append(made["text"])
+    assert texts[0] == texts[1] and len(set(texts)) == 3
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "mine.jsonl"])
+def test_prompts_from_a_file_are_continued_together(holotrain, trained, name):
+    checkpoint = trained("causal_lm")
+    prompts = ["fig", "iron zinc", "a"]
+    lines = prompts if name.endswith("txt") else [json.dumps({"prompt": prompt}) for prompt in prompts]
+    Path(name).write_text("\n".join(lines) + "\n")
+    common = [f"ckpt_path={checkpoint}", "max_tokens=10", "temperature=0"]
+    status, out, _ = holotrain("generate", *common, f"prompts={name}", "output_dir=together")
+    assert status == 0
+    made = [json.loads(line) for line in (only(Path("together/generate")) / "generations.jsonl").read_text().splitlines()]
+    assert [each["prompt"] for each in made] == prompts and all(each["prompt"] + each["text"] in out for each in made)
+    status, _, _ = holotrain("generate", *common, "prompt=iron zinc", "output_dir=alone")
+    (alone,) = (only(Path("alone/generate")) / "generations.jsonl").read_text().splitlines()
+    assert json.loads(alone)["text"] == made[1]["text"]
+
+
+@pytest.mark.parametrize("int8", ["false", "true"])
+def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
+    """A trained tokenizer travels along; data and checkpoint are gone."""
+    checkpoint = trained("causal_lm", "data.tokenizer=bpe", "data.vocab_size=280")
+    ask = ["prompt=fig lime", "max_tokens=8", "temperature=0"]
+    holotrain("generate", f"ckpt_path={checkpoint}", *ask, f"int8={int8}", "output_dir=before")
+    status, out, _ = holotrain("export", f"ckpt_path={checkpoint}", "to=exported", f"int8={int8}")
+    assert status == 0 and "of fp32's" in out
+    shutil.rmtree("causal_lm"), shutil.rmtree("texts"), shutil.rmtree("tokens")
+    status, _, _ = holotrain("generate", "ckpt_path=exported", *ask, "output_dir=after")
+    assert status == 0
+    made = [(only(Path(name) / "generate") / "generations.jsonl").read_text() for name in ("before", "after")]
+    assert made[0] == made[1]
+    model = package.load("exported")
+    assert is_quantised(model) == (int8 == "true") and type(model).__name__ == "RevGPT"
+    assert tokenizer_from_json(Path("exported/tokenizer.json").read_text()).vocab_size == 280
+
+
+def test_texts_are_scored_and_classified(holotrain, trained):
+    checkpoint = trained("causal_lm")
+    for extra in ([], ["int8=true"]):
+        status, _, err = holotrain(
+            "predict", f"ckpt_path={checkpoint}", "texts=texts/fruit", f"output_dir=scores{len(extra)}", *extra
+        )
+        assert status == 0, err
+        rows = list(csv.DictReader((only(Path(f"scores{len(extra)}/predict")) / "predictions.csv").open()))
+        assert [row["text"] for row in rows] == sorted(f"texts/fruit/{number}.txt" for number in range(20))
+        assert all(int(row["bytes"]) == Path(row["text"]).stat().st_size for row in rows)
+        assert all(4 < float(row["bits_per_byte"]) < 12 for row in rows)
+    checkpoint = trained("sequence_classification", "trainer.max_steps=150", "optimizer.lr=1e-2", "model.dropout=0")
+    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "texts=texts", "output_dir=classes")
+    assert status == 0, err
+    rows = list(csv.DictReader((only(Path("classes/predict")) / "predictions.csv").open()))
+    assert [row["class"] for row in rows] == [Path(row["text"]).parent.name for row in rows] and len(rows) == 40
+    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "output_dir=test_part")
+    assert status == 0 and len(list(csv.DictReader((only(Path("test_part/predict")) / "predictions.csv").open()))) >= 2
+
+
+def test_evaluation_needs_the_checkpoint_or_the_export_alone(holotrain, trained):
+    checkpoint = trained("masked_lm", "data.tokenizer=bpe", "data.vocab_size=270")
+    holotrain("export", f"ckpt_path={checkpoint}", "to=exported")
+    found = []
+    for path in (checkpoint, "exported"):
+        status, _, err = holotrain("validate", f"ckpt_path={path}", f"output_dir=of_{Path(path).name}")
+        assert status == 0, err
+        found.append(summary(only(Path(f"of_{Path(path).name}/validate")))["metrics"]["val/loss"])
+    assert found[0] == found[1] > 0
+
+
+STUBBORN = [
+    *TEXTS, "model.dropout=0.1", "trainer.max_epochs=2", "trainer.limit_train_batches=8", "trainer.val_check_interval=6",
+    "trainer.max_steps=14", "trainer.limit_val_batches=1", "callbacks.checkpoint.every_n_train_steps=2", "test=false",
+]  # fmt: skip
+KILLED = """
+import os, signal, sys
+from holotrain.callbacks import ExactResume
+epoch = int(sys.argv[1])
+def kill(self, trainer, module, outputs, batch, index):
+    if trainer.current_epoch == epoch and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+ExactResume.on_train_batch_end = kill
+from holotrain.cli import main
+main(["fit", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
+def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, task, epoch):
+    words = [f"task={task}", *STUBBORN, *TASKS[task]]
+    status, _, err = holotrain("fit", *words, "output_dir=whole")
+    assert status == 0, err
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(epoch), *words, "output_dir=killed"], cwd=tmp_path, env=os.environ
+    )
+    assert process.wait(200) == -signal.SIGKILL
+    folder = only(Path("killed/fit"))
+    assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] < 14
+    status, _, err = holotrain("fit", "resume=true", "output_dir=killed")
+    assert (status, err) == (0, "")
+    assert_same_weights(only(Path("whole/fit")) / "checkpoints/last.ckpt", folder / "checkpoints/last.ckpt")
+    assert summary(folder)["steps"] == summary(only(Path("whole/fit")))["steps"] == 14
+
+
+def test_fine_tuning_of_a_masked_model(holotrain, trained):
+    """The encoder and its tokenizer come from the checkpoint; the head is new, and it alone is trained."""
+    checkpoint = trained("masked_lm", "data.tokenizer=bpe", "data.vocab_size=270")
+    words = ["task=sequence_classification", *SHORT, *TASKS["sequence_classification"], f"model.pretrained={checkpoint}"]
+    status, _, err = holotrain("fit", *words, "model.trained=head", "test=false")
+    assert status == 0 and "head.classify.weight" in err
+    before = torch.load(checkpoint, weights_only=True)["state_dict"]
+    after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    kept = [name for name in after if name in before and not name.startswith("model.head.")]
+    assert len(kept) > 20 and all(torch.equal(after[name], before[name]) for name in kept)
+    status, _, err = holotrain("fit", *words, "model.adapters=4", "model.trained=adapters", "test=false", "output_dir=adapted")
+    assert status == 0
+    adapted = only(Path("adapted/fit")) / "checkpoints/last.ckpt"
+    after = torch.load(adapted, weights_only=True)["state_dict"]
+    words = "model.blocks.blocks.0.f.branch.attention.qkv.weight", "model.blocks.blocks.0.f.down.weight"
+    assert torch.equal(after[words[0]], before[words[0].replace("branch.", "")]) and words[1] in after
+    holotrain("export", f"ckpt_path={adapted}", "to=exported")
+    status, _, err = holotrain("test", "ckpt_path=exported")
+    assert (status, err) == (0, "")
+
+
+def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=260, n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
+    words = ["task=causal_lm", *SHORT, "model.pretrained=gpt2", "model.positions=learned", "model.gelu=tanh", "optimizer.lr=0"]
+    status, _, err = holotrain("fit", *words, "test=false")
+    assert status == 0 and "a Hugging Face GPT-2" in err
+    after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    from safetensors.torch import load_file
+
+    theirs = load_file("gpt2/model.safetensors")
+    words = next(tensor for name, tensor in theirs.items() if name.endswith("wte.weight"))
+    assert torch.equal(after["model.embedding.word.weight"], words)
+
+
+@pytest.mark.parametrize("form", ["program", "onnx"])
+def test_an_image_classifier_exports_as_a_program(holotrain, form):
+    small = ["model.dim=16", "model.depth=2", "model.heads=2", "trainer.fast_dev_run=false", "trainer.max_steps=1"]
+    status, _, _ = holotrain("fit", *small, "test=false", "trainer.limit_val_batches=0")
+    checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
+    status, _, err = holotrain("export", f"ckpt_path={checkpoint}", f"format={form}", "to=exported")
+    assert status == 0, err
+    images = torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        expected = package.load("exported")(images)
+    if form == "program":
+        found = torch.export.load("exported/model.pt2").module()(images)
+    else:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession("exported/model.onnx", providers=["CPUExecutionProvider"])
+        found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    described = json.loads(Path("exported/config.json").read_text())
+    assert described["class_names"] == [str(digit) for digit in range(10)] and len(described["statistics"]) == 2
+
+
+MISTAKES = [
+    (["fit", "task=causal_lm", "data=text_files"], "data.files: a value is needed"),
+    (["fit", "task=causal_lm", *TEXTS, "data.files=nowhere/*.txt"], "nowhere/*.txt"),
+    (["fit", "task=causal_lm", *TEXTS, "data.files=empty.txt"], "data"),
+    (["fit", "task=causal_lm", *TEXTS, "data.files=latin.txt"], "latin.txt"),
+    (["fit", "task=causal_lm", *TEXTS, "data.files=broken.jsonl"], "broken.jsonl:2"),
+    (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=byt"], "Did you mean 'byte'?"),
+    (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=latin.txt"], "latin.txt"),
+    (["fit", "task=causal_lm", *TEXTS, "model.heads=3"], "16 is none of 3"),
+    (["fit", "task=causal_lm", *TEXTS, "model.dim=6"], "not even"),
+    (["fit", "task=causal_lm", *TEXTS, "model.pretrained=nowhere"], "nowhere"),
+    (["fit", "task=causal_lm", "model=rev_roberta_tiny"], "task=causal_lm trains gpt, not rev_roberta"),
+    (["fit", "task=causal_ml"], "Did you mean 'causal_lm'?"),
+    (["fit", "task=sequence_classification", *TEXTS], "data.label: which field"),
+    (["generate", "prompt=x"], "generate needs a checkpoint"),
+    (["generate", "ckpt_path=texts", "prompt=x"], "no saved model"),
+    (["export"], "export needs a checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
+    Path("empty.txt").write_text("")
+    Path("latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
+    Path("broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    status, out, err = holotrain(*words)
+    assert (status, out) == (2, "")
+    assert expected in err and err.startswith("holotrain: ")
+    assert 1 <= err.count("\n") <= 2 and "Traceback" not in err
+    assert not list(Path(".").glob("runs/fit/20*"))
+
+
+def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
+    checkpoint = trained("causal_lm")
+    Path("none.jsonl").write_text('{"text": "a"}\n')
+    for words, expected in [
+        (["generate", "prompt=" + "a" * 24], "it is 24 tokens long, and the model's context of 24 leaves no room"),
+        (["generate"], 'generate needs prompt="..." or prompts=FILE'),
+        (["generate", "prompt=a", "prompts=b"], "one of the two"),
+        (["generate", "prompts=nowhere.txt"], "cannot read nowhere.txt"),
+        (["generate", "prompts=none.jsonl"], "none.jsonl:1 is no JSON object with a field prompt"),
+        (["generate", "prompt=a", "temperature=-1"], "temperature: -1.0 is out of range"),
+        (["generate", "prompt=a", "top_p=2"], "top_p: 2.0 is out of range"),
+        (["generate", "prompt=a", "top_k=0"], "top_k: 0 is out of range"),
+        (["fit", "data.tokenizer=bpe"], "was trained with byte, and brings its tokenizer along"),
+        (["test", "data.context=12", "model.positions=learned"], "another model"),
+        (["predict", "images=texts"], "give texts=..."),
+        (["predict", "texts=nowhere"], "texts: there is no file or folder nowhere"),
+        (["export", "format=onnx"], "format=onnx: it is for image classifiers"),
+        (["export", "format=pickle"], "format: 'pickle' is not one of safetensors, program, onnx"),
+        (["export", "to=/proc/nothing"], "cannot write"),
+    ]:
+        status, _, err = holotrain(words[0], f"ckpt_path={checkpoint}", *words[1:])
+        assert status == 2 and expected in err, (words, err)
+        assert err.count("\n") <= 2 and "Traceback" not in err

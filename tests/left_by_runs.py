@@ -1,0 +1,31 @@
+"""What runs leave in their folders, read for tests."""
+
+import json
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def only(folder: Path) -> Path:
+    (path,) = (entry for entry in folder.iterdir() if entry.name != "sweeps")
+    return path
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    one, other = weights(left), weights(right)
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
