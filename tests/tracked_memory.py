@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class TrackedMemory(TorchDispatchMode):
-    """``peak``: the most bytes that were alive at once of all that operations made meanwhile.
+    """``peak``: the most bytes that were alive at once of all that operations made meanwhile; ``alive``: those that are now.
 
     Args:
         model: its parameters, gradients and buffers do not count; gradients must be there, or they would.
@@ -19,8 +19,8 @@ class TrackedMemory(TorchDispatchMode):
         super().__init__()
         own = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
-        self._alive = {}
-        self._bytes = self.peak = 0
+        self._living = {}
+        self.alive = self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -31,22 +31,24 @@ class TrackedMemory(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if storage.data_ptr() in self._own or key in self._alive:
+        if storage.data_ptr() in self._own or key in self._living:
             return
         size = storage.nbytes()
 
         def freed(_):
-            del self._alive[key]
-            self._bytes -= size
+            del self._living[key]
+            self.alive -= size
 
-        self._alive[key] = weakref.ref(storage, freed)
-        self._bytes += size
-        self.peak = max(self.peak, self._bytes)
+        self._living[key] = weakref.ref(storage, freed)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
 
 
-def peak_of_a_step(model: nn.Module, *inputs: torch.Tensor) -> int:
-    """Peak bytes of forward and backward beside the model, its gradients in place from the step before."""
+def bytes_of_a_step(model: nn.Module, *inputs: torch.Tensor) -> tuple[int, int]:
+    """Beside the model, its gradients in place from the step before: at the peak, and between forward and backward."""
     model(*inputs).sum().backward()
     with TrackedMemory(model) as memory:
-        model(*inputs).sum().backward()
-    return memory.peak
+        loss = model(*inputs).sum()
+        between = memory.alive
+        loss.backward()
+    return memory.peak, between

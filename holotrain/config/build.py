@@ -28,7 +28,7 @@ DATA = {
     "text_stdlib": datasets.StdlibText,
     "text_files": datasets.TextFiles,
 }
-OPTIMIZERS = {"adamw": optimizers.adamw, "sgd": optimizers.sgd}
+OPTIMIZERS = {"adamw": optimizers.adamw, "sgd": optimizers.sgd, "muon": optimizers.muon}
 SCHEDULES = {"cosine": schedules.cosine, "multistep": schedules.multistep, "constant": schedules.constant}
 
 

@@ -6,7 +6,8 @@ task             what every task is
 classification   what both classifications share
 masking          which words are masked, and what is shown in their place
 padding          which tokens of a batch are real
-optimizers       AdamW and SGD over parameters that decay and parameters that do not
+optimizers       AdamW, SGD and Muon over parameters that decay and parameters that do not
+combined         several optimizers that step as one
 schedules        cosine, multi-step and constant, after a warm-up
 """
 

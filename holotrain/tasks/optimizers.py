@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from holotrain.models.residual import ResidualBlock
+from holotrain.reversible import ReversibleBlock
+from holotrain.tasks.combined import CombinedOptimizer
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -24,6 +28,33 @@ def adamw(
 ) -> AdamW:
     """AdamW (Loshchilov and Hutter, 2019) over ``decay_groups``."""
     return AdamW(decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def muon(
+    model: nn.Module,
+    lr: float,
+    momentum: float = 0.95,
+    betas: Sequence[float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> CombinedOptimizer:
+    """Muon (Jordan et al., 2024) over the Linear layers of the blocks, AdamW over all else: embeddings, heads, norms, biases.
+
+    Muon orthogonalises the momentum of each matrix. Its updates are scaled to the size of AdamW's (Liu et al., "Muon is
+    Scalable for LLM Training", 2025), so that one learning rate serves both.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
+    inner = {id(layer.weight) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
+    decayed, exempt = (group["params"] for group in decay_groups(model, weight_decay))
+    matrices = [parameter for parameter in decayed if id(parameter) in inner]
+    others = [
+        {"params": [parameter for parameter in decayed if id(parameter) not in inner], "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    parts: list[Optimizer] = [AdamW(others, lr=lr, betas=tuple(betas), eps=eps)]
+    if matrices:
+        parts.append(Muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return CombinedOptimizer(parts)
 
 
 def sgd(model: nn.Module, lr: float, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> SGD:

@@ -1,13 +1,10 @@
 """Multi-scale vision transformers against published sizes and timm's, and the reversible one against its plain counterpart."""
 
-import weakref
 
 import pytest
 import timm
 import torch
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import MVIT_SIZES, MViT, RevMViT
@@ -192,62 +189,6 @@ def test_relative_positions_do_not_start_from_zero():
     for table in (attention.relative_h, attention.relative_w):
         assert table.shape == (15, 64)
         assert table.std().item() == pytest.approx(0.02, rel=0.1)
-
-
-class LivingBytes(TorchDispatchMode):
-    """Follows the storages that come into being inside: how many bytes of them live at once, at most."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.living = self.peak = 0
-        standing = [tensor for p in model.parameters() for tensor in (p, p.grad)]
-        self.known = {tensor.untyped_storage()._cdata for tensor in standing}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
-                storage = tensor.untyped_storage()
-                self.known.add(storage._cdata)
-                self.living += storage.nbytes()
-                self.peak = max(self.peak, self.living)
-                weakref.finalize(storage, self._ended, storage._cdata, storage.nbytes())
-        return result
-
-    def _ended(self, key, size):
-        self.known.remove(key)
-        self.living -= size
-
-
-def bytes_of_a_step(model_class, depths, **arguments):
-    """At the peak, and between forward and backward."""
-    model = model_class(**SMALL, depths=depths, drop_path=0.1, **arguments)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    images = torch.randn(16, 3, 32, 32)
-    with LivingBytes(model) as memory:
-        loss = model(images).sum()
-        between = memory.living
-        loss.backward()
-    return memory.peak, between
-
-
-@pytest.mark.parametrize("shape", [lambda depth: (depth, 1), lambda depth: (1, depth + 1)], ids=["first", "second"])
-def test_activation_memory_does_not_grow_with_the_depth_of_a_stage(shape):
-    growth = {}
-    for model_class in (MViT, RevMViT):
-        few, many = (bytes_of_a_step(model_class, shape(depth)) for depth in (6, 24))
-        growth[model_class] = [after - before for before, after in zip(few, many, strict=True)]
-    for plain, reversible in zip(growth[MViT], growth[RevMViT], strict=True):
-        assert plain > 18 * 300_000
-        assert reversible <= 0.02 * plain
-
-
-@pytest.mark.parametrize("model_class", [MViT, RevMViT])
-def test_transitions_are_recomputed_too(model_class):
-    _, everything = bytes_of_a_step(model_class, (1, 1, 1), backward="autograd")
-    _, kept = bytes_of_a_step(model_class, (1, 1, 1), backward="checkpoint")
-    assert kept <= 0.2 * everything
 
 
 @pytest.mark.parametrize(

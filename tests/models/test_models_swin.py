@@ -8,7 +8,6 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from tracked_memory import peak_of_a_step
 
 from holotrain.models import SWIN_SIZES, RevSwin, Swin
 from holotrain.models.pretrained import timm_swin
@@ -180,25 +179,6 @@ def test_options_of_the_engine_reach_every_stage_and_store_counts_through_them()
     assert (first.store, second.store) == ([2], [0, 1])
     for blocks in (first, second):
         assert (blocks.backward, blocks.exact, blocks.keep) == ("pareprop", 12, ("attention",))
-
-
-def growth(model_class, **options):
-    """Bytes that a step needs more if a stage has 24 blocks instead of 6."""
-    peaks = []
-    for depth in (6, 24):
-        model = model_class(**SMALL | {"depths": (depth, 1)}, **options)
-        peaks.append(peak_of_a_step(model, torch.randn(16, 1, 12, 12)))
-    return peaks[1] - peaks[0]
-
-
-@pytest.mark.parametrize("backward", ["reversible", "pareprop"])
-def test_memory_of_activations_does_not_grow_with_a_stage(backward):
-    assert 0 <= growth(RevSwin, backward=backward) <= 0.02 * growth(Swin)
-
-
-def test_checkpointing_grows_by_what_lies_between_blocks():
-    """As the measure of memory must find it: 18 maps of 6 x 6 x 8 numbers more, of 16 images."""
-    assert growth(Swin, backward="checkpoint") == 18 * 16 * 6 * 6 * 8 * 4
 
 
 def test_each_stage_hands_on_the_average_of_its_streams_at_first():

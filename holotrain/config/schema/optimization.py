@@ -23,6 +23,14 @@ class OptimizerConfig:
         at_least("optimizer.weight_decay", self.weight_decay, 0)
 
 
+def _adam(betas: list[float], eps: float) -> None:
+    if len(betas) != 2:
+        raise UserError(f"optimizer.betas: two numbers are needed, not {len(betas)}")
+    for beta in betas:
+        within("optimizer.betas", beta, 0, 1)
+    at_least("optimizer.eps", eps, 0)
+
+
 @dataclass
 class AdamWConfig(OptimizerConfig):
     kind: str = "adamw"
@@ -39,11 +47,7 @@ class AdamWConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.betas) != 2:
-            raise UserError(f"optimizer.betas: two numbers are needed, not {len(self.betas)}")
-        for beta in self.betas:
-            within("optimizer.betas", beta, 0, 1)
-        at_least("optimizer.eps", self.eps, 0)
+        _adam(self.betas, self.eps)
 
 
 @dataclass
@@ -67,7 +71,30 @@ class SGDConfig(OptimizerConfig):
             raise UserError("optimizer.nesterov: it needs a momentum above 0")
 
 
-OPTIMIZERS = {"adamw": AdamWConfig, "sgd": SGDConfig}
+@dataclass
+class MuonConfig(OptimizerConfig):
+    kind: str = "muon"
+
+    lr: float = 4e-3
+
+    weight_decay: float = 0.1
+
+    momentum: float = 0.95
+    """share of the last update that is kept, of weight matrices in blocks"""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """of AdamW, which all other parameters have"""
+
+    eps: float = 1e-8
+    """of AdamW"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("optimizer.momentum", self.momentum, 0, 1)
+        _adam(self.betas, self.eps)
+
+
+OPTIMIZERS = {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig}
 
 
 @dataclass

@@ -1,0 +1,132 @@
+"""Muon beside AdamW: which parameters go where, and several optimizers that step as one."""
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from memo import Memo
+from torch import nn
+from torch.utils.data import DataLoader
+
+from holotrain.models import MVIT_SIZES, RevGPT, RevMViT
+from holotrain.tasks import CausalLM, optimizers, schedules
+from holotrain.tasks.combined import CombinedOptimizer
+
+SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RevGPT(**SMALL, positions="learned"),
+        lambda: RevMViT(image_size=32, classes=3, **MVIT_SIZES["nano"]),
+    ],
+)
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make):
+    model = make()
+    frozen = next(model.blocks.parameters() if hasattr(model, "blocks") else model.stages.parameters()).requires_grad_(False)
+    optimizer = optimizers.muon(model, lr=0.1, weight_decay=0.3)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_part = [{names[id(p)] for group in part.param_groups for p in group["params"]} for part in optimizer.parts]
+    adamw, muon = by_part
+    assert [type(part).__name__ for part in optimizer.parts] == ["AdamW", "Muon"]
+    assert adamw | muon == set(names.values()) - {names[id(frozen)]} and not adamw & muon
+    ends = ("qkv.weight", "project.weight", "widen.weight", "narrow.weight", "shortcut.weight")
+    assert muon and all(".blocks." in f".{name}" and name.endswith(ends) for name in muon)
+    for group in optimizer.param_groups:
+        decays = {names[id(p)] for p in group["params"] if group["weight_decay"]}
+        assert not any(name.endswith(("bias", "position", "norm.weight")) for name in decays)
+
+
+def problem():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    return model, torch.randn(10, 4), torch.randn(10, 3)
+
+
+def parts_of(model):
+    return [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(model[1].parameters(), lr=0.01)]
+
+
+def trained(model, optimizers, steps, images, targets, schedule=None):
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(model(images), targets)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_several_optimizers_step_as_one():
+    model, *data = problem()
+    apart = copy.deepcopy(model)
+    expected = trained(apart, parts_of(apart), 6, *data)
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(trained(model, [CombinedOptimizer(parts_of(model))], 6, *data), expected, strict=True)
+    )
+
+
+def test_a_schedule_and_a_checkpoint_take_them_for_one():
+    model, *data = problem()
+    combined = CombinedOptimizer(parts_of(model))
+    schedule = schedules.cosine(combined, 8)
+    trained(model, [combined], 3, *data, schedule)
+    assert combined.parts[0].param_groups[0]["lr"] == combined.param_groups[0]["lr"] < 0.1
+    other = copy.deepcopy(model)
+    kept, kept_schedule = copy.deepcopy(combined.state_dict()), schedule.state_dict()
+    expected = trained(model, [combined], 4, *data, schedule)
+    resumed = CombinedOptimizer(parts_of(other))
+    schedule = schedules.cosine(resumed, 8)
+    resumed.load_state_dict(kept)
+    schedule.load_state_dict(kept_schedule)
+    assert all(torch.equal(*pair) for pair in zip(trained(other, [resumed], 4, *data, schedule), expected, strict=True))
+    assert len(resumed.state) == len(list(other.parameters()))
+
+
+def test_a_closure_is_called_once_and_its_loss_returned():
+    model, images, targets = problem()
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        loss = nn.functional.mse_loss(model(images), targets)
+        loss.backward()
+        return loss
+
+    before = model[0].weight.detach().clone()
+    loss = CombinedOptimizer(parts_of(model)).step(closure)
+    assert calls == [True] and loss.item() > 0 and not torch.equal(before, model[0].weight)
+
+
+def test_scaled_gradients_that_overflow_are_skipped_by_all():
+    model, images, targets = problem()
+    before = copy.deepcopy(model)
+    combined, scaler = CombinedOptimizer(parts_of(model)), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for overflow in (True, False):
+        loss = nn.functional.mse_loss(model(images), targets)
+        scaler.scale(loss).backward()
+        if overflow:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(combined)
+        scaler.update()
+        combined.zero_grad()
+        changed = [not torch.equal(*pair) for pair in zip(model.parameters(), before.parameters(), strict=True)]
+        assert changed == [not overflow] * 4
+
+
+def test_a_trainer_trains_with_muon():
+    torch.manual_seed(0)
+    tokens = (torch.randint(20, (64, 1)) + torch.arange(9)) % 20
+    task = CausalLM(
+        RevGPT(**SMALL), torch.ones(20), optimizer=lambda model: optimizers.muon(model, lr=1e-2), scheduler=schedules.cosine
+    )
+    quiet = {"logger": Memo(), "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=60, gradient_clip_val=1.0, **quiet)
+    trainer.fit(task, DataLoader([{"tokens": tokens}] * 60, batch_size=None))
+    (after,) = trainer.validate(task, DataLoader([{"tokens": tokens}], batch_size=None), verbose=False)
+    assert after["val/loss"] < 0.7
