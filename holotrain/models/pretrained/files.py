@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -39,6 +37,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError  # here, so that models need torch alone
+    from safetensors.torch import load_file
+
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
