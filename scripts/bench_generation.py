@@ -3,9 +3,9 @@
     python scripts/bench_generation.py
     python scripts/bench_generation.py --size small --tokens 256 --compile --int8 --json scripts/results/generation_cpu.json
 
-Greedy, from a prompt of 8 random tokens to ``--tokens`` more, by a RevGPT of random weights over a vocabulary of bytes (size tiny) or of
-50,257 words. Ratios are medians of alternating rounds in one process. Texts of cached and uncached generation are compared too:
-they must be the same. int8 takes part with ``--int8``, where torchao is installed.
+Greedy, from a prompt of 8 random tokens to ``--tokens`` more, by a RevGPT of random weights over a vocabulary of bytes (size
+tiny) or of 50,257 words. Ratios are medians of alternating rounds in one process. Texts of cached and uncached generation are
+compared too: they must be the same. int8 takes part with ``--int8``, where torchao is installed.
 """
 
 import argparse

@@ -1,6 +1,5 @@
 """Multi-scale vision transformers against published sizes and timm's, and the reversible one against its plain counterpart."""
 
-
 import pytest
 import timm
 import torch

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from small_models import IMAGE, POOLED, TEXT, WINDOWS
 from torch import nn
 
 import holotrain
@@ -16,19 +17,6 @@ from holotrain.models.programs import export_onnx, export_program
 from holotrain.models.registry import MODELS, build
 from holotrain.models.saved import load, read_config, save
 
-IMAGE = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
-WINDOWS = {
-    "image_size": 8,
-    "patch_size": 2,
-    "channels": 1,
-    "classes": 5,
-    "dim": 8,
-    "depths": (2, 1),
-    "heads": (1, 2),
-    "window": 2,
-}
-TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
-POOLED = {"image_size": 8, "channels": 1, "classes": 5, "dim": 8, "depths": (2, 2), "heads": 1, "kv_stride": 2}
 ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "mvit": POOLED, "gpt": TEXT, "roberta": TEXT}
 
 
