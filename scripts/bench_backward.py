@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from holotrain.models.branches import transformer_branches
+from holotrain.models.layers.branches import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.trial import SETTLED_AFTER
 

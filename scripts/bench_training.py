@@ -35,7 +35,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import RevViT
-from holotrain.models.branches import MLPBranch
+from holotrain.models.layers.branches import MLPBranch
 from holotrain.synthesis import HolographicSynthesis
 
 OPTIMIZERS = {

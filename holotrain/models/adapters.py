@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.residual import ResidualBlock
+from holotrain.models.layers.residual import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 
 

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from holotrain.models.layers.residual import PostNormBlock, ResidualBlock
 from holotrain.models.mvit import Transition
-from holotrain.models.residual import PostNormBlock, ResidualBlock
 from holotrain.reversible import ReversibleBlock
 
 

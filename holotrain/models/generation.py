@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from holotrain.models.kv_cache import KVCache
+from holotrain.models.layers.kv_cache import KVCache
 from holotrain.models.sampling import Sampling
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.branches import Branches, transformer_branches
-from holotrain.models.cross_entropy import linear_cross_entropy
-from holotrain.models.kv_cache import KVCache
-from holotrain.models.rotary import RotaryPositions
-from holotrain.models.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
+from holotrain.models.layers.branches import Branches, transformer_branches
+from holotrain.models.layers.cross_entropy import linear_cross_entropy
+from holotrain.models.layers.kv_cache import KVCache
+from holotrain.models.layers.rotary import RotaryPositions
+from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.
 GPT_SIZES: dict[str, dict[str, int]] = {

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.models.branches import AttentionBranch, Branches, MLPBranch
-from holotrain.models.patches import OverlappingPatches
-from holotrain.models.pooling_attention import DownsamplingAttention, PoolingAttention
-from holotrain.models.residual import ResidualBlock, ResidualSequence
-from holotrain.models.stages import stored_by_stage
-from holotrain.models.streams import AveragedStreams
+from holotrain.models.layers.branches import AttentionBranch, Branches, MLPBranch
+from holotrain.models.layers.patches import OverlappingPatches
+from holotrain.models.layers.pooling_attention import DownsamplingAttention, PoolingAttention
+from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
+from holotrain.models.layers.stages import stored_by_stage
+from holotrain.models.layers.streams import AveragedStreams
 from holotrain.reversible import ReversibleBlock
 from holotrain.reversible.checkpointing import checkpointed
 

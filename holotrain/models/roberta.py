@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from holotrain.models.branches import Branches, transformer_branches
-from holotrain.models.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
-from holotrain.models.text_heads import ClassHead, MaskedWordHead
+from holotrain.models.layers.branches import Branches, transformer_branches
+from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
+from holotrain.models.layers.text_heads import ClassHead, MaskedWordHead
 
 # Base and large as published; tiny suits bytes of text and two CPU cores.
 ROBERTA_SIZES: dict[str, dict[str, int]] = {

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from holotrain.models.branches import AttentionBranch, Branches, MLPBranch
-from holotrain.models.fusion import LearnedFusion, TwoStreamFusion
-from holotrain.models.patches import PatchMap, PatchMerging
-from holotrain.models.residual import ResidualBlock, ResidualSequence
-from holotrain.models.stages import stored_by_stage
-from holotrain.models.windows import RelativePositionBias, WindowAttention
+from holotrain.models.layers.branches import AttentionBranch, Branches, MLPBranch
+from holotrain.models.layers.fusion import LearnedFusion, TwoStreamFusion
+from holotrain.models.layers.patches import PatchMap, PatchMerging
+from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
+from holotrain.models.layers.stages import stored_by_stage
+from holotrain.models.layers.windows import RelativePositionBias, WindowAttention
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 # Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.

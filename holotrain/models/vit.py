@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from holotrain.models.branches import Branches, transformer_branches
-from holotrain.models.fusion import TwoStreamFusion
-from holotrain.models.patches import PatchEmbedding
-from holotrain.models.residual import ResidualBlock, ResidualSequence
+from holotrain.models.layers.branches import Branches, transformer_branches
+from holotrain.models.layers.fusion import TwoStreamFusion
+from holotrain.models.layers.patches import PatchEmbedding
+from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 # Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from holotrain.models.residual import ResidualBlock
+from holotrain.models.layers.residual import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.combined import CombinedOptimizer
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.attention import with_one_kernel
+from holotrain.models.layers.attention import with_one_kernel
 
 
 def into_windows(x: Tensor, window: int, heads: int) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.attention import with_one_kernel
-from holotrain.models.branches import DropPath
+from holotrain.models.layers.attention import with_one_kernel
+from holotrain.models.layers.branches import DropPath
 
 
 class Pool(nn.Module):

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.models.branches import Branches
-from holotrain.models.residual import PostNormBlock, ResidualBlock, ResidualSequence
-from holotrain.models.streams import AveragedStreams
+from holotrain.models.layers.branches import Branches
+from holotrain.models.layers.residual import PostNormBlock, ResidualBlock, ResidualSequence
+from holotrain.models.layers.streams import AveragedStreams
 from holotrain.reversible import ReversibleBlock
 
 

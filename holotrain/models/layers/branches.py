@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.attention import Attention
+from holotrain.models.layers.attention import Attention
 
 
 class DropPath(nn.Module):

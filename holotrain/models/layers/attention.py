@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.kv_cache import KVCache
-from holotrain.models.rotary import Rotation, rotated
+from holotrain.models.layers.kv_cache import KVCache
+from holotrain.models.layers.rotary import Rotation, rotated
 
 
 def with_one_kernel(bias: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.cross_entropy import IGNORED, linear_cross_entropy
+from holotrain.models.layers.cross_entropy import IGNORED, linear_cross_entropy
 
 
 class MaskedWordHead(nn.Module):
