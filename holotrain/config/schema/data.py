@@ -152,7 +152,7 @@ class TextDataConfig(DataConfig):
     unit: str | None = None
     """a document: file (or row), paragraph or line; null: file for causal_lm, otherwise paragraph"""
 
-    val_fraction: float = 0.02
+    val_fraction: float = 0.01
     """share of the files that validates, the same ones always"""
 
     test_fraction: float = 0.02
