@@ -6,12 +6,22 @@ import lightning.pytorch as pl
 
 
 class EpochLog(pl.Callback):
-    """Prints one line an epoch, so that the log of a batch job stays readable: epoch, step, metrics, time."""
+    """Prints one line an epoch, and one a validation within it, so that the log of a batch job stays readable.
+
+    Epoch, step, metrics, seconds since the epoch's beginning.
+    """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not (trainer.sanity_checking or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or _ends(trainer)):
+            self._print(trainer)
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._print(trainer)
+
+    def _print(self, trainer: pl.Trainer) -> None:
         if not trainer.is_global_zero:
             return
         epochs = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
@@ -19,3 +29,8 @@ class EpochLog(pl.Callback):
         figures = "  ".join(f"{name} {value.item():.4f}" for name, value in sorted(shown.items()))
         seconds = time.monotonic() - getattr(self, "_started", time.monotonic())
         print(f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s", flush=True)
+
+
+def _ends(trainer: pl.Trainer) -> bool:
+    """Whether the step just made is the last one: the epoch's own line follows."""
+    return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps

@@ -1,19 +1,22 @@
 """Checkpoints on their way in and out of a run."""
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 
+from holotrain.checks import described_by
 from holotrain.config import checkpointed
+from holotrain.config.build import description
 from holotrain.config.build_synthesis import check_synthesis_continues
-from holotrain.config.checks import described_by
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.data import TextDataConfig
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.adapters import add_adapters
+from holotrain.models.int8 import is_quantised, quantise
 
 
 class KeepConfiguration(pl.Callback):
@@ -24,6 +27,28 @@ class KeepConfiguration(pl.Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[checkpointed.KEY] = self.stamp
+
+
+def check_origin(config: RunConfig, path: Path) -> None:
+    """
+    Raises:
+        UserError: the checkpoint is of another task than the configuration.
+    """
+    kept = checkpointed.load(path)[checkpointed.KEY]["config"]
+    if kept["task"]["kind"] != config.task.kind:
+        raise UserError(f"task={config.task.kind}: {path} is of task={kept['task']['kind']}")
+
+
+def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -> None:
+    """
+    Raises:
+        UserError: the data's classes, set up, are not those that the checkpoint tells apart.
+    """
+    described = checkpointed.load(path)[checkpointed.KEY]["description"]
+    there, here = described.get("class_names"), description(config, data).get("class_names")
+    if there != here:
+        unlike = next(((a, b) for a, b in zip_longest(there or (), here or ()) if a != b), (there, here))
+        raise UserError(f"data: {path} tells other classes apart: {unlike[0]!r} there is {unlike[1]!r} in these data")
 
 
 def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
@@ -37,16 +62,21 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return None
     if path is not None:
         kept = checkpointed.load(path)[checkpointed.KEY]
-        asked, there = config.data.tokenizer, kept["config"]["data"].get("tokenizer")
+        asked, there = config.data.tokenizer, kept["config"]["data"]["tokenizer"]
         if asked != there:
-            raise UserError(f"data.tokenizer={asked}: {path} was trained with {there}, and brings its tokenizer along")
+            raise UserError(
+                f"data.tokenizer={asked}: {path} was trained with {there or 'byte'}, and brings its tokenizer along"
+            )
         return kept["description"]["tokenizer"]
-    begun_with = Path(config.model.pretrained or "")
-    if config.model.pretrained and (begun_with / "tokenizer.json").is_file():
+    if config.data.tokenizer is not None or not config.model.pretrained:
+        return None
+    begun_with = Path(config.model.pretrained)
+    if (begun_with / "tokenizer.json").is_file():
         return (begun_with / "tokenizer.json").read_text(encoding="utf-8")
-    if begun_with.suffix == ".ckpt":
+    try:
         return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
-    return None
+    except UserError:  # other weights than ours bring no tokenizer
+        return None
 
 
 def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -78,7 +108,11 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
     """
     if path.is_dir():
         with described_by("ckpt_path"):
-            task.model = saved.load(path)
+            model = saved.load(path)
+            if is_quantised(model):
+                quantise(task.model)
+        check_weights(task.model, model.state_dict(), path)
+        task.model.load_state_dict(model.state_dict())
         return
     weights = checkpointed.load(path)["state_dict"]
     check_weights(task, weights, path)
@@ -94,6 +128,10 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         raise UserError(f"ckpt_path: {path} holds weights alone; begin with them by model.pretrained={path}")
     checkpoint = checkpointed.load(path)
     check_weights(task, checkpoint["state_dict"], path)
+    for option in ("trained", "adapters"):
+        kept, wanted = checkpoint[checkpointed.KEY]["config"]["model"][option], getattr(config.model, option)
+        if kept != wanted:
+            raise UserError(f"model.{option}={wanted}: {path} was trained with {kept}; begin anew by model.pretrained={path}")
     for group in ("optimizer", "scheduler"):
         kept, wanted = checkpoint[checkpointed.KEY]["config"][group]["kind"], getattr(config, group).kind
         if kept != wanted:
@@ -109,7 +147,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         raise UserError(f"ckpt_path: {path} holds weights alone; a training cannot continue from it")
 
 
-def check_weights(task: pl.LightningModule, weights: dict, path: Path) -> None:
+def check_weights(task: nn.Module, weights: dict, path: Path) -> None:
     """
     Raises:
         UserError: the weights are not those of the task's model; names the first that differs.

@@ -7,7 +7,7 @@ from typing import Literal
 import lightning.pytorch as pl
 
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import load_weights, tokenizer_for
+from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
@@ -43,9 +43,11 @@ def prepared(command: str, config: RunConfig) -> tuple[Path, pl.LightningDataMod
     """
     path = Path(config.ckpt_path)
     check_device(config.trainer)
+    check_origin(config, path)
     data = build_data(config, tokenizer_for(config, path))
     data.prepare_data()
     data.setup(command)
+    check_classes(config, data, path)
     pl.seed_everything(config.seed, verbose=False)
     return path, data, build_task(config, data)
 
@@ -54,7 +56,7 @@ def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
     """The whole of ``holotrain validate`` and ``holotrain test``."""
     started = time.monotonic()
     path, data, task = prepared(split, config)
-    screen.show_start(split, config, run.choices, task.model, run.folder, path)
+    screen.show_start(split, config, run.choices, task.model, run.folder, path, data)
     summary = Summary.of(run, config, task.model)
     summary.checkpoint = str(path)
     summary.metrics = evaluate(split, config, run, task, data, path)

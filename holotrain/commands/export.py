@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
+from holotrain.checks import described_by
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
-from holotrain.config.checks import described_by
 from holotrain.config.schema import ExportConfig
 from holotrain.errors import UserError
 from holotrain.models import saved
@@ -18,6 +18,7 @@ from holotrain.models.int8 import quantise, storage_bytes
 from holotrain.models.programs import export_onnx, export_program
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
+WRITTEN = (saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER, PROGRAM, ONNX)
 
 
 def run(config: ExportConfig, run: Run) -> int:
@@ -34,7 +35,10 @@ def run(config: ExportConfig, run: Run) -> int:
     kind, arguments, tokenizer = (described.pop(key, None) for key in ("kind", "arguments", "tokenizer"))
     extra = described | {checkpointed.KEY: checkpointed.load(path)[checkpointed.KEY]}
     try:
-        saved.save(folder, kind, arguments, model, extra=extra, tokenizer=tokenizer)
+        for program in (PROGRAM, ONNX):  # of another model, perhaps
+            (folder / program).unlink(missing_ok=True)
+        with described_by("to"):
+            saved.save(folder, kind, arguments, model, extra=extra, tokenizer=tokenizer)
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
             with described_by(f"format={config.format}"):
@@ -47,8 +51,9 @@ def run(config: ExportConfig, run: Run) -> int:
 
     summary = Summary.of(run, config, model)
     summary.checkpoint = str(path)
-    summary.metrics = {"bytes": sum(file.stat().st_size for file in folder.iterdir()), "storage_bytes": storage_bytes(model)}
+    written = [folder / name for name in WRITTEN if (folder / name).is_file()]
+    summary.metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": storage_bytes(model)}
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
-    screen.show_exported(summary, folder)
+    screen.show_exported(summary, folder, [file.name for file in written])
     return 0

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import KeepConfiguration, check_continuable, tokenizer_for
+from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_origin, tokenizer_for
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import log_options
@@ -27,6 +27,8 @@ def run(config: FitConfig, run: Run) -> int:
     started = time.monotonic()
     check_training_device(config)
     origin = _origin(config, run)
+    if origin is not None:
+        check_origin(config, origin)
     data = build_data(config, tokenizer_for(config, origin))
     data.prepare_data()
     data.setup("fit")
@@ -34,17 +36,18 @@ def run(config: FitConfig, run: Run) -> int:
     task = build_task(config, data, begin=origin is None)
     if origin is not None:
         check_continuable(task, config, origin)
+        check_classes(config, data, origin)
 
     loggers = build_loggers(config.logger, run.folder)
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
     ]
-    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers)
+    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, len(data.train_dataloader()))
     write_whole(
         run.folder / "config.yaml", yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config)), sort_keys=False)
     )
-    screen.show_start("fit", config, run.choices, task.model, run.folder, origin)
+    screen.show_start("fit", config, run.choices, task.model, run.folder, origin, data)
 
     status, interrupted = "completed", None
     try:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from holotrain.checks import described_by
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model
 from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
-from holotrain.config.checks import described_by
 from holotrain.config.schema import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
@@ -42,7 +42,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     shown = Shown(tokenizer, texts[0]) if config.stream and len(texts) == 1 else None
     tokens: list[torch.Tensor] = []
     began = time.monotonic()
-    with autocast_of(config.trainer):
+    with autocast_of(config.trainer), described_by("generate"):
         for token in generate(
             model, encoded, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=config.compile
         ):
@@ -65,10 +65,12 @@ def run(config: GenerateConfig, run: Run) -> int:
     summary = Summary.of(run, config, model)
     summary.checkpoint = str(path)
     summary.metrics = {"texts": len(texts), "tokens": int((rows != tokenizer.end_id).sum())}
+    longest = max(len(ids) for ids in encoded)
+    full = model.context if longest + config.max_tokens > model.context == longest + len(tokens) else None
     summary.tokens_per_second = rows.numel() / seconds
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
-    screen.show_generated(summary, run.folder)
+    screen.show_generated(summary, run.folder, full)
     return 0
 
 
@@ -82,23 +84,25 @@ def prompts(config: GenerateConfig) -> list[str]:
         return [config.prompt]
     path = Path(config.prompts)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     except UnicodeDecodeError as error:
         raise UserError(f"prompts: {path} is not UTF-8 at byte {error.start}") from error
     except OSError as error:
         raise UserError(f"prompts: cannot read {path} ({error.strerror})") from error
-    if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
     if not lines:
         raise UserError(f"prompts: {path} holds none")
-    return lines
+    if path.suffix == ".jsonl":
+        return [_prompt_of(line, f"{path}:{number}") for number, line in lines]
+    return [line for _, line in lines]
 
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        return json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"prompts: {where} is no JSON object with a field prompt") from error
+        prompt = json.loads(line)["prompt"]
+        prompt.encode()  # half of a surrogate pair is no text
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"prompts: {where} is no JSON object whose field prompt is text") from error
+    return prompt
 
 
 def _encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:

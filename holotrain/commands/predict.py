@@ -8,14 +8,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from holotrain.checks import described_by
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import load_weights
+from holotrain.commands.checkpoint import described_model, load_weights
 from holotrain.commands.evaluation import prepared
 from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
-from holotrain.config.build_trainer import build_trainer
-from holotrain.config.checks import described_by
+from holotrain.config.build import build_files_loader, description, task_of
+from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.schema import PredictConfig
 from holotrain.models.int8 import quantise
 
@@ -26,11 +27,17 @@ def run(config: PredictConfig, run: Run) -> int:
     """Writes a row a sample: its file, or its number in the test part of the data; its class and the probability of that, or
     (causal_lm) its bytes and bits a byte."""
     started = time.monotonic()
-    path, data, task = prepared("predict", config)
-    files = config.images or config.texts
-    loader = data.files_dataloader(Path(files)) if files else data.predict_dataloader()
+    path, files = Path(config.ckpt_path), config.images or config.texts
+    if files:
+        check_device(config.trainer)
+        model, described = described_model(path)
+        task = task_of(model, config, described)
+        loader = build_files_loader(config, described, Path(files))
+    else:
+        _, data, task = prepared("predict", config)
+        load_weights(task, path)
+        described, loader = description(config, data), data.predict_dataloader()
     screen.show_start("predict", config, run.choices, task.model, run.folder, path)
-    load_weights(task, path)
     if config.int8:
         with described_by("int8"):
             quantise(task.model)
@@ -42,7 +49,7 @@ def run(config: PredictConfig, run: Run) -> int:
         columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
     else:
         columns = ("image" if config.task.kind == "image_classification" else "text", "class", "probability")
-        rows = [(name, data.class_names[of["class"]], f"{of['probability']:.6f}") for name, of in named]
+        rows = [(name, described["class_names"][of["class"]], f"{of['probability']:.6f}") for name, of in named]
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(columns)

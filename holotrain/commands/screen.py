@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -9,18 +10,26 @@ from torch import nn
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import device_name
 from holotrain.config.schema import RunConfig
+from holotrain.data import TextDataModule
 
 console = Console(highlight=False)
 
 
 def show_start(
-    command: str, config: RunConfig, choices: dict[str, str], model: nn.Module, folder: Path, origin: Path | None
+    command: str,
+    config: RunConfig,
+    choices: dict[str, str],
+    model: nn.Module,
+    folder: Path,
+    origin: Path | None,
+    data: pl.LightningDataModule | None = None,
 ) -> None:
-    """Says what is about to happen."""
+    """Says what is about to happen, and from how much text, if any."""
     rows = {
-        "model": f"{choices.get('model', config.model.kind)}, {_large(parameter_count(model))} parameters",
+        "model": f"{choices.get('model', config.model.kind)}, {_parameters(model)}",
         "task": config.task.kind,
         "data": f"{choices.get('data', config.data.kind)}, {_batches(config)}",
+        "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
         "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
         "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}" if command == "fit" else None,
@@ -49,21 +58,27 @@ def show_end(summary: Summary, folder: Path) -> None:
     console.print(_table(summary.status, {key: value for key, value in rows.items() if value is not None}))
 
 
-def show_generated(summary: Summary, folder: Path) -> None:
-    """Says how fast texts came, apart from the texts, so that these can be piped."""
+def show_generated(summary: Summary, folder: Path, full: int | None) -> None:
+    """Says how fast texts came, apart from the texts, so that these can be piped.
+
+    Args:
+        full: the model's context, where it is that which ended them.
+    """
     rows = {
         "tokens": f"{summary.metrics['tokens']} of {summary.metrics['texts']} texts, {summary.tokens_per_second:.1f} a second",
-        "written to": folder,
+        "ended": full and f"where the model's context of {full} tokens was full",
+        "written to": folder / "generations.jsonl",
     }
+    rows = {name: value for name, value in rows.items() if value is not None}
     Console(stderr=True, highlight=False).print(_table(summary.status, rows))
 
 
-def show_exported(summary: Summary, folder: Path) -> None:
+def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
     """Says what was written, and how large the weights are."""
     weights = summary.metrics["storage_bytes"]
     rows = {
         "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of fp32's",
-        "written to": f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}",
+        "written to": f"{folder}: {', '.join(written)}",
     }
     console.print(_table(summary.status, rows))
 
@@ -82,6 +97,17 @@ def _table(title: str, rows: dict[str, object]) -> Table:
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _parameters(model: nn.Module) -> str:
+    learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    whole = parameter_count(model)
+    return f"{_large(whole)} parameters" + (f", {_large(learned)} of them trained" if 0 < learned < whole else "")
+
+
+def _text(data: TextDataModule) -> str:
+    parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
+    return f"tokens: {parts}; {data.vocab_size} words, context {data.context}"
 
 
 def _large(count: int) -> str:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holotrain.config.checks import did_you_mean
+from holotrain.checks import did_you_mean
 from holotrain.config.schema import COMMANDS
 from holotrain.errors import UserError
 
@@ -54,12 +54,22 @@ class Arguments:
 
 def _verbatim(override: str) -> str:
     key, _, value = override.partition("=")
-    signs = "=\\s()\\[\\]{}:" + ("" if key != "prompt" else ",'\"\\\\$#*~@?|")
-    if key not in VERBATIM or not re.search(f"[{signs}]", value) or (key != "prompt" and value[0] in "'\"$["):
+    if key not in VERBATIM:
         return override
+    if key != "prompt":
+        if value == "~" or value.startswith("~/"):
+            value = str(Path(value).expanduser())
+        # Commas are a sweep's, brackets a list's, and quotes and interpolations what the user wrote them for.
+        if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$[":
+            return f"{key}={value}"
     # Backslashes before a quote, and the quotes, are the grammar's; what looks like an interpolation is OmegaConf's.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
-    return f"{key}='{escaped.replace('${', chr(92) + '${')}'"
+    return f"{key}='{literal(escaped)}'"
+
+
+def literal(text: str) -> str:
+    """Text that OmegaConf takes as it is, whatever looks like an interpolation in it."""
+    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
 
 
 def parse(argv: list[str]) -> Arguments:

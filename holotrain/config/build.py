@@ -1,20 +1,24 @@
 """Configurations to what they describe: data, model, task."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain import tasks
+from holotrain.checks import described_by
 from holotrain.config.build_weights import prepare_weights
-from holotrain.config.checks import described_by
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.data import TextDataConfig
 from holotrain.config.schema.model import BEYOND
+from holotrain.data import tokenizer_from_json
+from holotrain.errors import UserError
 from holotrain.models import compile_blocks, registry
 from holotrain.tasks import optimizers, schedules
 
@@ -50,7 +54,8 @@ def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
     task = config.task.kind
     arguments: dict[str, Any] = {
         "layout": "packed" if task == "causal_lm" else "documents",
-        "unit": config.data.unit or ("file" if task == "causal_lm" else "paragraph"),
+        "unit": config.data.unit or _unit(task, config.data.kind),
+        "tokenizer": config.data.tokenizer or "byte",
         "tokenizer_json": tokenizer,
     }
     if task == "causal_lm":
@@ -60,6 +65,11 @@ def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
     return arguments
 
 
+def _unit(task: str, data: str) -> str:
+    """A labelled file, or row, is one document; the standard library has too few files for that."""
+    return "paragraph" if task == "masked_lm" or (task, data) == ("sequence_classification", "text_stdlib") else "file"
+
+
 def model_arguments(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
     """What the model's constructor takes: its configuration, and the shapes of ``data``, which is set up."""
     arguments = {name: value for name, value in vars(config.model).items() if name not in BEYOND}
@@ -67,6 +77,8 @@ def model_arguments(config: RunConfig, data: pl.LightningDataModule) -> dict[str
     if isinstance(data, datasets.TextDataModule):
         arguments |= {"vocab": data.vocab_size, "context": data.context}
         if config.task.kind == "sequence_classification":
+            if data.num_classes < 2:
+                raise UserError(f"data.label: the texts have {data.num_classes} classes; there is nothing to tell apart")
             arguments["classes"] = data.num_classes
         return arguments
     channels, size, _ = data.image_shape
@@ -103,12 +115,21 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     prepare_weights(model, config.model, begin)
     if config.compile:
         compile_blocks(model)
+    return task_of(model, config, description(config, data))
+
+
+def task_of(model: nn.Module, config: RunConfig, described: dict[str, Any]) -> tasks.Task:
+    """The LightningModule around a model.
+
+    Args:
+        described: as :func:`description` gives it.
+    """
     options = {
         "optimizer": partial(OPTIMIZERS[config.optimizer.kind], **_arguments(config.optimizer)),
         "scheduler": partial(SCHEDULES[config.scheduler.kind], **_arguments(config.scheduler)),
         "cuda_graph": config.backward.cuda_graph,
     }
-    return TASKS[config.task.kind](model, config, data, options)
+    return TASKS[config.task.kind](model, config, described, options)
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
@@ -126,17 +147,42 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
     return found
 
 
-def _classifier(make: type[tasks.Task], model: nn.Module, config: RunConfig, data: Any, options: dict) -> tasks.Task:
-    return make(model, classes=data.num_classes, label_smoothing=config.task.label_smoothing, **options)
+def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
+    """Batches of the files that a user names, as the described model reads them; the data it was trained on are not needed.
+
+    Raises:
+        UserError: there is nothing at ``path`` that can be read.
+    """
+    loading = {"num_workers": config.data.num_workers}
+    arguments = described["arguments"]
+    if "tokenizer" not in described:
+        shape = (arguments["channels"], arguments["image_size"])
+        return datasets.image_files(path, *shape, described["statistics"], config.data.batch_size, **loading)
+    return datasets.text_files(
+        path,
+        tokenizer_from_json(described["tokenizer"]),
+        arguments["context"],
+        packed=config.task.kind == "causal_lm",
+        batch_size=config.data.batch_size,
+        text=getattr(config.data, "text", "text"),
+        **loading,
+    )
 
 
-def _causal_lm(model: nn.Module, config: RunConfig, data: Any, options: dict) -> tasks.Task:
-    return tasks.CausalLM(model, token_bytes=torch.from_numpy(data.tokenizer.byte_lengths), **options)
+def _classifier(make: type[tasks.Task], model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
+    classes = len(described["class_names"])
+    return make(model, classes=classes, label_smoothing=config.task.label_smoothing, **options)
 
 
-def _masked_lm(model: nn.Module, config: RunConfig, data: Any, options: dict) -> tasks.Task:
-    words = torch.from_numpy(data.tokenizer.byte_lengths) > 0
-    return tasks.MaskedLM(model, data.tokenizer.mask_id, words, config.task.mask_probability, **options)
+def _causal_lm(model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
+    tokenizer = tokenizer_from_json(described["tokenizer"])
+    return tasks.CausalLM(model, token_bytes=torch.from_numpy(tokenizer.byte_lengths), **options)
+
+
+def _masked_lm(model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
+    tokenizer = tokenizer_from_json(described["tokenizer"])
+    words = torch.from_numpy(tokenizer.byte_lengths) > 0
+    return tasks.MaskedLM(model, tokenizer.mask_id, words, config.task.mask_probability, **options)
 
 
 TASKS = {

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from holotrain.callbacks import SynthesisCallback
-from holotrain.config.checks import described_by
+from holotrain.checks import described_by
 from holotrain.config.schema.synthesis import BindConfig
 from holotrain.errors import UserError
 from holotrain.synthesis import HolographicSynthesis

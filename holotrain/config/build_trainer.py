@@ -30,9 +30,9 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
+from holotrain.checks import one_of
 from holotrain.config.build import backward_arguments, model_arguments
 from holotrain.config.build_synthesis import build_synthesis
-from holotrain.config.checks import one_of
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
@@ -43,22 +43,21 @@ from holotrain.models import registry
 from holotrain.tasks import Task
 
 
-def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callback], logger: object) -> pl.Trainer:
+def build_trainer(
+    config: TrainerConfig, folder: Path, callbacks: list[pl.Callback], logger: object, batches: int | None = None
+) -> pl.Trainer:
     """A trainer that keeps its files in ``folder``.
+
+    Args:
+        batches: of an epoch; needed to train.
 
     Raises:
         UserError: the device is not there, or cannot run in that precision.
     """
     check_device(config)
-    interval = config.val_check_interval
-    if isinstance(interval, int) and config.max_steps > 0:  # a training shorter than the interval is validated at its end
-        interval = min(interval, config.max_steps * config.accumulate_grad_batches)
-    every_epoch = None if isinstance(interval, int) else config.check_val_every_n_epoch
-    changed = {
-        "profiler": _profiler(config.profiler, folder),
-        "val_check_interval": interval,
-        "check_val_every_n_epoch": every_epoch,
-    }
+    changed: dict[str, Any] = {"profiler": _profiler(config.profiler, folder)}
+    if batches is not None:
+        changed |= validation(config, batches)
     return pl.Trainer(
         default_root_dir=folder,
         devices=1,
@@ -69,6 +68,30 @@ def build_trainer(config: TrainerConfig, folder: Path, callbacks: list[pl.Callba
         use_distributed_sampler=False,  # our batch samplers share out by themselves
         **vars(config) | changed,
     )
+
+
+def validation(config: TrainerConfig, batches: int) -> dict[str, Any]:
+    """When to validate, as Lightning takes it: as asked for, and at the latest where the training ends.
+
+    Args:
+        batches: of an epoch, all there are.
+    """
+    limit, interval = config.limit_train_batches, config.val_check_interval
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    asked = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
+    if not batches or config.overfit_batches or config.fast_dev_run:
+        return asked
+    steps_an_epoch = -(-batches // config.accumulate_grad_batches)
+    last = config.max_epochs * batches if config.max_epochs > 0 else None
+    if config.max_steps > 0:
+        whole, rest = divmod(config.max_steps, steps_an_epoch)
+        needed = whole * batches + rest * config.accumulate_grad_batches
+        last = needed if last is None else min(last, needed)
+    if isinstance(interval, int):
+        return {"val_check_interval": min(interval, last or interval), "check_val_every_n_epoch": None}
+    if last is not None and last < batches * config.check_val_every_n_epoch * interval:
+        return {"val_check_interval": last, "check_val_every_n_epoch": None}
+    return asked
 
 
 def _profiler(name: str | None, folder: Path) -> Profiler | None:

@@ -4,7 +4,7 @@ import sys
 
 from torch import nn
 
-from holotrain.config.checks import described_by
+from holotrain.checks import described_by
 from holotrain.config.schema.model import ModelConfig
 from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.pretrained import load_pretrained, read_weights

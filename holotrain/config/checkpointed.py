@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config.arguments import Arguments
-from holotrain.config.checks import described_by
+from holotrain.checks import described_by
+from holotrain.config.arguments import Arguments, literal
 from holotrain.config.composition import composed
 from holotrain.config.folders import LAST_CHECKPOINT, run_folder
 from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
@@ -49,12 +49,15 @@ class Origin:
 def origin(arguments: Arguments) -> Origin | None:
     """The checkpoint that ``ckpt_path=`` or ``resume=true`` name on the command line, if any.
 
-    In a sweep there is none: each job composes its own configuration and continues in its own folder.
+    In a sweep of trainings there is none: each job composes its own configuration and continues in its own folder. Other
+    sweeps may vary anything but the checkpoint itself.
 
     Raises:
         UserError: there is no such file, or it is no checkpoint of holotrain's.
     """
-    path = None if arguments.multirun else _checkpoint_path(arguments)
+    if arguments.multirun and (arguments.command == "fit" or "," in (arguments.value("ckpt_path") or "")):
+        return None
+    path = _checkpoint_path(arguments)
     if path is None:
         return None
     kept = load(path)[KEY]
@@ -85,22 +88,32 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"ckpt_path: there is no file {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped, not read: whoever asks for the configuration does not wait for the state of an optimizer.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises a different kind for every way in which a file can be damaged
         raise UserError(f"ckpt_path: {path} is no readable checkpoint; it is damaged, truncated or not one at all") from error
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
-    return checkpoint
+    return _described(checkpoint, path)
 
 
 def _exported(folder: Path) -> dict[str, Any]:
     from holotrain.models.saved import read_config
 
+    if not (folder / "config.json").is_file() and (folder / LAST_CHECKPOINT).is_file():
+        raise UserError(f"ckpt_path: {folder} is the folder of a run; give ckpt_path={folder / LAST_CHECKPOINT}")
     with described_by("ckpt_path"):
         config = read_config(folder)
     if KEY not in config:
         raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")
-    return {KEY: config[KEY]}
+    return _described({KEY: config[KEY]}, folder)
+
+
+def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    kept = checkpoint[KEY]
+    if not isinstance(kept, dict) or not {"config", "choices", "description"} <= kept.keys():
+        raise UserError(f"ckpt_path: {path} is of an older holotrain, or damaged: it does not say what was trained")
+    return checkpoint
 
 
 def adopted(command: str, config: DictConfig, start: Origin, overrides: list[str]) -> dict[str, Any]:
@@ -161,4 +174,13 @@ def typed(command: str, container: dict[str, Any]) -> RunConfig:
         root[group] = OmegaConf.structured(classes[kind])
     for group, schema in PLAIN.items():
         root[group] = OmegaConf.structured(schema)
-    return OmegaConf.to_object(OmegaConf.merge(root, container))
+    return OmegaConf.to_object(OmegaConf.merge(root, _literally(container)))
+
+
+def _literally(node: Any) -> Any:
+    """What was resolved already is not to be resolved again: a prompt may well hold a dollar and a brace."""
+    if isinstance(node, dict):
+        return {key: _literally(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_literally(value) for value in node]
+    return literal(node) if isinstance(node, str) else node

@@ -6,8 +6,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from holotrain.checks import did_you_mean
 from holotrain.config.arguments import Arguments
-from holotrain.config.checks import did_you_mean
 from holotrain.config.composition import composed, option_names
 from holotrain.config.schema import KINDS
 from holotrain.errors import UserError

@@ -13,9 +13,9 @@ loader    loaders that can be resumed in mid-epoch
 from holotrain.data.digits import Digits
 from holotrain.data.fake import Fake
 from holotrain.data.imagefolder import ImageFolder
-from holotrain.data.images import ImageDataModule
+from holotrain.data.images import ImageDataModule, image_files
 from holotrain.data.loader import ResumableLoader
-from holotrain.data.text import ByteTokenizer, StdlibText, TextDataModule, TextFiles, Tokenizer, tokenizer_from_json
+from holotrain.data.text import ByteTokenizer, StdlibText, TextDataModule, TextFiles, Tokenizer, text_files, tokenizer_from_json
 from holotrain.data.torchvision_sets import CIFAR10, CIFAR100, MNIST
 
 __all__ = [
@@ -32,5 +32,7 @@ __all__ = [
     "TextDataModule",
     "TextFiles",
     "Tokenizer",
+    "image_files",
+    "text_files",
     "tokenizer_from_json",
 ]

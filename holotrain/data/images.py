@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -100,16 +101,6 @@ class ImageDataModule(pl.LightningDataModule):
     def predict_dataloader(self) -> Loader:
         return self.test_dataloader()
 
-    def files_dataloader(self, path: Path) -> Loader:
-        """Image files of any size, brought to this data set's channels, size and normalisation: batches (images, paths).
-
-        Raises:
-            UserError: there is no image at ``path``.
-        """
-        channels, size, _ = self.image_shape
-        transform = v2.Compose([*resized(channels, size), *normalised(self.statistics)])
-        return self._in_order(ImageFiles(path, transform))
-
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         mixing = batch_mixing(self.num_classes, *self.alphas)
         if mixing is not None and self.trainer is not None and self.trainer.training:
@@ -118,6 +109,19 @@ class ImageDataModule(pl.LightningDataModule):
 
     def _in_order(self, dataset: Dataset) -> Loader:
         return Loader(dataset, batch_size=self.batch_size, **self.loading)
+
+
+def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:
+    """Image files of any size, brought to these channels, size and normalisation: batches (images, paths).
+
+    Args:
+        loading: DataLoader's own, such as ``num_workers``.
+
+    Raises:
+        UserError: there is no image at ``path``.
+    """
+    transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
+    return Loader(ImageFiles(path, transform), batch_size=batch_size, **loading)
 
 
 def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Subset, Subset]:

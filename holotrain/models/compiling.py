@@ -1,5 +1,7 @@
 """torch.compile, block by block."""
 
+from typing import Any
+
 from torch import nn
 
 from holotrain.models.layers.residual import PostNormBlock, ResidualBlock
@@ -7,7 +9,7 @@ from holotrain.models.mvit import Transition
 from holotrain.reversible import ReversibleBlock
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compiles the two branches of every block, in place.
 
     Blocks of a kind share their compiled code, so this takes a fraction of the time of compiling the model whole, works under
@@ -15,7 +17,7 @@ def compile_blocks(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, PostNormBlock):  # it calls parts of its branches
-            module.compile()
+            module.compile(**options)
         elif isinstance(module, ReversibleBlock | ResidualBlock | Transition):
-            module.f.compile()
-            module.g.compile()
+            module.f.compile(**options)
+            module.g.compile(**options)

@@ -70,9 +70,9 @@ def _read(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     places = torch.arange(max(lengths), device=device).expand_as(tokens)
-    logits = model(tokens, cache=cache, positions=places, end=max(lengths))
+    hidden = model.hidden(tokens, cache=cache, positions=places, end=max(lengths))
     positions = torch.tensor(lengths, device=device)
-    return logits[torch.arange(len(prompts), device=device), positions - 1], positions
+    return model.logits(hidden[torch.arange(len(prompts), device=device), positions - 1]), positions
 
 
 def _step(model: nn.Module, tokens: Tensor, cache: KVCache, positions: Tensor, end: int) -> Tensor:

@@ -98,6 +98,20 @@ class GPT(nn.Module):
         Returns:
             logits (B, T, V); with ``targets`` the mean cross-entropy, without logits ever standing whole in memory.
         """
+        hidden = self.hidden(tokens, cache=cache, positions=positions, end=end)
+        if targets is None:
+            return self.logits(hidden)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.embedding.word.weight, targets.flatten())
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        end: int | None = None,
+    ) -> Tensor:
+        """What the head reads, (B, T, C); arguments as for the call."""
         x = self.embedding(tokens, positions)
         context: dict[str, Any] = {}
         if self.rotary is not None:
@@ -106,11 +120,11 @@ class GPT(nn.Module):
             )
         if cache is not None:
             context |= {"cache": cache, "mask": cache.seen_from(positions, end)}
-        hidden = self.norm(self.blocks(x, context))
-        weight = self.embedding.word.weight
-        if targets is None:
-            return F.linear(hidden, weight)
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
+        return self.norm(self.blocks(x, context))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (..., V), by the transposed embedding."""
+        return F.linear(hidden, self.embedding.word.weight)
 
     def cache(self, batch: int, length: int | None = None, static: bool = False) -> KVCache:
         """An empty cache for ``batch`` sequences of up to ``length`` tokens (None: the context), on the model's device."""

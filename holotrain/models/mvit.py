@@ -179,5 +179,5 @@ def _initialise(model: nn.Module) -> None:
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
         elif isinstance(module, PoolingAttention):
-            nn.init.trunc_normal_(module.relative_h, std=0.02)
-            nn.init.trunc_normal_(module.relative_w, std=0.02)
+            nn.init.trunc_normal_(module.height_position, std=0.02)
+            nn.init.trunc_normal_(module.width_position, std=0.02)

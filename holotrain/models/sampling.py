@@ -34,7 +34,8 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What is drawn from: (B, V), for logits (B, V) and a temperature above 0."""
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature  # a tiny one would overflow
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
@@ -47,7 +48,16 @@ class Sampling:
         return probabilities
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The next tokens, (B,), for logits (B, V)."""
+        """The next tokens, (B,), for logits (B, V).
+
+        Raises:
+            ValueError: the logits are not finite, as those of a model that has diverged.
+        """
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+        try:
+            return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+        except RuntimeError as error:
+            if logits.isfinite().all():
+                raise
+            raise ValueError("the model gives NaN or infinity for the next token; its training has diverged") from error

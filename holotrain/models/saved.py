@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -49,7 +50,10 @@ def save(
     }
     texts = {CONFIG: json.dumps((extra or {}) | says, indent=2) + "\n"} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in unpacked(model.state_dict()).items()}
-    save_file(tensors, _partial(folder / WEIGHTS))
+    try:
+        save_file(tensors, _partial(folder / WEIGHTS))
+    except SafetensorError as error:  # which is no OSError, whatever the system said
+        raise ValueError(f"cannot write {folder / WEIGHTS} ({error})") from error
     for name, text in texts.items():
         _partial(folder / name).write_text(text, encoding="utf-8")
     _partial(folder / WEIGHTS).chmod(_partial(folder / CONFIG).stat().st_mode)  # safetensors would keep it from other users

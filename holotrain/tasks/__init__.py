@@ -4,6 +4,7 @@ image_classification, sequence_classification   ImageClassifier, SequenceClassif
 causal_lm, masked_lm   CausalLM, MaskedLM
 task             what every task is
 classification   what both classifications share
+language_modelling   what causal and masked modelling share
 masking          which words are masked, and what is shown in their place
 padding          which tokens of a batch are real
 optimizers       AdamW, SGD and Muon over parameters that decay and parameters that do not

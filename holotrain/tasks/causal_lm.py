@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torch.nn import functional as F
 
-from holotrain.tasks.task import Task
+from holotrain.models.layers.cross_entropy import IGNORED
+from holotrain.tasks.language_modelling import LanguageModelling
 
 
-class CausalLM(Task):
+class CausalLM(LanguageModelling):
     """Trains a model to tell the next token.
 
     Args:
@@ -24,13 +25,11 @@ class CausalLM(Task):
     without what came before it, so these figures are those of a context that grows from 0.
     """
 
-    IGNORED = -100
+    SUMS = ("nats", "tokens", "bytes")
 
     def __init__(self, model: nn.Module, token_bytes: Tensor, **options: Any) -> None:
         super().__init__(model, **options)
         self.register_buffer("token_bytes", token_bytes.to(torch.float32), persistent=False)
-        self.nats_per_byte = nn.ModuleDict({split: MeanMetric() for split in ("val_part", "test_part")})
-        self.nats_per_token = nn.ModuleDict({split: MeanMetric() for split in ("val_part", "test_part")})
 
     @property
     def monitored(self) -> dict[str, str]:
@@ -44,42 +43,31 @@ class CausalLM(Task):
         targets = tokens[:, 1:]
         if "lengths" in batch:
             place = torch.arange(1, tokens.shape[1], device=tokens.device)
-            targets = targets.where(place < batch["lengths"][:, None], self.IGNORED)
+            targets = targets.where(place < batch["lengths"][:, None], IGNORED)
         return tokens[:, :-1], targets
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.model(tokens, targets)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch)
-
-    def _evaluate(self, split: str, batch: dict[str, Tensor]) -> None:
+    def summed(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         tokens, targets = self.inputs(batch)
-        counted = targets != self.IGNORED
-        count, size = counted.sum(), (self.token_bytes[targets.clamp_min(0)] * counted).sum()
-        nats = self.loss(tokens, targets) * count
-        self.nats_per_token[f"{split}_part"].update(nats / count, count)
-        self.nats_per_byte[f"{split}_part"].update(nats / size, size)
+        count = (targets != IGNORED).sum()
+        return {"nats": self.loss(tokens, targets) * count, "tokens": count, "bytes": self._bytes(targets).sum()}
 
-    def on_validation_epoch_end(self) -> None:
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._report("test")
-
-    def _report(self, split: str) -> None:
-        loss, per_byte = (means[f"{split}_part"].compute() for means in (self.nats_per_token, self.nats_per_byte))
-        bits = {f"{split}/bits_per_byte": per_byte / math.log(2)}
-        self.log_dict({f"{split}/loss": loss, f"{split}/perplexity": loss.exp()} | bits, prog_bar=split == "val")
-        for means in (self.nats_per_token, self.nats_per_byte):
-            means[f"{split}_part"].reset()
+    def reported(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss = sums["nats"] / sums["tokens"]
+        return {"loss": loss, "perplexity": loss.exp(), "bits_per_byte": sums["nats"] / sums["bytes"] / math.log(2)}
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """How well each text is foretold: ``bits`` (B,) in all, ``bytes`` (B,) of text they stand for."""
         tokens, targets = self.inputs(batch)
-        logits = self(tokens).float()
-        bits = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1) / math.log(2)
-        return {"bits": bits, "bytes": (self.token_bytes[targets.clamp_min(0)] * (targets != self.IGNORED)).sum(1)}
+        # Text by text: the logits of a batch over a long vocabulary would take gigabytes.
+        nats = [
+            F.cross_entropy(self(row[None])[0].float(), wanted, reduction="sum")
+            for row, wanted in zip(tokens, targets, strict=True)
+        ]
+        return {"bits": torch.stack(nats) / math.log(2), "bytes": self._bytes(targets).sum(1)}
+
+    def _bytes(self, targets: Tensor) -> Tensor:
+        """Of each target that counts: (B, T)."""
+        return self.token_bytes[targets.clamp_min(0)] * (targets != IGNORED)

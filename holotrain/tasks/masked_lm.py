@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
-from holotrain.tasks.masking import IGNORED, masked
+from holotrain.models.layers.cross_entropy import IGNORED
+from holotrain.tasks.language_modelling import LanguageModelling
+from holotrain.tasks.masking import masked
 from holotrain.tasks.padding import attended
-from holotrain.tasks.task import Task
 
 
-class MaskedLM(Task):
+class MaskedLM(LanguageModelling):
     """Trains a model to tell words that were masked, other ones at every step.
 
     Args:
@@ -26,13 +26,14 @@ class MaskedLM(Task):
     Logs ``val/loss`` (nats a masked word) and ``val/perplexity``, the same of ``test``. There the masks are the same each time.
     """
 
+    SUMS = ("nats", "words")
+
     def __init__(self, model: nn.Module, mask_id: int, ordinary: Tensor, probability: float = 0.15, **options: Any) -> None:
         super().__init__(model, **options)
         self.mask_id = mask_id
         self.register_buffer("ordinary", ordinary, persistent=False)
         self.register_buffer("words", ordinary.nonzero().flatten(), persistent=False)
         self.probability = probability
-        self.nats = nn.ModuleDict({split: MeanMetric() for split in ("val_part", "test_part")})
 
     @property
     def monitored(self) -> dict[str, str]:
@@ -49,24 +50,12 @@ class MaskedLM(Task):
     def loss(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
         return self.model(tokens, mask, targets)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("val", batch, batch_idx)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch, batch_idx)
-
-    def _evaluate(self, split: str, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def summed(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         generator = torch.Generator(batch["tokens"].device).manual_seed(batch_idx)
-        tokens, mask, targets = self.inputs(batch, generator)
-        self.nats[f"{split}_part"].update(self.loss(tokens, mask, targets), (targets != IGNORED).sum())
+        shown, real, targets = self.inputs(batch, generator)
+        count = (targets != IGNORED).sum()
+        return {"nats": self.loss(shown, real, targets) * count, "words": count}
 
-    def on_validation_epoch_end(self) -> None:
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._report("test")
-
-    def _report(self, split: str) -> None:
-        loss = self.nats[f"{split}_part"].compute()
-        self.log_dict({f"{split}/loss": loss, f"{split}/perplexity": loss.exp()}, prog_bar=split == "val")
-        self.nats[f"{split}_part"].reset()
+    def reported(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss = sums["nats"] / sums["words"]
+        return {"loss": loss, "perplexity": loss.exp()}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from holotrain.models.layers.cross_entropy import IGNORED
 
 
 def masked(

@@ -18,7 +18,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_position = name.rpartition(".")[2] == "position"
+            is_position = name.endswith("position")
             (exempt if parameter.ndim <= 1 or is_position else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torchvision import datasets
 
-from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder
+from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, image_files
 from holotrain.data.files import read_image
 from holotrain.errors import UserError
 
@@ -248,14 +248,14 @@ def test_fake_images_have_the_shape_asked_for():
 
 def test_loose_files_are_brought_to_the_data_sets_form(tmp_path):
     write_folder(tmp_path, parts=("in",), classes=("a",))
-    data = ready(Digits(batch_size=4))
-    images, paths = next(iter(data.files_dataloader(tmp_path / "in")))
+    form = {"channels": 1, "image_size": 8, "statistics": Digits.statistics, "batch_size": 4}
+    images, paths = next(iter(image_files(tmp_path / "in", **form)))
     assert images.shape == (4, 1, 8, 8) and paths[0].endswith("0.png")
     with pytest.raises(UserError, match="no file or folder"):
-        data.files_dataloader(tmp_path / "missing")
+        image_files(tmp_path / "missing", **form)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no image in"):
-        data.files_dataloader(tmp_path / "empty")
+        image_files(tmp_path / "empty", **form)
 
 
 @pytest.mark.parametrize("alphas", [{"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.4, "cutmix_alpha": 1.0}])

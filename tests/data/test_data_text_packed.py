@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from holotrain.data import TextFiles
+from holotrain.data import ByteTokenizer, TextFiles, text_files
 from holotrain.data.sampler import EpochBatchSampler
 from holotrain.errors import UserError
 
@@ -168,23 +168,22 @@ def test_under_lightning_epochs_differ_and_prediction_reads_all(folder, tmp_path
     assert same(predicted, [batch["tokens"] for batch in data.test_dataloader()])
 
 
-def test_loose_texts_are_all_targets_and_keep_their_names(folder, tmp_path):
-    data = packed(folder, batch_size=2)
+def test_loose_texts_are_all_targets_and_keep_their_names(tmp_path):
+    tokenizer = ByteTokenizer()
     texts = {"b.txt": "short", "a.txt": "a longer text of several blocks " * 3}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     found = {str(tmp_path / name): [] for name in texts}
-    loader = data.files_dataloader(tmp_path)
+    loader = text_files(tmp_path, tokenizer, CONTEXT, packed=True, batch_size=2)
     for batch in loader:
         for row, length, name in zip(batch["tokens"], batch["lengths"], batch["names"], strict=True):
-            assert torch.all(row[length:] == data.tokenizer.pad_id) and length <= CONTEXT + 1
+            assert torch.all(row[length:] == tokenizer.pad_id) and length <= CONTEXT + 1
             found[name] += row[1:length].tolist()
     assert loader.dataset.paths == sorted(loader.dataset.paths) and set(loader.dataset.paths) == set(found)
     for name, text in texts.items():
-        assert found[str(tmp_path / name)] == [*text.encode(), data.tokenizer.end_id]
-    for path in (tmp_path / "gone", folder / "cache" / "nothing"):
-        with pytest.raises(UserError, match=f"no file or folder {path}"):
-            data.files_dataloader(path)
+        assert found[str(tmp_path / name)] == [*text.encode(), tokenizer.end_id]
+    with pytest.raises(UserError, match="no file or folder .*gone"):
+        text_files(tmp_path / "gone", tokenizer, CONTEXT, packed=True, batch_size=2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no text in .*empty"):
-        data.files_dataloader(tmp_path / "empty")
+        text_files(tmp_path / "empty", tokenizer, CONTEXT, packed=True, batch_size=2)

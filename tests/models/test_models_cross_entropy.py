@@ -41,6 +41,16 @@ def test_only_what_is_asked_for_is_differentiated():
         torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, bias), loss.detach())
 
 
+def test_without_gradients_none_are_computed():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    (hidden, weight, bias), targets = example(torch.float32)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, FlopCounterMode(display=False) as counter:
+            linear_cross_entropy(hidden, weight, targets, bias)
+        assert counter.get_total_flops() == 2 * 23 * 31 * 8
+
+
 def test_under_autocast_products_are_half_and_sums_are_not():
     (hidden, weight, bias), targets = example(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

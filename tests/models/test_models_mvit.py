@@ -185,7 +185,7 @@ def test_drop_path_grows_through_all_blocks():
 def test_relative_positions_do_not_start_from_zero():
     torch.manual_seed(0)
     attention = MViT(**SMALL | {"dim": 64, "heads": 1}, depths=(1,)).stages[0].blocks.blocks[0].f.attention
-    for table in (attention.relative_h, attention.relative_w):
+    for table in (attention.height_position, attention.width_position):
         assert table.shape == (15, 64)
         assert table.std().item() == pytest.approx(0.02, rel=0.1)
 

@@ -75,6 +75,7 @@ def test_bits_per_byte_count_bytes_and_perplexity_counts_tokens():
     batches = [
         {"tokens": torch.randint(20, (3, 9))},
         {"tokens": torch.randint(20, (1, 4))},
+        {"tokens": torch.tensor([[3, 17]])},  # no byte to foretell
         {"tokens": torch.randint(20, (2, 9)), "lengths": torch.tensor([9, 3])},
     ]
     nats = tokens = size = 0.0

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import one_of
+from holotrain.checks import one_of
 from holotrain.errors import UserError
 
 PLAIN = ("autograd", "checkpoint")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from holotrain.config.checks import at_least, one_of, within
+from holotrain.checks import at_least, one_of, within
 from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 
@@ -98,8 +98,10 @@ class GenerateConfig(RunConfig):
         _require_checkpoint("generate", self.ckpt_path)
         if self.task.kind != "causal_lm":
             raise UserError(f"generate: it continues texts with a causal_lm; the checkpoint is of task={self.task.kind}")
-        if (self.prompt is None) == (self.prompts is None):
-            raise UserError('generate needs prompt="..." or prompts=FILE, one of the two')
+        if self.prompt is None and self.prompts is None:
+            raise UserError('generate needs prompt="..." or prompts=FILE')
+        if self.prompt is not None and self.prompts is not None:
+            raise UserError("generate: both prompt= and prompts= are given; take one of the two")
         at_least("max_tokens", self.max_tokens, 1)
         at_least("temperature", self.temperature, 0)
         if self.top_k is not None:

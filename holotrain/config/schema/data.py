@@ -5,7 +5,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import at_least, one_of, within
+from holotrain.checks import at_least, one_of, within
+from holotrain.errors import UserError
 
 
 @dataclass
@@ -143,14 +144,14 @@ class TextDataConfig(DataConfig):
     pad_to_multiple_of: int = 1
     """documents are padded to their batch's longest, rounded up to a multiple of this"""
 
-    tokenizer: str = "byte"
-    """byte, bpe (trained on the training part) or the path of a tokenizer.json"""
+    tokenizer: str | None = None
+    """byte, bpe (trained on the training part) or the path of a tokenizer.json; null: that of model.pretrained, else byte"""
 
     vocab_size: int = 8192
     """words of a bpe that is trained"""
 
     unit: str | None = None
-    """a document: file (or row), paragraph or line; null: file for causal_lm, otherwise paragraph"""
+    """a document: file (or row), paragraph or line; null: paragraph for masked_lm, and to classify text_stdlib; else file"""
 
     val_fraction: float = 0.01
     """share of the files that validates, the same ones always"""
@@ -171,12 +172,12 @@ class TextDataConfig(DataConfig):
         for name in ("context", "batch_size", "pad_to_multiple_of", "vocab_size"):
             at_least(f"data.{name}", getattr(self, name), 1)
         at_least("data.num_workers", self.num_workers, 0)
-        if self.max_tokens is not None:
-            at_least("data.max_tokens", self.max_tokens, self.context)
         if self.unit is not None:
             one_of("data.unit", self.unit, ("file", "paragraph", "line"))
-        within("data.val_fraction", self.val_fraction, 0, 1)
-        within("data.test_fraction", self.test_fraction, 0, 1)
+        if self.context % self.pad_to_multiple_of:
+            raise UserError(f"data.pad_to_multiple_of: {self.pad_to_multiple_of} does not divide data.context, {self.context}")
+        within("data.val_fraction", self.val_fraction, 1e-6, 1)
+        within("data.test_fraction", self.test_fraction, 1e-6, 1)
 
 
 @dataclass
@@ -216,6 +217,11 @@ class TextFilesConfig(TextDataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("data.on_error", self.on_error, ("error", "skip"))
+        for name in ("files", "val_files", "test_files"):
+            patterns = getattr(self, name)
+            patterns = [patterns] if isinstance(patterns, str) else patterns
+            if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise UserError(f"data.{name}: {patterns!r} is neither a glob of files nor a list of globs")
 
 
 DATA = {

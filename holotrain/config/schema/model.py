@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import at_least, one_of, within
+from holotrain.checks import at_least, one_of, within
 from holotrain.errors import UserError
 
 TRAINED = ("all", "head", "adapters")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import within
+from holotrain.checks import within
 from holotrain.config.schema.backward import PLAIN, BackwardConfig, reversible
 from holotrain.config.schema.data import DATA, DataConfig
 from holotrain.config.schema.model import ModelConfig, family
@@ -67,6 +67,10 @@ class RunConfig:
         if not isinstance(self.data, data):
             kinds = [kind for kind, schema in DATA.items() if issubclass(schema, data)]
             raise UserError(f"data: task={task} learns from {', '.join(kinds)}, not {self.data.kind}")
+        if task in ("masked_lm", "sequence_classification") and (self.data.max_tokens or self.data.context) < self.data.context:
+            raise UserError(
+                f"data.max_tokens: {self.data.max_tokens} is out of range; a document may have data.context={self.data.context}"
+            )
         if task == "sequence_classification" and getattr(self.data, "label", "given") is None:
             raise UserError("data.label: which field, or column, holds the class? Give data.label=..., or data.label=folder")
         if self.model.trained == "head" and not task.endswith("classification"):

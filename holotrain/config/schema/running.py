@@ -5,7 +5,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import amount, at_least, one_of, within
+from holotrain.checks import amount, at_least, one_of, within
+from holotrain.errors import UserError
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
@@ -19,7 +20,7 @@ class TrainerConfig:
     """32-true, 64-true, bf16-mixed or 16-mixed (GPU only; scaled gradients)"""
 
     max_epochs: int = 16
-    """passes over the training data"""
+    """passes over the training data; -1: as many as max_steps or max_time allow"""
 
     max_steps: int = -1
     """optimizer steps after which training ends all the same; -1: no such bound"""
@@ -84,7 +85,10 @@ class TrainerConfig:
         one_of("trainer.gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
         if self.profiler is not None:
             one_of("trainer.profiler", self.profiler, ("simple", "advanced"))
-        at_least("trainer.max_epochs", self.max_epochs, 1)
+        if self.max_epochs != -1:
+            at_least("trainer.max_epochs", self.max_epochs, 1)
+        elif self.max_steps < 1 and self.max_time is None:
+            raise UserError("trainer.max_epochs=-1: then trainer.max_steps or trainer.max_time must end the training")
         at_least("trainer.max_steps", self.max_steps, -1)
         at_least("trainer.num_sanity_val_steps", self.num_sanity_val_steps, -1)
         for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps"):
@@ -93,6 +97,8 @@ class TrainerConfig:
             at_least("trainer.gradient_clip_val", self.gradient_clip_val, 0)
         for name in ("val_check_interval", "overfit_batches", *(f"limit_{s}_batches" for s in SPLITS)):
             amount(f"trainer.{name}", getattr(self, name))
+        if not self.val_check_interval:
+            raise UserError("trainer.val_check_interval: 0 are none; leave validation out by trainer.limit_val_batches=0")
 
 
 SPLITS = ("train", "val", "test", "predict")

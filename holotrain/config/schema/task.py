@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from holotrain.config.checks import within
+from holotrain.checks import within
 from holotrain.config.schema.data import DataConfig, ImageDataConfig, TextDataConfig
 
 

@@ -10,11 +10,11 @@ packed         blocks of equal length, for causal language models
 documents      one by one, for masked language models and classification; buckets: batches of about one length
 loose          files that a user names, to be classified or scored
 batches        data sets that hand out whole batches
-choices        refusals that name the nearest valid choice
 """
 
 from holotrain.data.text.buckets import BucketBatchSampler, padding
 from holotrain.data.text.byte_tokenizer import ByteTokenizer
+from holotrain.data.text.loose import text_files
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.restored import tokenizer_from_json
 from holotrain.data.text.sets import StdlibText, TextFiles
@@ -28,5 +28,6 @@ __all__ = [
     "TextFiles",
     "Tokenizer",
     "padding",
+    "text_files",
     "tokenizer_from_json",
 ]

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from holotrain.data.text.batches import Batch, Batched
+from holotrain.data.loader import Loader
+from holotrain.data.text.batches import Batch, Batched, FixedBatches, as_it_is
 from holotrain.data.text.readers import ROWS, Reader
 from holotrain.data.text.tokenizer import Tokenizer
 from holotrain.errors import UserError
@@ -19,15 +21,14 @@ class LooseFiles(Batched):
         rows: ids of each.
         names: the file each is of, one after another; a file of rows gives ``FILE:ROW``.
         pad_id: fills.
-        multiple: T is rounded up to a multiple of it.
 
     Attributes:
         paths: the names.
         lengths: (N,) int64.
     """
 
-    def __init__(self, rows: Sequence[np.ndarray], names: Sequence[str], pad_id: int, multiple: int = 1) -> None:
-        self.rows, self.paths, self.pad_id, self.multiple = rows, list(names), pad_id, multiple
+    def __init__(self, rows: Sequence[np.ndarray], names: Sequence[str], pad_id: int) -> None:
+        self.rows, self.paths, self.pad_id = rows, list(names), pad_id
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -35,8 +36,7 @@ class LooseFiles(Batched):
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
         lengths = torch.from_numpy(self.lengths[keys])
-        width = -(-int(lengths.max()) // self.multiple) * self.multiple
-        tokens = torch.full((len(keys), width), self.pad_id)
+        tokens = torch.full((len(keys), int(lengths.max())), self.pad_id)
         for row, key in zip(tokens, keys, strict=True):
             row[: self.lengths[key]] = torch.from_numpy(self.rows[key])
         return {"tokens": tokens, "lengths": lengths, "names": [self.paths[key] for key in keys]}
@@ -70,9 +70,33 @@ def scored_rows(ids: np.ndarray, context: int, tokenizer: Tokenizer) -> list[np.
     return [whole[first : first + context + 1] for first in range(0, len(whole) - 1, context)]
 
 
-def framed_rows(ids: np.ndarray, context: int, tokenizer: Tokenizer, classified: bool) -> list[np.ndarray]:
-    """A text as pieces of at most ``context`` tokens with start and end; where it is classified, the first alone."""
-    body = context - 2
-    firsts = [0] if classified else range(0, max(len(ids), 1), body)
-    pieces = (ids[first : first + body] for first in firsts)
-    return [np.concatenate([[tokenizer.start_id], piece, [tokenizer.end_id]]).astype(np.int64) for piece in pieces]
+def framed_rows(ids: np.ndarray, context: int, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """A text with start and end, cut short to ``context`` tokens."""
+    return [np.concatenate([[tokenizer.start_id], ids[: context - 2], [tokenizer.end_id]]).astype(np.int64)]
+
+
+def text_files(
+    path: Path, tokenizer: Tokenizer, context: int, packed: bool, batch_size: int, text: str = "text", **loading: Any
+) -> Loader:
+    """Text files, each a document, in the order of their names: ``tokens`` (B, T), ``lengths`` (B,), ``names``.
+
+    Args:
+        path: a file or a folder; of .jsonl and .parquet each row is a document, named ``FILE:ROW``.
+        context: tokens that the model sees.
+        packed: a text is all targets, after an end token that begins it, in blocks of at most ``context + 1``; otherwise it is
+            cut short, as texts are that are classified.
+        text: field or column that holds the text, of files of rows.
+        loading: DataLoader's own, such as ``num_workers``.
+
+    Raises:
+        UserError: there is no text at ``path``, or it cannot be read.
+    """
+    cut = scored_rows if packed else framed_rows
+    rows, names = [], []
+    for name, written in texts_at(path, text):
+        cuts = cut(tokenizer.encode(written), context, tokenizer)
+        rows += cuts
+        names += [name] * len(cuts)
+    files = LooseFiles(rows, names, tokenizer.pad_id)
+    batches = [np.arange(first, min(first + batch_size, len(rows))) for first in range(0, len(rows), batch_size)]
+    return Loader(files, batch_sampler=FixedBatches(batches), collate_fn=as_it_is, **loading)

@@ -1,5 +1,6 @@
 """What every text data set shares: the cache of its tokens, the tokenizer, and loaders of either layout."""
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,16 +10,15 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from holotrain.checks import at_least, one_of
 from holotrain.data.loader import Loader, ResumableLoader
 from holotrain.data.text.batches import Batched, FixedBatches, as_it_is
-from holotrain.data.text.buckets import BucketBatchSampler, by_length, in_order, padded, padding
+from holotrain.data.text.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.text.byte_tokenizer import ByteTokenizer
 from holotrain.data.text.cache import built, key_of, manifest_of
-from holotrain.data.text.choices import at_least, one_of
 from holotrain.data.text.content import ContentHashes
 from holotrain.data.text.corpus import Corpus, stored_tokenizer
 from holotrain.data.text.documents import Pieces
-from holotrain.data.text.loose import LooseFiles, framed_rows, scored_rows, texts_at
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder
 from holotrain.data.text.readers import UNITS
 from holotrain.data.text.restored import known_tokenizer, tokenizer_from_json
@@ -85,21 +85,23 @@ class TextDataModule(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        one_of("layout", layout, LAYOUTS)
-        one_of("unit", unit, UNITS)
-        at_least("context", context, 1 if layout == "packed" else 3)  # start, end, and something between
-        at_least("batch_size", batch_size, 1)
-        at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
+        one_of("data.layout", layout, LAYOUTS)
+        one_of("data.unit", unit, UNITS)
+        at_least("data.context", context, 1 if layout == "packed" else 3)  # start, end, and something between
+        at_least("data.batch_size", batch_size, 1)
+        at_least("data.pad_to_multiple_of", pad_to_multiple_of, 1)
+        if context % pad_to_multiple_of:
+            raise UserError(f"data.pad_to_multiple_of: {pad_to_multiple_of} does not divide data.context, {context}")
         if max_tokens is not None:
             if layout == "packed":
                 raise UserError("data.max_tokens: packed blocks are of one length; bound them by data.batch_size")
-            at_least("max_tokens", max_tokens, -(-context // pad_to_multiple_of) * pad_to_multiple_of)
+            at_least("data.max_tokens", max_tokens, -(-context // pad_to_multiple_of) * pad_to_multiple_of)
         for option, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= fraction < 1:
                 raise UserError(f"data.{option}: {fraction} is out of range; it must lie in [0, 1)")
         if val_fraction + test_fraction >= 1:
             raise UserError(f"data.val_fraction and data.test_fraction, {val_fraction} and {test_fraction}, leave no training")
-        at_least("vocab_size", vocab_size, ByteTokenizer.vocab_size)  # a bpe begins with the bytes
+        at_least("data.vocab_size", vocab_size, ByteTokenizer.vocab_size)  # a bpe begins with the bytes
         self.layout, self.context, self.batch_size, self.unit = layout, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions = (val_fraction, test_fraction)
@@ -174,6 +176,10 @@ class TextDataModule(pl.LightningDataModule):
         except OSError as error:
             raise UserError(f"data.cache_dir: cannot write {error.filename or self.cache} ({error.strerror})") from error
         self._tokenizer = tokenizer_from_json(stored_tokenizer(self._folder))
+        if self._given is None:  # whoever comes with the tokenizer that was trained finds the same tokens
+            also = self.cache / key_of([*identity[:-1], self._tokenizer.fingerprint])
+            with contextlib.suppress(OSError):  # there already, or a file system without links
+                also.symlink_to(self._folder.name)
 
     def setup(self, stage: str | None = None) -> None:
         """Opens what ``prepare_data`` has built, here or in another process."""
@@ -210,30 +216,6 @@ class TextDataModule(pl.LightningDataModule):
     def predict_dataloader(self) -> Loader:
         """The test part; documents come with ``index`` (B,), their place in it, for they are read by length."""
         return self._evaluation("test", numbered=True)
-
-    def files_dataloader(self, path: Path) -> Loader:
-        """Text files, each a document, in the order of their names: batches as the layout has them, and ``names``.
-
-        Packed, a text is all targets, after an end token that begins it, in blocks of at most ``context + 1`` with
-        ``lengths`` (B,). As documents, it is cut into pieces, or cut short where documents are classified.
-
-        Args:
-            path: a file or a folder; of .jsonl and .parquet each row is a document, named ``FILE:ROW``.
-
-        Raises:
-            UserError: there is no text at ``path``, or it cannot be read.
-        """
-        rows, names = [], []
-        for name, text in texts_at(path, self.text_field):
-            ids = self.tokenizer.encode(text)
-            if self.layout == "packed":
-                cut = scored_rows(ids, self.context, self.tokenizer)
-            else:
-                cut = framed_rows(ids, self.context, self.tokenizer, self.num_classes > 0)
-            rows += cut
-            names += [name] * len(cut)
-        files = LooseFiles(rows, names, self.tokenizer.pad_id, self.multiple)
-        return self._fixed(files, in_order(padded(files.lengths, self.multiple), self.batch_size, self.max_tokens))
 
     def _evaluation(self, part: str, numbered: bool = False) -> Loader:
         if self.layout == "packed":

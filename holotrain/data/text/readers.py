@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holotrain.data.text.choices import nearest
+from holotrain.checks import did_you_mean
 from holotrain.errors import UserError
 
 UNITS = ("file", "paragraph", "line")
@@ -100,7 +100,7 @@ class Reader:
                 if missing is None:
                     yield from self._row(row, f"{path}:{number}: field")
                 else:
-                    there = f"it has {', '.join(row) or 'none'}.{nearest(missing, row)}"
+                    there = f"it has {', '.join(row) or 'none'}.{did_you_mean(missing, row)}"
                     self._bad(f"{path}:{number} has no field {missing!r}; {there}")
 
     def _parquet(self, path: Path) -> Iterator[Document]:
@@ -115,7 +115,7 @@ class Reader:
                 for name in self._fields():
                     if name not in names:
                         raise UserError(
-                            f"data: {path} has no column {name!r}; it has {', '.join(names)}.{nearest(name, names)}"
+                            f"data: {path} has no column {name!r}; it has {', '.join(names)}.{did_you_mean(name, names)}"
                         )
                 for batch in file.iter_batches(batch_size=1024, columns=self._fields()):
                     for row in batch.to_pylist():

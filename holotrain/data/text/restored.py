@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from holotrain.checks import one_of
 from holotrain.data.text.byte_tokenizer import ByteTokenizer
-from holotrain.data.text.choices import one_of
 from holotrain.data.text.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
@@ -41,7 +41,7 @@ def known_tokenizer(name: str) -> Tokenizer | None:
         return None
     path = Path(name).expanduser()
     if path.suffix != ".json" and not path.exists():
-        one_of("tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
+        one_of("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
     try:
         return tokenizer_from_json(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from holotrain.data.text.choices import at_least, one_of
+from holotrain.checks import at_least, one_of
 from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.readers import Reader
 from holotrain.data.text.sources import Globbed, Source, StandardLibrary
@@ -20,7 +20,7 @@ class StdlibText(TextDataModule):
 
     def __init__(self, classes: int = 0, **options: Any) -> None:
         super().__init__(**options)
-        at_least("classes", classes, 0)
+        at_least("data.classes", classes, 0)
         self.classes = classes
 
     def source(self) -> Source:
@@ -52,7 +52,7 @@ class TextFiles(TextDataModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        one_of("on_error", on_error, ("error", "skip"))
+        one_of("data.on_error", on_error, ("error", "skip"))
         self.patterns = (files, val_files, test_files)
         self.text_field, self.label, self.on_error = text, label, on_error
 

@@ -38,15 +38,18 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     count = (targets != IGNORED).sum()
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, piece) / count
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, piece, torch.is_grad_enabled()) / count
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of losses."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, piece: int) -> Tensor:
-        wanted = ctx.needs_input_grad
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, piece: int, differentiated: bool
+    ) -> Tensor:
+        # Parameters ask for gradients under no_grad too.
+        wanted = ctx.needs_input_grad[:3] if differentiated else (False, False, False)
         accumulated = torch.promote_types(hidden.dtype, torch.float32)
         loss = hidden.new_zeros((), dtype=accumulated)
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -60,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             words = targets[part].clamp_min(0)[:, None]
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
             loss += ((normaliser - logits.gather(1, words)).squeeze(1) * counted).sum()
-            if not any(wanted[:3]):
+            if not any(wanted):
                 continue
             gradient = logits.sub_(normaliser).exp_()
             gradient.scatter_add_(1, words, gradient.new_full((), -1.0).expand_as(words)).mul_(counted[:, None])
@@ -79,4 +82,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         # Scaled here, after the products: divided by N first, half-precision gradients would vanish.
         scaled = (None if gradient is None else gradient * grad.to(gradient.dtype) for gradient in ctx.gradients)
-        return *scaled, None, None
+        return *scaled, None, None, None

@@ -58,8 +58,8 @@ class PoolingAttention(nn.Module):
         self.pool_k = Pool(width, stride_kv)
         self.pool_v = Pool(width, stride_kv)
         queries, keys = size // stride_q, size // stride_kv
-        self.relative_h = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
-        self.relative_w = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
+        self.height_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
+        self.width_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
         self.register_buffer("distance", _distances(queries, keys), persistent=False)
         self.project = nn.Linear(dim_out, dim_out)
         self.dropout = nn.Dropout(dropout)
@@ -75,8 +75,8 @@ class PoolingAttention(nn.Module):
 
     def _position_bias(self, q: Tensor) -> Tensor:
         """Each pooled query with the embeddings of its distances to the keys, on the logits: (B, N, queries^2, keys^2)."""
-        h = torch.einsum("bnyxd,ykd->bnyxk", q, self.relative_h[self.distance])
-        w = torch.einsum("bnyxd,xkd->bnyxk", q, self.relative_w[self.distance])
+        h = torch.einsum("bnyxd,ykd->bnyxk", q, self.height_position[self.distance])
+        w = torch.einsum("bnyxd,xkd->bnyxk", q, self.width_position[self.distance])
         bias = (h.unsqueeze(-1) + w.unsqueeze(-2)).flatten(4, 5).flatten(2, 3)
         return with_one_kernel(bias) if self.training else bias
 

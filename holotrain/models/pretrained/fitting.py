@@ -14,17 +14,25 @@ from holotrain.models.vit import ViT
 
 POSITION = "embedding.position"
 CLASS_TOKEN = "embedding.class_token"
+WORD = "embedding.word.weight"
+WORD_BIAS = "head.bias"
 
 
 def fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The weights as the model takes them.
 
-    ViT: positions for its image size and class token. Text: the first positions, where it reads shorter sequences.
+    ViT: positions for its image size and class token. Text: the first positions, where it reads shorter sequences; words that
+    were added to the vocabulary, such as a tokenizer's special ones, as the model has them.
     RoBERTa: norms of a post-norm model where a pre-norm one, or a reversible one, wants them.
     """
     own = dict(model.named_parameters())
     if isinstance(model, RoBERTa) and "embedding.norm.weight" in weights and "embedding.norm.weight" not in own:
         weights = pre_norm(weights)
+    for name in (WORD, WORD_BIAS):
+        if name in weights and name in own and len(weights[name]) < len(own[name]):
+            added = own[name].detach()[len(weights[name]) :]
+            if added.shape[1:] == weights[name].shape[1:]:
+                weights = weights | {name: torch.cat((weights[name], added.to(weights[name])))}
     if POSITION not in weights or POSITION not in own:
         return weights
     if isinstance(model, ViT):

@@ -33,17 +33,18 @@ OFFSET = 2
 
 
 def recognises(weights: dict[str, Tensor]) -> bool:
-    """Whether these are a state_dict of RoBERTa, with or without a head. BERT has the same names, but two segments."""
+    """Whether these are a state_dict of RoBERTa, with a head or not. BERT has the same names, but two segments."""
+    named = any(name.startswith(("roberta.", "lm_head.")) for name in weights)
     weights = _bare(weights)
     if not {_WORD, _POSITION, _SEGMENT, "encoder.layer.0.attention.self.query.weight"} <= weights.keys():
         return False
-    return len(weights[_SEGMENT]) == 1
+    return named or len(weights[_SEGMENT]) == 1
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under the names of a post-norm :class:`~holotrain.models.RoBERTa`.
 
-    The one segment's embedding, which every token has added, is folded into the positions.
+    The first segment's embedding, which every token has added, is folded into the positions.
 
     Raises:
         ValueError: the head for masked words is not tied to the embedding, as ours is.
@@ -52,7 +53,7 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     head = weights.get("lm_head.decoder.weight", weights[_WORD])
     if not torch.equal(head, weights[_WORD]):
         raise ValueError("the head of these RoBERTa weights is not tied to the embedding, as a RoBERTa's is here")
-    weights[_POSITION] = weights[_POSITION][OFFSET:] + weights.pop(_SEGMENT)
+    weights[_POSITION] = weights[_POSITION][OFFSET:] + weights.pop(_SEGMENT)[:1]
     for name in list(weights):
         if ".attention.self.query." in name:
             parts = [weights.pop(name.replace("query", part)) for part in ("query", "key", "value")]

@@ -61,6 +61,16 @@ class Loaded:
     head: tuple[str, ...]
     resized: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """For people: how many tensors were taken over, and by name the rest, a whole module by its own."""
+        parts = {
+            "new": (*self.missing, *self.head),
+            "left out": self.unexpected,
+            "of another size, fitted": self.resized,
+        }
+        said = [f"{name}: {', '.join(sorted(names))}" for name, names in parts.items() if names]
+        return "; ".join([f"{len(self.loaded)} tensors of {self.source}", *said])
+
 
 def load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> Loaded:
     """Gives a model weights of its family, in place; adapters are to be added afterwards.
@@ -82,6 +92,9 @@ def load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> Loaded:
     if _shapes(own, head) == _shapes(given, [name for name in given if name.startswith("head.")]):
         head = []
     loaded = [name for name in own if name in given and name not in head]
+    strange = [name for name in given if name not in own and name.startswith("embedding.")]
+    if source.recipe is ours and strange:
+        raise ValueError(f"these weights are of another family than {type(model).__name__}, which has no {strange[0]}")
     for name in loaded:
         if given[name].shape != own[name].shape:
             there, here = tuple(given[name].shape), tuple(own[name].shape)

@@ -18,4 +18,6 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if any(name.endswith(".weight_scale") for name in weights):
         raise ValueError("these weights are int8, from which no training can start; take the checkpoint they were made of")
-    return {name.removeprefix("model."): tensor for name, tensor in weights.items() if not name.endswith(".grid.step")}
+    # An adapted branch stands within its adapter.
+    named = {re.sub(r"\.([fg])\.branch\.", r".\1.", name.removeprefix("model.")): x for name, x in weights.items()}
+    return {name: x for name, x in named.items() if not name.endswith(".grid.step")}

@@ -1,4 +1,4 @@
-"""The checks that schemas are made of. Each raises a UserError of one line: where, what, what would be right."""
+"""Checks of what a user asked for. Each raises a UserError of one line: where, what, what would be right."""
 
 import difflib
 import math

@@ -1,0 +1,62 @@
+"""What both kinds of language modelling share: sums over the tokens of an evaluation, and what is reported of them."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from holotrain.tasks.task import Task
+
+
+class LanguageModelling(Task):
+    """A task whose evaluation is a quotient of sums: nats over tokens, over bytes.
+
+    Means of batches would be wrong, since batches differ in what they hold, and undefined for one that holds no byte.
+    """
+
+    SUMS: tuple[str, ...]
+    """What is summed up; the names that ``summed`` gives."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        # In fp64: the sums of a large corpus outgrow what fp32 can add to.
+        self.sums = nn.ModuleDict(
+            {f"{split}_sums": nn.ModuleDict({name: _sum() for name in self.SUMS}) for split in ("val", "test")}
+        )
+
+    @abstractmethod
+    def summed(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The sums of one batch."""
+
+    @abstractmethod
+    def reported(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The metrics of all batches, without the name of the split."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._add("val", batch, batch_idx)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._add("test", batch, batch_idx)
+
+    def _add(self, split: str, batch: dict[str, Tensor], batch_idx: int) -> None:
+        for name, value in self.summed(batch, batch_idx).items():
+            self.sums[f"{split}_sums"][name].update(value)
+
+    def on_validation_epoch_end(self) -> None:
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._report("test")
+
+    def _report(self, split: str) -> None:
+        sums = {name: metric.compute() for name, metric in self.sums[f"{split}_sums"].items()}
+        metrics = {f"{split}/{name}": value.float() for name, value in self.reported(sums).items()}
+        self.log_dict(metrics, prog_bar=split == "val")
+        for metric in self.sums[f"{split}_sums"].values():
+            metric.reset()
+
+
+def _sum() -> SumMetric:
+    return SumMetric().set_dtype(torch.float64)

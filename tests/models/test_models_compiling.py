@@ -1,0 +1,33 @@
+"""Every family, compiled block by block, gives the gradients that it gives otherwise."""
+
+import pytest
+import torch
+from small_models import IMAGE, POOLED, TEXT, WINDOWS
+
+from holotrain.models import compile_blocks
+from holotrain.models.registry import MODELS, build
+
+ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "mvit": POOLED, "gpt": TEXT, "roberta": TEXT | {"dropout": 0.0}}
+KINDS = [(kind, {}) for kind in MODELS] + [("roberta", {"norm": "post"}), ("rev_swin", {"backward": "pareprop"})]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_gradients_are_those_of_the_model_as_it_is(kind, options):
+    """With the eager backend: what is traced and where, not what a code generator makes of it."""
+    arguments = ARGUMENTS[kind.removeprefix("rev_")] | options
+    grads, traced = [], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = build(kind, arguments).double()
+        if compiled:
+            compile_blocks(model, backend=lambda graph, inputs: traced.append(graph) or graph.forward)
+        if "image_size" in arguments:
+            inputs = torch.randn(3, 1, 8, 8, dtype=torch.float64)
+        else:
+            inputs = torch.randint(40, (3, 12))
+        model(inputs).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert traced, "nothing was compiled"
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-12)
+    assert not any("_orig_mod" in name for name in model.state_dict())
