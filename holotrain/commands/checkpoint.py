@@ -127,11 +127,11 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
     if path.is_dir():
         raise UserError(f"ckpt_path: {path} holds weights alone; begin with them by model.pretrained={path}")
     checkpoint = checkpointed.load(path)
-    check_weights(task, checkpoint["state_dict"], path)
     for option in ("trained", "adapters"):
         kept, wanted = checkpoint[checkpointed.KEY]["config"]["model"][option], getattr(config.model, option)
         if kept != wanted:
             raise UserError(f"model.{option}={wanted}: {path} was trained with {kept}; begin anew by model.pretrained={path}")
+    check_weights(task, checkpoint["state_dict"], path)
     for group in ("optimizer", "scheduler"):
         kept, wanted = checkpoint[checkpointed.KEY]["config"][group]["kind"], getattr(config, group).kind
         if kept != wanted:

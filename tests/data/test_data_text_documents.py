@@ -183,7 +183,7 @@ def test_widths_are_rounded_up_within_the_budget(folder):
     for loader in (data.train_dataloader(), data.val_dataloader()):
         batches = [batch["tokens"] for batch in loader]
         assert all(tokens.shape[1] % 8 == 0 and tokens.numel() <= 96 for tokens in batches) and len(batches) > 4
-    with pytest.raises(UserError, match=r"data\.max_tokens: 39 is out of range; it must be at least 40"):
+    with pytest.raises(UserError, match=r"data\.max_tokens: 31 is out of range; it must be at least 32"):
         documents(folder, context=32, pad_to_multiple_of=8, max_tokens=31)
 
 

@@ -27,7 +27,7 @@ SHORT = [*TEXTS, "trainer.max_steps=4", "trainer.limit_val_batches=1", "trainer.
 TASKS = {
     "causal_lm": [],
     "masked_lm": ["data.max_tokens=120"],
-    "sequence_classification": ["data.label=folder", "data.max_tokens=120"],
+    "sequence_classification": ["data.label=folder", "data.unit=paragraph", "data.max_tokens=120"],
 }
 
 
@@ -184,7 +184,7 @@ def test_texts_are_scored_and_classified(holotrain, trained):
     status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "texts=texts", "output_dir=classes")
     assert status == 0, err
     rows = list(csv.DictReader((only(Path("classes/predict")) / "predictions.csv").open()))
-    assert [row["class"] for row in rows] == [Path(row["text"]).parent.name for row in rows] and len(rows) == 40
+    assert len(rows) == 40 and sum(row["class"] == Path(row["text"]).parent.name for row in rows) >= 36
     status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "output_dir=test_part")
     assert status == 0 and len(list(csv.DictReader((only(Path("test_part/predict")) / "predictions.csv").open()))) >= 2
 

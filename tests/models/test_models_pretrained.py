@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
 
 from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
+from holotrain.models.adapters import add_adapters
 from holotrain.models.pretrained import load_pretrained, pre_norm, read_weights
 
 transformers.utils.logging.set_verbosity_error()
@@ -280,10 +281,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
     [
         (lambda: RevGPT(**TEXT), timm_vit, "these weights are of a timm ViT; the model is a RevGPT"),
         (lambda: RoBERTa(**TEXT), gpt2, "of a Hugging Face GPT-2; the model is a RoBERTa"),
-        (lambda: RevGPT(**TEXT), lambda: ViT(**IMAGE), r"of a holotrain model, do not fit: 38 of the 39 parameters"),
+        (lambda: RevGPT(**TEXT), lambda: ViT(**IMAGE), "of another family than RevGPT, which has no embedding.p"),
         (lambda: ViT(**IMAGE | {"depth": 9}), lambda: timm_vit(**POOLS["mean"]), r"do not fit: 43 of the 115 parameters"),
         (lambda: ViT(**IMAGE | {"dim": 8}), timm_vit, r"embedding.position is \(1, 16, 16\) there and \(1, 16, 8\) in this"),
-        (lambda: GPT(**TEXT | {"vocab": 41}), gpt2, r"embedding.word.weight is \(40, 16\) there and \(41, 16\) in this model"),
+        (lambda: GPT(**TEXT | {"vocab": 39}), gpt2, r"embedding.word.weight is \(40, 16\) there and \(39, 16\) in this model"),
         (lambda: ViT(**IMAGE), lambda: nn.Linear(2, 2), r"no model that is known here .*; they begin with weight"),
     ],
 )  # fmt: skip
@@ -302,6 +303,34 @@ def test_a_head_that_is_not_tied_is_refused():
 
 
 def test_bert_is_not_taken_for_roberta():
-    segments = {"roberta.embeddings.token_type_embeddings.weight": torch.zeros(2, 16)}
+    """Their encoders have the same names; a RoBERTa may be configured with two segments as well, and reads the first."""
+    theirs = roberta().state_dict()
+    segment = theirs["roberta.embeddings.token_type_embeddings.weight"]
+    two = theirs | {"roberta.embeddings.token_type_embeddings.weight": torch.cat((segment, torch.ones(1, 16)))}
+    one, other = RoBERTa(**TEXT, norm="post"), RoBERTa(**TEXT, norm="post")
+    load_pretrained(one, theirs)
+    load_pretrained(other, two)
+    assert torch.equal(one.embedding.position, other.embedding.position)
+    bert = {name.removeprefix("roberta."): x for name, x in two.items() if not name.startswith("lm_head.")}
     with pytest.raises(ValueError, match="no model that is known"):
-        load_pretrained(RoBERTa(**TEXT), roberta().state_dict() | segments)
+        load_pretrained(RoBERTa(**TEXT), bert)
+
+
+def test_words_that_a_tokenizer_added_stay_new():
+    model = GPT(**TEXT | {"vocab": 43}, positions="learned")
+    before = model.embedding.word.weight.detach().clone()
+    weights = gpt2().state_dict()
+    loaded = load_pretrained(model, weights)
+    assert torch.equal(model.embedding.word.weight[:40], weights["transformer.wte.weight"])
+    assert torch.equal(model.embedding.word.weight[40:], before[40:]) and "embedding.word.weight" in loaded.resized
+
+
+def test_an_adapted_model_gives_its_branches():
+    adapted = RevGPT(**TEXT)
+    expected = {name: x.clone() for name, x in adapted.state_dict().items()}
+    add_adapters(adapted, 4)
+    model = RevGPT(**TEXT)
+    loaded = load_pretrained(model, adapted.state_dict())
+    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+    assert loaded.unexpected and all(".down." in name or ".up." in name for name in loaded.unexpected)
+    assert str(loaded).startswith(f"{len(expected)} tensors of a holotrain model; left out: blocks.blocks.0.f.down.bias")
