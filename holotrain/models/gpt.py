@@ -18,7 +18,7 @@ from holotrain.models.layers.text import TokenEmbedding, initialise, plain_block
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.
 GPT_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"dim": 192, "depth": 6, "heads": 6},
+    "tiny": {"dim": 128, "depth": 4, "heads": 4},
     "small": {"dim": 768, "depth": 12, "heads": 12},
     "medium": {"dim": 1024, "depth": 24, "heads": 16},
 }

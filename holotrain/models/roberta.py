@@ -17,7 +17,7 @@ from holotrain.models.layers.text_heads import ClassHead, MaskedWordHead
 
 # Base and large as published; tiny suits bytes of text and two CPU cores.
 ROBERTA_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"dim": 192, "depth": 6, "heads": 6},
+    "tiny": {"dim": 128, "depth": 4, "heads": 4},
     "base": {"dim": 768, "depth": 12, "heads": 12},
     "large": {"dim": 1024, "depth": 24, "heads": 16},
 }

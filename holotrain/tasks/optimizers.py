@@ -33,6 +33,7 @@ def adamw(
 def muon(
     model: nn.Module,
     lr: float,
+    others: float = 0.5,
     momentum: float = 0.95,
     betas: Sequence[float] = (0.9, 0.95),
     eps: float = 1e-8,
@@ -41,17 +42,21 @@ def muon(
     """Muon (Jordan et al., 2024) over the Linear layers of the blocks, AdamW over all else: embeddings, heads, norms, biases.
 
     Muon orthogonalises the momentum of each matrix. Its updates are scaled to the size of AdamW's (Liu et al., "Muon is
-    Scalable for LLM Training", 2025), so that one learning rate serves both.
+    Scalable for LLM Training", 2025), so that rates are of one order.
+
+    Args:
+        lr: of Muon.
+        others: the rate of AdamW over it.
     """
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
     inner = {id(layer.weight) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
     decayed, exempt = (group["params"] for group in decay_groups(model, weight_decay))
     matrices = [parameter for parameter in decayed if id(parameter) in inner]
-    others = [
+    groups = [
         {"params": [parameter for parameter in decayed if id(parameter) not in inner], "weight_decay": weight_decay},
         {"params": exempt, "weight_decay": 0.0},
     ]
-    parts: list[Optimizer] = [AdamW(others, lr=lr, betas=tuple(betas), eps=eps)]
+    parts: list[Optimizer] = [AdamW(groups, lr=others * lr, betas=tuple(betas), eps=eps)]
     if matrices:
         parts.append(Muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     return CombinedOptimizer(parts)

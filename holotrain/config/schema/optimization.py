@@ -75,21 +75,25 @@ class SGDConfig(OptimizerConfig):
 class MuonConfig(OptimizerConfig):
     kind: str = "muon"
 
-    lr: float = 4e-3
+    lr: float = 1.6e-2
 
     weight_decay: float = 0.1
+
+    others: float = 0.5
+    """learning rate of AdamW, which all but the weight matrices in blocks have, over lr"""
 
     momentum: float = 0.95
     """share of the last update that is kept, of weight matrices in blocks"""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """of AdamW, which all other parameters have"""
+    """of AdamW"""
 
     eps: float = 1e-8
     """of AdamW"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least("optimizer.others", self.others, 0)
         within("optimizer.momentum", self.momentum, 0, 1)
         _adam(self.betas, self.eps)
 
