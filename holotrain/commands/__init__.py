@@ -4,6 +4,7 @@ fit, validate, test, predict, generate, export   the commands
 run          one run: its folder and where it came from
 evaluation   measuring a checkpoint
 checkpoint   checkpoints on their way in and out
+prompts      texts to continue
 summary      summary.json
 screen       what a person sees
 hparams      options and results, for TensorBoard's HParams

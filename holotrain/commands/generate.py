@@ -10,12 +10,12 @@ from holotrain.checks import described_by
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model
 from holotrain.commands.files import write_whole
+from holotrain.commands.prompts import encoded, prompts
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.schema import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
-from holotrain.errors import UserError
 from holotrain.models import Sampling, generate
 from holotrain.models.int8 import quantise
 
@@ -35,7 +35,7 @@ def run(config: GenerateConfig, run: Run) -> int:
             quantise(model)
     model = model.to(device).eval()
     texts = prompts(config)
-    encoded = [_encoded(text, tokenizer, model.context, len(texts) > 1) for text in texts]
+    starts = [encoded(text, tokenizer, model.context, len(texts) > 1) for text in texts]
 
     generator = torch.Generator(device).manual_seed(config.seed)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
@@ -43,9 +43,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     tokens: list[torch.Tensor] = []
     began = time.monotonic()
     with autocast_of(config.trainer), described_by("generate"):
-        for token in generate(
-            model, encoded, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=config.compile
-        ):
+        for token in generate(model, starts, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=config.compile):
             tokens.append(token.cpu())
             if shown is not None:
                 shown.add(int(token[0]))
@@ -65,57 +63,13 @@ def run(config: GenerateConfig, run: Run) -> int:
     summary = Summary.of(run, config, model)
     summary.checkpoint = str(path)
     summary.metrics = {"texts": len(texts), "tokens": int((rows != tokenizer.end_id).sum())}
-    longest = max(len(ids) for ids in encoded)
+    longest = max(len(ids) for ids in starts)
     full = model.context if longest + config.max_tokens > model.context == longest + len(tokens) else None
     summary.tokens_per_second = rows.numel() / seconds
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     screen.show_generated(summary, run.folder, full)
     return 0
-
-
-def prompts(config: GenerateConfig) -> list[str]:
-    """The texts to continue.
-
-    Raises:
-        UserError: the file of prompts cannot be read, or holds none.
-    """
-    if config.prompts is None:
-        return [config.prompt]
-    path = Path(config.prompts)
-    try:
-        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompts: {path} is not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise UserError(f"prompts: cannot read {path} ({error.strerror})") from error
-    if not lines:
-        raise UserError(f"prompts: {path} holds none")
-    if path.suffix == ".jsonl":
-        return [_prompt_of(line, f"{path}:{number}") for number, line in lines]
-    return [line for _, line in lines]
-
-
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-        prompt.encode()  # half of a surrogate pair is no text
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"prompts: {where} is no JSON object whose field prompt is text") from error
-    return prompt
-
-
-def _encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:
-    """The tokens of a prompt; behind an end token where the model has nothing else to begin with.
-
-    Raises:
-        UserError: they leave no room in the model's context.
-    """
-    ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
-    if len(ids) >= context:
-        which = f"prompts: {text[:20]!r}... is" if several else "prompt: it is"
-        raise UserError(f"{which} {len(ids)} tokens long, and the model's context of {context} leaves no room to continue it")
-    return ids if len(ids) else torch.tensor([tokenizer.end_id])
 
 
 def _until(ids: list[int], end: int) -> list[int]:

@@ -213,3 +213,13 @@ def test_a_long_tokenising_says_how_far_it_is(folder, monkeypatch, capsys):
     monkeypatch.undo()
     prepared(folder, val_fraction=0.1)
     assert capsys.readouterr().out == ""
+
+
+def test_who_comes_with_the_trained_tokenizer_finds_its_tokens(folder, builds):
+    """As every command does that starts from a checkpoint."""
+    trained = prepared(folder, tokenizer="bpe", vocab_size=270)
+    again = prepared(folder, tokenizer_json=trained.tokenizer.to_json())
+    assert len(builds) == 1 and np.array_equal(again.part("val").tokens, trained.part("val").tokens)
+    (folder / "a.txt").write_text("another text\n" * 200)
+    changed = prepared(folder, tokenizer_json=trained.tokenizer.to_json())
+    assert len(builds) == 2 and len(changed.part("train").tokens) != len(trained.part("train").tokens)

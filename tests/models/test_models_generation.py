@@ -14,8 +14,10 @@ GREEDY = Sampling(temperature=0)
 def model_of(model_class=RevGPT, **options):
     torch.manual_seed(0)
     model = model_class(**SMALL | options).eval()
-    with torch.no_grad():  # a fresh model repeats what it was given, since the head is tied to the embedding
+    with torch.no_grad():  # a fresh model repeats what it was given, since the head is tied, and hardly attends to places
         model.norm.weight.normal_()
+        for block in model.blocks.blocks:
+            block.f.attention.qkv.weight.mul_(20)
     return model
 
 
@@ -114,3 +116,9 @@ def test_draws_follow_the_probabilities():
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must"):
         Sampling(**options)
+
+
+def test_a_tiny_temperature_is_greedy_and_a_diverged_model_is_named():
+    assert Sampling(1e-40).draw(LOGITS).tolist() == [0]
+    with pytest.raises(ValueError, match="its training has diverged"):
+        Sampling().draw(torch.full((1, 4), float("nan")))

@@ -56,7 +56,10 @@ def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
     paths = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     reader, found = Reader(text=text), []
     for each in paths:
-        texts = [text for text, _ in reader.documents(each)]
+        try:
+            texts = [text for text, _ in reader.documents(each)]
+        except UserError as error:  # whose advice is for data
+            raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
         rows = each.suffix in ROWS
         found += [(f"{each}:{number}" if rows else str(each), text) for number, text in enumerate(texts, 1)]
     if not found:
