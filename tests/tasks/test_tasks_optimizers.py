@@ -123,10 +123,10 @@ def test_a_trainer_trains_with_muon():
     torch.manual_seed(0)
     tokens = (torch.randint(20, (64, 1)) + torch.arange(9)) % 20
     task = CausalLM(
-        RevGPT(**SMALL), torch.ones(20), optimizer=lambda model: optimizers.muon(model, lr=1e-2), scheduler=schedules.cosine
+        RevGPT(**SMALL), torch.ones(20), optimizer=lambda model: optimizers.muon(model, lr=2e-2), scheduler=schedules.cosine
     )
     quiet = {"logger": Memo(), "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=60, gradient_clip_val=1.0, **quiet)
-    trainer.fit(task, DataLoader([{"tokens": tokens}] * 60, batch_size=None))
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=120, gradient_clip_val=1.0, **quiet)
+    trainer.fit(task, DataLoader([{"tokens": tokens}] * 120, batch_size=None))
     (after,) = trainer.validate(task, DataLoader([{"tokens": tokens}], batch_size=None), verbose=False)
     assert after["val/loss"] < 0.7
