@@ -9,7 +9,7 @@ from torch import nn
 
 from holotrain.checks import described_by
 from holotrain.config import checkpointed
-from holotrain.config.build import description
+from holotrain.config.build import class_names
 from holotrain.config.build_synthesis import check_synthesis_continues
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.data import TextDataConfig
@@ -45,7 +45,7 @@ def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -
         UserError: the data's classes, set up, are not those that the checkpoint tells apart.
     """
     described = checkpointed.load(path)[checkpointed.KEY]["description"]
-    there, here = described.get("class_names"), description(config, data).get("class_names")
+    there, here = described.get("class_names"), class_names(config, data)
     if there != here:
         unlike = next(((a, b) for a, b in zip_longest(there or (), here or ()) if a != b), (there, here))
         raise UserError(f"data: {path} tells other classes apart: {unlike[0]!r} there is {unlike[1]!r} in these data")
@@ -98,6 +98,17 @@ def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
     model.load_state_dict(weights)
     return model, described
+
+
+def in_int8(model: nn.Module, wanted: bool) -> None:
+    """Quantises the model, in place, if the command's option ``int8`` says so.
+
+    Raises:
+        UserError: torchao is not installed; the model is int8 already.
+    """
+    if wanted:
+        with described_by("int8"):
+            quantise(model)
 
 
 def load_weights(task: pl.LightningModule, path: Path) -> None:

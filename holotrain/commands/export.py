@@ -7,14 +7,14 @@ import torch
 
 from holotrain.checks import described_by
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model
+from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.schema import ExportConfig
 from holotrain.errors import UserError
 from holotrain.models import saved
-from holotrain.models.int8 import quantise, storage_bytes
+from holotrain.models.int8 import storage_bytes
 from holotrain.models.programs import export_onnx, export_program
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
@@ -27,9 +27,7 @@ def run(config: ExportConfig, run: Run) -> int:
     path = Path(config.ckpt_path)
     model, described = described_model(path)
     model.eval()
-    if config.int8:
-        with described_by("int8"):
-            quantise(model)
+    in_int8(model, config.int8)
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
     kind, arguments, tokenizer = (described.pop(key, None) for key in ("kind", "arguments", "tokenizer"))

@@ -8,7 +8,7 @@ import torch
 
 from holotrain.checks import described_by
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model
+from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.files import write_whole
 from holotrain.commands.prompts import encoded, prompts
 from holotrain.commands.run import Run
@@ -17,7 +17,6 @@ from holotrain.config.build_trainer import autocast_of, check_device, device_kin
 from holotrain.config.schema import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
 from holotrain.models import Sampling, generate
-from holotrain.models.int8 import quantise
 
 GENERATIONS = "generations.jsonl"
 
@@ -30,9 +29,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     device = torch.device(device_kind(config.trainer.accelerator))
     model, kept = described_model(path)
     tokenizer = tokenizer_from_json(kept["tokenizer"])
-    if config.int8:
-        with described_by("int8"):
-            quantise(model)
+    in_int8(model, config.int8)
     model = model.to(device).eval()
     texts = prompts(config)
     starts = [encoded(text, tokenizer, model.context, len(texts) > 1) for text in texts]
@@ -68,7 +65,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     summary.tokens_per_second = rows.numel() / seconds
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
-    screen.show_generated(summary, run.folder, full)
+    screen.show_generated(summary, run.folder / GENERATIONS, full)
     return 0
 
 

@@ -8,9 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from holotrain.checks import described_by
 from holotrain.commands import screen
-from holotrain.commands.checkpoint import described_model, load_weights
+from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import prepared
 from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
@@ -18,7 +17,6 @@ from holotrain.commands.summary import Summary
 from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.schema import PredictConfig
-from holotrain.models.int8 import quantise
 
 PREDICTIONS = "predictions.csv"
 
@@ -38,9 +36,7 @@ def run(config: PredictConfig, run: Run) -> int:
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start("predict", config, run.choices, task.model, run.folder, path)
-    if config.int8:
-        with described_by("int8"):
-            quantise(task.model)
+    in_int8(task.model, config.int8)
     trainer = build_trainer(config.trainer, run.folder, [], False)
     batches = trainer.predict(task, dataloaders=loader)
     names = [str(name) for name in loader.dataset.paths] if files else count()

@@ -58,16 +58,17 @@ def show_end(summary: Summary, folder: Path) -> None:
     console.print(_table(summary.status, {key: value for key, value in rows.items() if value is not None}))
 
 
-def show_generated(summary: Summary, folder: Path, full: int | None) -> None:
+def show_generated(summary: Summary, path: Path, full: int | None) -> None:
     """Says how fast texts came, apart from the texts, so that these can be piped.
 
     Args:
+        path: of the texts.
         full: the model's context, where it is that which ended them.
     """
     rows = {
         "tokens": f"{summary.metrics['tokens']} of {summary.metrics['texts']} texts, {summary.tokens_per_second:.1f} a second",
         "ended": full and f"where the model's context of {full} tokens was full",
-        "written to": folder / "generations.jsonl",
+        "written to": path,
     }
     rows = {name: value for name, value in rows.items() if value is not None}
     Console(stderr=True, highlight=False).print(_table(summary.status, rows))

@@ -70,10 +70,15 @@ def _unit(task: str, data: str) -> str:
     return "paragraph" if task == "masked_lm" or (task, data) == ("sequence_classification", "text_stdlib") else "file"
 
 
-def model_arguments(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
-    """What the model's constructor takes: its configuration, and the shapes of ``data``, which is set up."""
+def model_arguments(config: RunConfig, data: pl.LightningDataModule, backward: BackwardConfig | None = None) -> dict[str, Any]:
+    """What the model's constructor takes: its configuration, and the shapes of ``data``, which is set up.
+
+    Args:
+        backward: in the place of the configuration's.
+    """
+    backward = backward or config.backward
     arguments = {name: value for name, value in vars(config.model).items() if name not in BEYOND}
-    arguments |= backward_arguments(config.backward)
+    arguments |= {"backward": backward.kind, **backward.engine()}
     if isinstance(data, datasets.TextDataModule):
         arguments |= {"vocab": data.vocab_size, "context": data.context}
         if config.task.kind == "sequence_classification":
@@ -85,11 +90,6 @@ def model_arguments(config: RunConfig, data: pl.LightningDataModule) -> dict[str
     if "patch_size" in arguments:
         arguments["patch_size"] = arguments["patch_size"] or default_patch_size(config.model.kind, size)
     return arguments | {"image_size": size, "channels": channels, "classes": data.num_classes}
-
-
-def backward_arguments(config: BackwardConfig) -> dict[str, Any]:
-    """The part of a model's arguments that changes its backward and nothing else."""
-    return {"backward": config.kind, **config.engine()}
 
 
 def default_patch_size(kind: str, image_size: int) -> int:
@@ -142,9 +142,14 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
         found["tokenizer"] = data.tokenizer.to_json()
     else:
         found["statistics"] = [list(numbers) for numbers in data.statistics]
-    if config.task.kind.endswith("classification"):
-        found["class_names"] = list(data.class_names)
+    if (classes := class_names(config, data)) is not None:
+        found["class_names"] = classes
     return found
+
+
+def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
+    """What the task tells apart, by name; None where it tells no classes apart."""
+    return list(data.class_names) if config.task.kind.endswith("classification") else None
 
 
 def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:

@@ -31,7 +31,7 @@ from holotrain.callbacks import (
     training_flops,
 )
 from holotrain.checks import one_of
-from holotrain.config.build import backward_arguments, model_arguments
+from holotrain.config.build import model_arguments
 from holotrain.config.build_synthesis import build_synthesis
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
@@ -199,8 +199,8 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
         callbacks.append(_throughput(config, data))
     if settings.ema.decay is not None:
         callbacks.append(EMAWeightAveraging(decay=settings.ema.decay, update_every_n_steps=settings.ema.every_n_steps))
-    if isinstance(data, TextDataModule) and data.padding:
-        callbacks.append(PaddingMonitor(data.padding["random"]))
+    if isinstance(data, TextDataModule) and (padding := data.padding):  # which takes a pass over all lengths
+        callbacks.append(PaddingMonitor(padding["random"]))
     if config.trainer.limit_val_batches != 0:
         monitor = checkpoint.monitor or next(iter(task.monitored))
         one_of("callbacks.checkpoint.monitor", monitor, task.monitored)
@@ -231,11 +231,10 @@ def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMo
     peak = config.callbacks.throughput.peak_flops or peak_flops(name, config.trainer.precision)
     if peak is None or (is_text and data.layout == "documents"):  # whose batches vary in length
         return ThroughputMonitor(**counted)
-    arguments = model_arguments(config, data)
     with torch.device("meta"):
         sample = torch.zeros(1, data.context, dtype=torch.long) if is_text else torch.empty(1, *data.image_shape)
         stored, run = (
-            registry.build(config.model.kind, _without_backward(arguments) | backward_arguments(way))
+            registry.build(config.model.kind, model_arguments(config, data, way))
             for way in (BackwardConfig("autograd"), config.backward)
         )
     return ThroughputMonitor(
@@ -244,10 +243,6 @@ def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMo
         peak_flops=peak,
         **counted,
     )
-
-
-def _without_backward(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in ("backward", "store", "exact", "keep")}
 
 
 def tokens_of(batch: dict[str, Tensor]) -> Tensor:

@@ -11,6 +11,16 @@ Key = tuple[int, int]
 """(epoch, index): what a data set is asked for, so that it can seed a sample's augmentation by both."""
 
 
+def process_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which of how many processes this is: as given, or where None as torch.distributed says."""
+    together = dist.is_available() and dist.is_initialized()
+    if rank is None:
+        rank = dist.get_rank() if together else 0
+    if world_size is None:
+        world_size = dist.get_world_size() if together else 1
+    return rank, world_size
+
+
 class ResumableBatchSampler(Sampler[list]):
     """Batches whose order depends on (seed, epoch) alone, and which can begin in the middle of an epoch.
 
@@ -24,10 +34,8 @@ class ResumableBatchSampler(Sampler[list]):
     """
 
     def __init__(self, seed: int = 0, rank: int | None = None, world_size: int | None = None) -> None:
-        together = dist.is_available() and dist.is_initialized()
         self.seed = seed
-        self.rank = rank if rank is not None else dist.get_rank() if together else 0
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if together else 1
+        self.rank, self.world_size = process_of(rank, world_size)
         self.epoch = 0
         self.start = 0
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
+
+from holotrain.data.sampler import process_of
 
 Batch = dict[str, Any]
 """``tokens`` (B, T) int64, and what else the layout has."""
@@ -39,9 +40,7 @@ class FixedBatches(Sampler[list[int]]):
     """
 
     def __init__(self, batches: Sequence[np.ndarray], rank: int | None = None, world_size: int | None = None) -> None:
-        together = dist.is_available() and dist.is_initialized()
-        self.rank = rank if rank is not None else dist.get_rank() if together else 0
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if together else 1
+        self.rank, self.world_size = process_of(rank, world_size)
         self.own = batches[self.rank :: self.world_size]
 
     def __len__(self) -> int:

@@ -95,7 +95,7 @@ class TextDataModule(pl.LightningDataModule):
         if max_tokens is not None:
             if layout == "packed":
                 raise UserError("data.max_tokens: packed blocks are of one length; bound them by data.batch_size")
-            at_least("data.max_tokens", max_tokens, -(-context // pad_to_multiple_of) * pad_to_multiple_of)
+            at_least("data.max_tokens", max_tokens, context)
         for option, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= fraction < 1:
                 raise UserError(f"data.{option}: {fraction} is out of range; it must lie in [0, 1)")

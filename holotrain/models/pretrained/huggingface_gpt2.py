@@ -5,6 +5,8 @@ import re
 import torch
 from torch import Tensor
 
+from holotrain.models.pretrained.names import renamed_by
+
 # In a name of theirs -> in ours. Indices of blocks stay as they are.
 _RENAMED = (
     (r"^wte\.", "embedding.word."),
@@ -38,7 +40,7 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         raise ValueError("the head of these GPT-2 weights is not tied to the embedding, as a GPT's is here")
     return {
         # GPT-2 multiplies by its matrices from the other side.
-        _our_name(name): tensor.T if re.search(r"\.c_\w+\.weight$", name) else tensor
+        renamed_by(_RENAMED, name): tensor.T if re.search(r"\.c_\w+\.weight$", name) else tensor
         for name, tensor in weights.items()
         if not name.endswith(_MASKS)
     }
@@ -47,9 +49,3 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Under the names that the model without its head gives them."""
     return {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
-
-
-def _our_name(name: str) -> str:
-    for theirs, ours in _RENAMED:
-        name = re.sub(theirs, ours, name)
-    return name

@@ -1,9 +1,9 @@
 """RoBERTa weights of Hugging Face (``roberta-base``, ``roberta-large``, XLM-R), for ``RoBERTa(norm="post")``."""
 
-import re
-
 import torch
 from torch import Tensor
+
+from holotrain.models.pretrained.names import renamed_by
 
 # In a name of theirs -> in ours. Indices of blocks stay as they are; a block's norms follow its sums.
 _RENAMED = (
@@ -58,15 +58,9 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if ".attention.self.query." in name:
             parts = [weights.pop(name.replace("query", part)) for part in ("query", "key", "value")]
             weights[name.replace("query", "qkv")] = torch.cat(parts)
-    return {_our_name(name): tensor for name, tensor in weights.items() if name not in _DROPPED}
+    return {renamed_by(_RENAMED, name): tensor for name, tensor in weights.items() if name not in _DROPPED}
 
 
 def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Under the names that the encoder without a head gives them."""
     return {name.removeprefix("roberta."): tensor for name, tensor in weights.items()}
-
-
-def _our_name(name: str) -> str:
-    for theirs, ours in _RENAMED:
-        name = re.sub(theirs, ours, name)
-    return name

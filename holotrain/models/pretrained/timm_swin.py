@@ -4,6 +4,8 @@ import re
 
 from torch import Tensor
 
+from holotrain.models.pretrained.names import renamed_by
+
 # In a name of timm's -> in ours. Indices of stages and blocks stay as they are.
 _RENAMED = (
     (r"^patch_embed\.proj\.", "embedding.project."),
@@ -38,6 +40,4 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def _our_name(name: str, behind: bool) -> str:
     if behind:
         name = re.sub(r"(?<=^layers\.)\d+(?=\.downsample)", lambda stage: str(int(stage[0]) + 1), name)
-    for theirs, ours in _RENAMED:
-        name = re.sub(theirs, ours, name)
-    return name
+    return renamed_by(_RENAMED, name)

@@ -1,8 +1,8 @@
 """ViT weights of timm (``vit_*``, ``deit_*``): with a class token, or averaged over tokens (``fc_norm``)."""
 
-import re
-
 from torch import Tensor
+
+from holotrain.models.pretrained.names import renamed_by
 
 # In a name of timm's -> in ours. Indices of blocks stay as they are.
 _RENAMED = (
@@ -27,13 +27,7 @@ def recognises(weights: dict[str, Tensor]) -> bool:
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under the names of :class:`~holotrain.models.ViT`."""
-    ours = {_our_name(name): tensor for name, tensor in weights.items()}
+    ours = {renamed_by(_RENAMED, name): tensor for name, tensor in weights.items()}
     if "embedding.class_token" in ours:
         ours["embedding.class_token"] = ours["embedding.class_token"].flatten()
     return ours
-
-
-def _our_name(name: str) -> str:
-    for theirs, ours in _RENAMED:
-        name = re.sub(theirs, ours, name)
-    return name
