@@ -173,6 +173,15 @@ def evaluate(net, stem):
     net.eval()
 
 
+def exchange(net, stem):
+    for block in net.blocks:
+        block.exchange = True
+
+
+def exchange_after_the_first_and_third(net, stem):
+    net.blocks[0].exchange = net.blocks[2].exchange = True
+
+
 @dataclass
 class Case:
     depth: int = 4
@@ -212,6 +221,9 @@ CASES = {
     "keyword array": Case(f_kwargs={"scale": np.array([0.5])}),
     "keyword generator": Case(f_kwargs=generator_kwargs, dropout=0.1),
     "nested keyword tensors": Case(g_kwargs={"options": {"gains": [learned(2 * WIDTH), 3]}}, dropout=0.1),
+    "exchanged streams": Case(prepare=exchange, dropout=0.1),
+    "exchanged streams, odd depth": Case(prepare=exchange, depth=5, f_kwargs={"bias": learned(2 * WIDTH)}),
+    "exchanged streams after some blocks": Case(prepare=exchange_after_the_first_and_third),
     "batch norm": Case(branch=BatchNormBranch, dropout=0.1),  # all: statistics updated twice
     "spectral norm": Case(branch=SpectralNormBranch),
     "in-place operations": Case(branch=InplaceBranch),

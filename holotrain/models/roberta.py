@@ -90,7 +90,7 @@ class RoBERTa(nn.Module):
 
 
 class RevRoBERTa(RoBERTa):
-    """The reversible RoBERTa: both streams start as the embedding, and their mean goes to the final norm.
+    """The reversible RoBERTa: both streams start as the embedding, change places from block to block, and are averaged at the end.
 
     Takes the arguments of :class:`RoBERTa`, and ``backward``, ``store``, ``exact`` and ``keep`` as
     :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters are its pre-norm twin's, name for name.

@@ -74,8 +74,23 @@ class RandomState:
             ambient.restore()
 
 
-def random_state(device: torch.device) -> RandomState | TwinState:
+@dataclass(frozen=True)
+class NoRandomState:
+    """Of work that is not computed: fake tensors draw nothing, and there may be no device whose state could be read."""
+
+    def recorded(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def moved(self) -> bool:
+        return False
+
+    replayed = recorded
+
+
+def random_state(device: torch.device) -> RandomState | TwinState | NoRandomState:
     """The random state of work that begins now and will be recomputed."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return NoRandomState()
     return twin_state(device) or RandomState.capture(device)
 
 

@@ -42,14 +42,17 @@ class ReversibleBlock(nn.Module):
     Args:
         f, g: any modules that take a tensor and return one of the same shape; in a transformer the pre-norm attention and
             the pre-norm MLP.
+        exchange: hand the streams on in each other's place, (y2, y1). The next block's f then reads what this block's f wrote,
+            which otherwise reaches it through g alone.
 
     Shapes: x1, x2, y1, y2 all alike, any number of dimensions.
     """
 
-    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+    def __init__(self, f: nn.Module, g: nn.Module, exchange: bool = False) -> None:
         super().__init__()
         self.f = f
         self.g = g
+        self.exchange = exchange
 
     def forward(
         self,
@@ -73,7 +76,11 @@ class ReversibleBlock(nn.Module):
             return through(x1, x2, f_kwargs or {}, g_kwargs or {})
         y1 = couple(x1, self.f(x2, **(f_kwargs or {})), grid)
         y2 = couple(x2, self.g(y1, **(g_kwargs or {})), grid)
-        return y1, y2
+        return self.placed(y1, y2)
+
+    def placed(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """From (y1, y2) to what the block hands on, and back."""
+        return (second, first) if self.exchange else (first, second)
 
     def inverse(
         self,
@@ -84,7 +91,11 @@ class ReversibleBlock(nn.Module):
         *,
         grid: Grid | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rebuilds (x1, x2) from (y1, y2), up to rounding, exactly on a grid; f and g must be deterministic (no dropout)."""
+        """Rebuilds (x1, x2) from what the block handed on; f and g must be deterministic (no dropout).
+
+        Up to rounding; exactly on a grid.
+        """
+        y1, y2 = self.placed(y1, y2)
         x2 = couple(y2, -self.g(y1, **(g_kwargs or {})), grid)
         x1 = couple(y1, -self.f(x2, **(f_kwargs or {})), grid)
         return x1, x2

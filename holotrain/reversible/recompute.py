@@ -30,7 +30,7 @@ from holotrain.reversible.trial import Overlap
 class Tape:
     """What the blocks of one call share.
 
-    ``streams[i]`` is the output of block i, rebuilt by block i + 1; ``ahead[i]`` is the recomputation of its g, where one was
+    ``streams[i]`` is (y1, y2) of block i, rebuilt by block i + 1; ``ahead[i]`` is the recomputation of its g, where one was
     started before block i's turn.
     """
 
@@ -83,7 +83,7 @@ class _Step:
         self.g = Half(self.block.g, self.g_parts, g_keywords, self.call)
         self.entered = Seen(x1, x2)
         parameters = (*self.f.parameters, *self.g.parameters)
-        y1, y2 = _ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *parameters)
+        y1, y2 = self.block.placed(*_ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *parameters))
         self.left = Seen(y1, y2)
         return y1, y2
 
@@ -149,10 +149,11 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
     del of_f, y1
 
     if not first:
-        tape.streams[step.index - 1] = (x1, x2)
+        before = step.before
+        of_before = tape.streams[before.index] = before.block.placed(x1, x2)
         if lanes.overlapped:
-            before = step.before.g  # it shares this block's keyword tensors
-            tape.ahead[step.index - 1] = lanes.start_g(before, partial(before.recompute, x2, x1, g_tensors))
+            again = partial(before.g.recompute, *reversed(of_before), g_tensors)  # all blocks share the keyword tensors
+            tape.ahead[before.index] = lanes.start_g(before.g, again)
     with lanes.differentiating_f(mark):
         f_gradients = f.differentiate(grad_x1)
         grad_x2 = _sum(grad_y2, f_gradients.source)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from engine_cases import CASES, ENGINES, F64, WIDTH, AttentionBranch, Case, Engine, relative_error, sequence
+from engine_cases import CASES, ENGINES, F64, WIDTH, AttentionBranch, Case, Engine, exchange, relative_error, sequence
 from torch import nn
 
 from holotrain.reversible import recomputing, trial
@@ -169,6 +169,23 @@ def test_inverse_rebuilds_the_input():
     kwargs = {"f_kwargs": {"scale": 0.7}, "g_kwargs": {"bias": torch.ones(2 * WIDTH, dtype=F64)}}
     with torch.no_grad():
         rebuilt = net.inverse(*net(x1, x2, **kwargs), **kwargs)
+    assert relative_error(rebuilt, (x1, x2)) <= 1e-10
+
+
+def test_exchanged_streams_let_f_read_what_f_wrote():
+    net = sequence(3, engine=Engine("reversible"))
+    exchange(net, None)
+    x1, x2 = torch.randn(2, 2, 3, WIDTH, dtype=F64)
+    first, second, third = net.blocks
+    one = x1 + first.f(x2)
+    other = x2 + first.g(one)
+    other = other + second.f(one)
+    one = one + second.g(other)
+    one = one + third.f(other)
+    other = other + third.g(one)
+    y1, y2 = net(x1, x2)
+    assert torch.equal(y1, other) and torch.equal(y2, one)
+    rebuilt = net.inverse(y1, y2)
     assert relative_error(rebuilt, (x1, x2)) <= 1e-10
 
 
