@@ -135,7 +135,7 @@ class GPT(nn.Module):
 
 
 class RevGPT(GPT):
-    """The reversible GPT: both streams start as the embedding, change places from block to block, and are averaged at the end.
+    """The reversible GPT: both streams start as the embedding, change places between blocks, and their mean is the output.
 
     Takes the arguments of :class:`GPT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
     :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters are its twin's, name for name.

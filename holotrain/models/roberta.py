@@ -90,7 +90,7 @@ class RoBERTa(nn.Module):
 
 
 class RevRoBERTa(RoBERTa):
-    """The reversible RoBERTa: both streams start as the embedding, change places from block to block, and are averaged at the end.
+    """The reversible RoBERTa: both streams start as the embedding, change places between blocks, and their mean is the output.
 
     Takes the arguments of :class:`RoBERTa`, and ``backward``, ``store``, ``exact`` and ``keep`` as
     :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters are its pre-norm twin's, name for name.
