@@ -1,6 +1,7 @@
 """Ways to run a reversible sequence, and the models and situations in which each must give plain autograd's numbers."""
 
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -13,11 +14,15 @@ WIDTH = 8
 F64 = torch.float64
 
 
+MIXED = ("reversible", "pareprop", "reversible+attention", "checkpoint", "autograd")
+"""In turn, block by block."""
+
+
 @dataclass
 class Engine:
     """A way to run the sequence that must give plain autograd's numbers."""
 
-    backward: str
+    backward: str | tuple[str, ...]
     store: object = 0
     keep: tuple = ()
     threaded: bool = False
@@ -31,6 +36,7 @@ ENGINES = {
     "storing the last": Engine("reversible", store=1),
     "storing every other": Engine("pareprop", store="even", threaded=True),
     "keeping attention": Engine("reversible", keep=("attention",)),
+    "a schedule a block": Engine(MIXED, threaded=True),
 }
 
 
@@ -110,7 +116,9 @@ def sequence(depth: int, dropout: float = 0.0, branch=Branch, engine: Engine | N
     torch.manual_seed(depth)
     net = ReversibleSequence([ReversibleBlock(branch(dropout), branch(dropout)) for _ in range(depth)], "autograd").double()
     if engine is not None:
-        net.backward, net.keep = engine.backward, engine.keep
+        each = isinstance(engine.backward, tuple)
+        net.backward = [*islice(cycle(engine.backward), depth)] if each else engine.backward
+        net.keep = engine.keep
         net.store = range(0, depth, 2) if engine.store == "even" else min(engine.store, depth)
     return net
 

@@ -17,6 +17,11 @@ OWN = ("kind", "cover", "exclude", "decay", "decay_warmup")
 """Fields that the callback takes in another form."""
 
 
+def built_synthesis(config: BindConfig, task: nn.Module) -> HolographicSynthesis:
+    """The synthesis itself, at work on a task that need not be on its device."""
+    return HolographicSynthesis(task, config.kind, **_off_device(_options(config, task)))
+
+
 def build_synthesis(config: BindConfig, task: nn.Module) -> SynthesisCallback:
     """The callback that rewrites the task's gradients.
 
@@ -38,7 +43,7 @@ def check_synthesis_continues(config: BindConfig, task: nn.Module, states: dict[
         UserError: the holograms among them are of other parameters, or made with other options.
     """
     with described_by("synthesis"):
-        synthesis = HolographicSynthesis(task, config.kind, **_off_device(_options(config, task)))
+        synthesis = built_synthesis(config, task)
         try:
             for name, state in states.items():
                 if name.startswith(SynthesisCallback.__name__):

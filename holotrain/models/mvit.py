@@ -25,6 +25,7 @@ from holotrain.models.layers.stages import stored_by_stage
 from holotrain.models.layers.streams import AveragedStreams
 from holotrain.reversible import ReversibleBlock
 from holotrain.reversible.checkpointing import checkpointed
+from holotrain.reversible.schedules import stores_everything
 
 # Tiny, small and base as published (Li et al., 2022, table 1); nano suits images of 32 pixels.
 MVIT_SIZES: dict[str, dict[str, Any]] = {
@@ -165,7 +166,7 @@ class Stage(nn.Module):
         self.blocks = blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.blocks.backward != "autograd" and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not stores_everything(self.blocks.backward):
             x = checkpointed(self.transition, x)
         else:
             x = self.transition(x)

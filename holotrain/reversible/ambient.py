@@ -87,9 +87,18 @@ class NoRandomState:
     replayed = recorded
 
 
+def is_imagined(tensor: torch.Tensor) -> bool:
+    """Whether only the tensor's shape is real: nothing can be read of its values."""
+    return tensor.is_meta or _fake_mode_active()
+
+
+def _fake_mode_active() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def random_state(device: torch.device) -> RandomState | TwinState | NoRandomState:
     """The random state of work that begins now and will be recomputed."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if _fake_mode_active():
         return NoRandomState()
     return twin_state(device) or RandomState.capture(device)
 

@@ -13,6 +13,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from holotrain.reversible.ambient import is_imagined
+
 HEADROOM_BITS = 5
 """How far the streams may outgrow the magnitudes of the first batch, 2^5-fold, on a grid chosen from the data."""
 
@@ -96,7 +98,7 @@ class FixedPointGrid(nn.Module):
 
     def report(self, dtype: torch.dtype) -> None:
         """Warns if a stream has outgrown the grid, as far as the host can know without waiting."""
-        if self._reported or self._largest.is_meta:
+        if self._reported or is_imagined(self._largest):
             return
         if self._largest.device.type != "cuda":
             self._compare(self._largest.item(), self.step.item(), dtype)

@@ -47,11 +47,7 @@ class Keeper:
     """
 
     def __init__(self, words: Iterable[str]) -> None:
-        self._words = tuple(words)
-        self._operators = frozenset(operator for word in self._words for operator in _operators(word))
-
-    def __reduce__(self):
-        return Keeper, (self._words,)
+        self._operators = frozenset(operator for word in words for operator in _operators(word))
 
     def __call__(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return create_selective_checkpoint_contexts(self._policy)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.ambient import RandomState, Surroundings
+from holotrain.reversible.ambient import RandomState, Surroundings, is_imagined
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.buffers import Buffers
 from holotrain.reversible.checkpointing import run_checkpointing
@@ -19,7 +19,7 @@ from holotrain.reversible.half import Call
 from holotrain.reversible.kept import Keeper
 from holotrain.reversible.keywords import Keywords
 from holotrain.reversible.recompute import run_recomputing
-from holotrain.reversible.schedules import SCHEDULES, run_storing
+from holotrain.reversible.schedules import STORING, Schedule, run_storing, schedules_of
 from holotrain.reversible.trial import Overlap
 
 
@@ -31,7 +31,8 @@ class ReversibleSequence(nn.Module):
         backward: ``"autograd"`` stores everything (the reference), ``"checkpoint"`` stores the two streams between blocks
             (torch.utils.checkpoint), ``"reversible"`` stores nothing between blocks and rebuilds each block's input from its
             output, ``"pareprop"`` does so while the gradients of the block behind are computed (arXiv 2306.09342) and falls
-            back to ``"reversible"`` where it measures that this does not pay.
+            back to ``"reversible"`` where it measures that this does not pay. A list names one schedule a block, and for blocks
+            that are recomputed may add what they alone keep: ``"reversible+attention"``.
         store: blocks that keep their activations all the same: how many of the last, or their indices.
         exact: rounds the outputs of f and g, and the streams at the entrance, to a fixed-point grid, on which the streams are
             rebuilt bit for bit however deep the stack. True chooses the grid from the first batch and keeps it in the
@@ -43,8 +44,8 @@ class ReversibleSequence(nn.Module):
     ``state_dict``.
 
     Raises:
-        ValueError: an unknown ``backward`` or ``keep``, a ``store`` that names no block; an f or g that does not preserve shape
-            and dtype, a combination that cannot be right (at the call).
+        ValueError: an unknown ``backward`` or ``keep``, a list of schedules that is not one a block, a ``store`` that names no
+            block; an f or g that does not preserve shape and dtype, a combination that cannot be right (at the call).
         TypeError: something else than a ReversibleBlock among the blocks.
 
     Without gradients (``torch.no_grad``, ``torch.inference_mode``, nothing that requires grad) the blocks simply run. Under
@@ -55,7 +56,7 @@ class ReversibleSequence(nn.Module):
     def __init__(
         self,
         blocks: Iterable[ReversibleBlock],
-        backward: str = "reversible",
+        backward: str | Sequence[str] = "reversible",
         store: int | Collection[int] = 0,
         exact: bool | int = False,
         keep: Collection[str] = (),
@@ -73,14 +74,13 @@ class ReversibleSequence(nn.Module):
         self._overlap = Overlap()
 
     @property
-    def backward(self) -> str:
+    def backward(self) -> str | Sequence[str]:
         return self._backward
 
     @backward.setter
-    def backward(self, name: str) -> None:
-        if name not in SCHEDULES:
-            raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
-        self._backward = name
+    def backward(self, backward: str | Sequence[str]) -> None:
+        self._schedules = schedules_of(backward, len(self.blocks))
+        self._backward = backward
 
     @property
     def store(self) -> int | Collection[int]:
@@ -100,7 +100,10 @@ class ReversibleSequence(nn.Module):
 
     @keep.setter
     def keep(self, keep: Collection[str]) -> None:
-        self._keeper = Keeper((keep,) if isinstance(keep, str) else keep) if keep else None
+        words = (keep,) if isinstance(keep, str) else tuple(keep)
+        if words:
+            Keeper(words)  # says so if there is nothing of that name
+        self._kept_words = words
         self._keep = keep
 
     def forward(
@@ -125,34 +128,41 @@ class ReversibleSequence(nn.Module):
         f_kwargs, g_kwargs = f_kwargs or {}, g_kwargs or {}
         grid = None
         if self.grid is not None:
-            if not (self.grid.known or x1.is_meta):
+            if not (self.grid.known or is_imagined(x1)):
                 self._choose_grid(x1, x2, f_kwargs, g_kwargs)
             grid = self.grid.in_call(x1.dtype)
             x1, x2 = grid.entered(x1), grid.entered(x2)
         if self.witnesses is not None:
             self.witnesses.clear()
-        for stored, blocks in self._runs():
-            if stored:
+        for schedule, blocks in self._runs():
+            if schedule.name == "autograd":
                 x1, x2 = run_storing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
-            elif self.backward == "checkpoint":
+            elif schedule.name == "checkpoint":
                 x1, x2 = run_checkpointing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
             elif torch.compiler.is_compiling():
-                x1, x2 = torch.compiler.disable(self._run_recomputing)(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+                x1, x2 = torch.compiler.disable(self._run_recomputing)(schedule, blocks, x1, x2, f_kwargs, g_kwargs, grid)
             else:
-                x1, x2 = self._run_recomputing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+                x1, x2 = self._run_recomputing(schedule, blocks, x1, x2, f_kwargs, g_kwargs, grid)
         if self.grid is not None:
             self.grid.report(x1.dtype)
         return x1, x2
 
-    def _runs(self) -> Iterator[tuple[bool, list[ReversibleBlock]]]:
-        """Runs of blocks in a row that are all stored, or all not."""
-        everything = self.backward == "autograd" or not torch.is_grad_enabled()
-        numbered = enumerate(self.blocks)
-        for stored, run in groupby(numbered, lambda pair: everything or pair[0] in self._stored):
-            yield stored, [block for _, block in run]
+    def _runs(self) -> Iterator[tuple[Schedule, list[ReversibleBlock]]]:
+        """Runs of blocks in a row that share a schedule."""
+        stored = range(len(self.blocks)) if not torch.is_grad_enabled() else self._stored
+        schedules = (STORING if i in stored else schedule for i, schedule in enumerate(self._schedules))
+        for schedule, run in groupby(zip(schedules, self.blocks, strict=True), lambda pair: pair[0]):
+            yield schedule, [block for _, block in run]
 
     def _run_recomputing(
-        self, blocks: list[ReversibleBlock], x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict, grid: Grid | None
+        self,
+        schedule: Schedule,
+        blocks: list[ReversibleBlock],
+        x1: Tensor,
+        x2: Tensor,
+        f_kwargs: dict,
+        g_kwargs: dict,
+        grid: Grid | None,
     ) -> tuple[Tensor, Tensor]:
         if x1.dtype.itemsize < 4:
             warnings.warn(
@@ -163,8 +173,9 @@ class ReversibleSequence(nn.Module):
         witness = None
         if self.witnesses is not None:
             self.witnesses.append(witness := Witness())
-        call = Call(Surroundings.capture(x1.device), grid, self._keeper)
-        overlap = self._overlap if self.backward == "pareprop" else None
+        words = (*self._kept_words, *schedule.keep)
+        call = Call(Surroundings.capture(x1.device), grid, Keeper(words) if words else None)
+        overlap = self._overlap if schedule.name == "pareprop" else None
         return run_recomputing(blocks, x1, x2, f_kwargs, g_kwargs, call, overlap, witness)
 
     def _choose_grid(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> None:

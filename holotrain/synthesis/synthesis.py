@@ -74,7 +74,12 @@ class HolographicSynthesis:
         Beside it a step works in a few MiB on a CPU; in as much as the gradients take on a GPU, and where updates are changed
         layer by layer (``match_norm``, ``mix``, ``cosine_floor``).
         """
-        return sum(tensor.nbytes for tensor in self._weaver.state().values())
+        return sum(tensor.nbytes for tensor in self.state_tensors)
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """What lasts from step to step: holograms and running means."""
+        return list(self._weaver.state().values())
 
     def step(self) -> bool:
         """Rewrites the gradients of the covered parameters; between ``backward()`` and ``optimizer.step()``.

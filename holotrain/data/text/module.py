@@ -198,6 +198,11 @@ class TextDataModule(pl.LightningDataModule):
             return {}
         return padding(self._pieces("train").lengths, self.batch_size, self.max_tokens, self.multiple, self.seed)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest training document, start, end and what it is padded to included."""
+        return int(padded(self._pieces("train").lengths, self.multiple).max())
+
     def train_dataloader(self) -> ResumableLoader:
         if self.layout == "packed":
             blocks = PackedBlocks(self.part("train"), self.context, self.seed)

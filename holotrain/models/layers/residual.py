@@ -1,10 +1,12 @@
 """Residual blocks that store: the plain twin of the reversible sequence."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from holotrain.reversible.schedules import schedules_of
 
 
 class ResidualBlock(nn.Module):
@@ -33,7 +35,8 @@ class ResidualSequence(nn.Module):
 
     Args:
         blocks: the blocks, first to last.
-        backward: ``"autograd"`` stores everything, ``"checkpoint"`` stores what lies between blocks.
+        backward: ``"autograd"`` stores everything, ``"checkpoint"`` stores what lies between blocks; or a list, one a block. A
+            plain attribute, which may be changed between calls.
 
     Raises:
         ValueError: another ``backward``: what is not reversible cannot be rebuilt from its output.
@@ -41,16 +44,26 @@ class ResidualSequence(nn.Module):
 
     SCHEDULES = ("autograd", "checkpoint")
 
-    def __init__(self, blocks: Iterable[ResidualBlock], backward: str = "autograd") -> None:
+    def __init__(self, blocks: Iterable[ResidualBlock], backward: str | Sequence[str] = "autograd") -> None:
         super().__init__()
-        if backward not in self.SCHEDULES:
-            raise ValueError(f"a model that is not reversible takes backward {' or '.join(self.SCHEDULES)}, not {backward!r}")
         self.blocks = nn.ModuleList(blocks)
         self.backward = backward
 
+    @property
+    def backward(self) -> str | Sequence[str]:
+        return self._backward
+
+    @backward.setter
+    def backward(self, backward: str | Sequence[str]) -> None:
+        for name in [backward] if isinstance(backward, str) else backward:
+            if name not in self.SCHEDULES:
+                raise ValueError(f"a model that is not reversible takes backward {' or '.join(self.SCHEDULES)}, not {name!r}")
+        self._schedules = schedules_of(backward, len(self.blocks))
+        self._backward = backward
+
     def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
-        for block in self.blocks:
-            if self.backward == "checkpoint" and torch.is_grad_enabled():
+        for block, schedule in zip(self.blocks, self._schedules, strict=True):
+            if schedule.name == "checkpoint" and torch.is_grad_enabled():
                 x = checkpoint(block, x, f_kwargs, g_kwargs, use_reentrant=False)
             else:
                 x = block(x, f_kwargs, g_kwargs)

@@ -1,0 +1,122 @@
+"""A configuration to the training step that a plan rehearses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from holotrain.config.build import build_task
+from holotrain.config.build_synthesis import built_synthesis
+from holotrain.config.schema import RunConfig
+from holotrain.config.schema.backward import BackwardConfig
+from holotrain.data.example import example_batch
+from holotrain.planning import ALLOCATORS, Footprint, TrainingStep, imagine, imagined, rehearse, selecting
+from holotrain.tasks import Task
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Rehearses one configuration, and others like it, without allocating any of them.
+
+    Args:
+        config: of the run.
+        data: its data, set up: the plan needs their shapes.
+        device: ``"cuda"`` or ``"cpu"``, where it shall run; neither need be here.
+    """
+
+    config: RunConfig
+    data: pl.LightningDataModule
+    device: str
+
+    def footprint(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Footprint:
+        """The memory of a step.
+
+        Args:
+            batch: as :func:`~holotrain.data.example.example_batch` takes it.
+            backward: in the place of the configuration's.
+            sizes: of the model, in the place of the configuration's: ``depth=24``.
+
+        Raises:
+            Unplannable: an operation cannot be imagined.
+        """
+        with self.step(batch, backward, **sizes) as step:
+            return rehearse(step, ALLOCATORS[self.device])
+
+    @contextmanager
+    def step(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Iterator[TrainingStep]:
+        """The step itself, for as long as it is imagined."""
+        config = replace_sizes(self.config, backward or self.config.backward, sizes)
+        # Whatever has been compiled, or captured, stays as it is: the plan is of the operations behind it.
+        config = replace(config, compile=False)
+        config.backward.cuda_graph = False
+        with torch.device("meta"):
+            task = build_task(config, self.data)
+        if config.trainer.precision == "64-true":
+            task = task.double()
+        with imagined(), selecting(_masked_share(config)):
+            yield training_step(config, imagine(task, torch.device("cpu")), example_batch(self.data, batch), self.device)
+
+
+def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> TrainingStep:
+    """The step that a Trainer would make with this task and batch, both on the CPU or imagined.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``: whose ways of working are meant.
+    """
+    if config.trainer.precision == "64-true":
+        batch = _doubled(batch)
+    optimizer = task.make_optimizer(task.model)
+    if device == "cuda":  # there its steps go over all parameters together, unless told otherwise
+        for group in optimizer.param_groups:
+            if group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True
+    precision = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.trainer.precision)
+    held: dict[str, list[Tensor]] = {"batch": _tensors(batch)}
+    if config.callbacks.ema.decay is not None:
+        held["average"] = [torch.empty_like(tensor) for tensor in task.model.state_dict().values()]
+    rewrite = None
+    if config.synthesis.kind != "none":
+        held["hologram"] = built_synthesis(config.synthesis, task).state_tensors
+        rewrite = partial(_gathered, task.model) if device == "cuda" else None
+    return TrainingStep(
+        model=task.model,
+        loss=lambda: task.loss(*task.inputs(batch)),
+        optimizer=optimizer,
+        autocast=partial(torch.autocast, "cpu", precision or torch.bfloat16, enabled=precision is not None),
+        clip=config.trainer.gradient_clip_val,
+        clip_value=config.trainer.gradient_clip_algorithm == "value",
+        rewrite=rewrite,
+        held=held,
+    )
+
+
+def replace_sizes(config: RunConfig, backward: BackwardConfig, sizes: dict[str, Any]) -> RunConfig:
+    """The same configuration with another backward and other sizes of the model."""
+    return replace(config, model=replace(config.model, **sizes), backward=copy.copy(backward))
+
+
+def _masked_share(config: RunConfig) -> float:
+    return getattr(config.task, "mask_probability", 1.0)
+
+
+def _gathered(model: nn.Module) -> list[Tensor]:
+    """On a GPU a synthesis works on all gradients together, beside them."""
+    return [torch.empty_like(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return list(batch.values() if isinstance(batch, dict) else batch)
+
+
+def _doubled(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return batch
+    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)

@@ -1,0 +1,41 @@
+"""The memory of one training step, in figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holotrain.planning.ledger import Ledger
+
+PHASES = ("forward", "backward", "update")
+"""Of a step: the loss; its gradients; what is done with them, up to the end of the optimizer's step."""
+
+LASTING = ("parameters", "buffers", "gradients", "optimizer", "average", "hologram", "batch")
+"""Kinds that outlive a phase. What a forward made and a backward still needs are activations; the rest is temporary."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes.
+
+    Args:
+        peak: the most that is alive at once.
+        phase: the one in which that is.
+        parts: what the peak is made of, by kind: those of :data:`LASTING`, ``activations`` and ``temporary``.
+        by_phase: the peak of each phase.
+    """
+
+    peak: int
+    phase: str
+    parts: dict[str, int]
+    by_phase: dict[str, int]
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> Footprint:
+        by_phase = {phase: ledger.peak(phase) for phase in PHASES}
+        phase = max(by_phase, key=by_phase.__getitem__)
+        found = ledger.at_peak()
+        parts = {kind: found.pop(kind, 0) for kind in LASTING}
+        # A forward's own temporaries cannot be told from what its backward waits for: at its peak they are few.
+        parts["activations"] = found.pop("forward", 0)
+        parts["temporary"] = sum(found.values())
+        return cls(by_phase[phase], phase, parts, by_phase)

@@ -1,0 +1,82 @@
+"""Models and tensors that exist in shape alone: nothing is allocated, nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Unplannable(ValueError):
+    """What happens depends on the values of tensors, or on an operation whose shapes PyTorch cannot foretell."""
+
+
+@contextmanager
+def imagined() -> Iterator[None]:
+    """Inside, every new tensor is a fake one, on the device that it says it is on.
+
+    Raises:
+        Unplannable: an operation whose result cannot be imagined; it is named.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    except DataDependentOutputException as error:
+        raise Unplannable(f"{error.func} asks for the value of a tensor, which a plan does not have") from error
+    except DynamicOutputShapeException as error:
+        raise Unplannable(f"the size of what {error.func} returns depends on values, which a plan does not have") from error
+    except UnsupportedOperatorException as error:
+        raise Unplannable(f"PyTorch cannot foretell what {error.func} returns") from error
+
+
+def imagine(module: nn.Module, device: torch.device) -> nn.Module:
+    """Replaces the parameters and buffers of a module, built on the meta device, by fake ones; what was shared stays shared.
+
+    To be called inside of :func:`imagined`.
+    """
+    known: dict[int, Tensor] = {}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    if id(tensor) not in known:
+                        known[id(tensor)] = _fake(tensor, device)
+                    table[name] = known[id(tensor)]
+    return module
+
+
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+class selecting(TorchDispatchMode):
+    """Inside, a boolean mask is imagined to select this share of its entries, so that ``x[mask]`` has a size."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in _INDEXING:
+            tensor, indices, *rest = args
+            return function(tensor, [place for index in indices for place in self._places(index)], *rest, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+        if index is None or index.dtype is not torch.bool:
+            return [index]
+        selected = round(self._share * index.numel())
+        return [torch.empty(selected, dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
+
+
+_INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default}

@@ -1,0 +1,34 @@
+"""The memory that a step really takes, as PyTorch's allocators report it: what a plan must come close to."""
+
+from __future__ import annotations
+
+import torch
+
+from holotrain.planning.rehearsal import TrainingStep, prepare, run
+
+
+def measured_peak(step: TrainingStep, device: torch.device) -> int:
+    """Bytes at the peak of one step on real tensors; on a CPU what PyTorch's allocator tells the profiler."""
+    if device.type == "cuda":
+        prepare(step)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run(step)
+        return torch.cuda.max_memory_allocated(device)
+    before = sum(_storages(step).values())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        prepare(step)  # in here: the profiler would not see what was made before being freed
+        run(step)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = peak = before
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def _storages(step: TrainingStep) -> dict[int, int]:
+    """The bytes of what was there before the step, by storage."""
+    tensors = [*step.model.parameters(), *step.model.buffers()]
+    tensors += [tensor for held in step.held.values() for tensor in held]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
