@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
 from holotrain.commands import screen
+from holotrain.commands.automatic import choose_backward
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_origin, tokenizer_for
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
@@ -32,6 +33,8 @@ def run(config: FitConfig, run: Run) -> int:
     data = build_data(config, tokenizer_for(config, origin))
     data.prepare_data()
     data.setup("fit")
+    if config.backward.open:
+        config = choose_backward(config, data)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=origin is None)
     if origin is not None:

@@ -20,6 +20,7 @@ from holotrain.config.schema.model import BEYOND
 from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks, registry
+from holotrain.models.schedules import schedule_blocks
 from holotrain.tasks import optimizers, schedules
 
 DATA = {
@@ -78,7 +79,7 @@ def model_arguments(config: RunConfig, data: pl.LightningDataModule, backward: B
     """
     backward = backward or config.backward
     arguments = {name: value for name, value in vars(config.model).items() if name not in BEYOND}
-    arguments |= {"backward": backward.kind, **backward.engine()}
+    arguments |= {"backward": backward.schedule(config.model.kind), **backward.engine()}
     if isinstance(data, datasets.TextDataModule):
         arguments |= {"vocab": data.vocab_size, "context": data.context}
         if config.task.kind == "sequence_classification":
@@ -102,7 +103,11 @@ def default_patch_size(kind: str, image_size: int) -> int:
 def build_model(config: RunConfig, data: pl.LightningDataModule) -> nn.Module:
     """The model for ``data``, which is set up; without pretrained weights and adapters."""
     with described_by("model"):
-        return registry.build(config.model.kind, model_arguments(config, data))
+        model = registry.build(config.model.kind, model_arguments(config, data))
+    with described_by("backward.blocks"):
+        if config.backward.blocks:
+            schedule_blocks(model, config.backward.blocks)
+    return model
 
 
 def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> tasks.Task:

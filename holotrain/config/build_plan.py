@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,18 @@ from holotrain.config.build_synthesis import built_synthesis
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.data.example import example_batch
-from holotrain.planning import ALLOCATORS, Footprint, TrainingStep, imagine, imagined, rehearse, selecting
+from holotrain.planning import (
+    ALLOCATORS,
+    Footprint,
+    TrainingStep,
+    Update,
+    imagine,
+    imagined,
+    rehearse,
+    rehearse_update,
+    selecting,
+)
+from holotrain.reversible.trial import assuming_overlap, may_overlap
 from holotrain.tasks import Task
 
 
@@ -35,6 +46,7 @@ class Planner:
     config: RunConfig
     data: pl.LightningDataModule
     device: str
+    _updates: dict[Any, Update] = field(default_factory=dict, init=False, repr=False)
 
     def footprint(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Footprint:
         """The memory of a step.
@@ -47,8 +59,12 @@ class Planner:
         Raises:
             Unplannable: an operation cannot be imagined.
         """
+        rounded = ALLOCATORS[self.device]
+        known = tuple(sorted(sizes.items()))
         with self.step(batch, backward, **sizes) as step:
-            return rehearse(step, ALLOCATORS[self.device])
+            if known not in self._updates:
+                self._updates[known] = rehearse_update(step, rounded)
+            return rehearse(step, rounded, self._updates[known])
 
     @contextmanager
     def step(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Iterator[TrainingStep]:
@@ -61,7 +77,8 @@ class Planner:
             task = build_task(config, self.data)
         if config.trainer.precision == "64-true":
             task = task.double()
-        with imagined(), selecting(_masked_share(config)):
+        overlaps = assuming_overlap() if self.device == "cuda" or may_overlap(torch.device("cpu")) else nullcontext()
+        with overlaps, imagined(), selecting(_masked_share(config)):
             yield training_step(config, imagine(task, torch.device("cpu")), example_batch(self.data, batch), self.device)
 
 
@@ -78,7 +95,6 @@ def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> Tra
         for group in optimizer.param_groups:
             if group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True
-    precision = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.trainer.precision)
     held: dict[str, list[Tensor]] = {"batch": _tensors(batch)}
     if config.callbacks.ema.decay is not None:
         held["average"] = [torch.empty_like(tensor) for tensor in task.model.state_dict().values()]
@@ -90,12 +106,18 @@ def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> Tra
         model=task.model,
         loss=lambda: task.loss(*task.inputs(batch)),
         optimizer=optimizer,
-        autocast=partial(torch.autocast, "cpu", precision or torch.bfloat16, enabled=precision is not None),
+        autocast=autocast(config),
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",
         rewrite=rewrite,
         held=held,
     )
+
+
+def autocast(config: RunConfig, device: str = "cpu") -> Callable[[], AbstractContextManager]:
+    """Gives the precision of the run's forwards."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.trainer.precision)
+    return partial(torch.autocast, device, dtype) if dtype else nullcontext
 
 
 def replace_sizes(config: RunConfig, backward: BackwardConfig, sizes: dict[str, Any]) -> RunConfig:

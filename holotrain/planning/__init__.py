@@ -5,11 +5,37 @@ ledger        every byte that operations allocate and free
 allocators    what an allocator takes for them
 rehearsal     one training step, in the order of a training
 footprint     its memory in figures
+measured      the memory that a real step takes, to compare
+search        the largest size that fits
+costs         what each schedule costs a block
+choice        the schedules of all blocks, within a budget
 """
 
 from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning.choice import Choice, Option, Stage, TooSmall, choose
+from holotrain.planning.costs import flops, seconds, stage_of, visited
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.imagination import Unplannable, imagine, imagined, selecting
-from holotrain.planning.rehearsal import TrainingStep, rehearse
+from holotrain.planning.rehearsal import TrainingStep, Update, rehearse, rehearse_update
 
-__all__ = ["ALLOCATORS", "Footprint", "TrainingStep", "Unplannable", "imagine", "imagined", "rehearse", "selecting"]
+__all__ = [
+    "ALLOCATORS",
+    "Choice",
+    "Footprint",
+    "Option",
+    "Stage",
+    "TooSmall",
+    "TrainingStep",
+    "Unplannable",
+    "Update",
+    "choose",
+    "flops",
+    "imagine",
+    "imagined",
+    "rehearse",
+    "rehearse_update",
+    "seconds",
+    "selecting",
+    "stage_of",
+    "visited",
+]

@@ -1,7 +1,7 @@
 """Every byte that operations allocate and free, in order: real tensors or fake ones, the same account.
 
-A storage counts from the operation that made it until nothing refers to it. What operations hold within themselves (a library's
-workspace) is not seen.
+A storage counts from the operation that made it until nothing refers to it. What an operation holds within itself is not seen,
+but for those in :data:`WITHIN`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +52,20 @@ class Ledger:
     alive: int = 0
     events: list[Event] = field(default_factory=list)
     _of_storage: dict[int, Allocation] = field(default_factory=dict)
+
+    def enter(self, phase: str) -> None:
+        """From here events belong to this phase."""
+        self.phase = phase
+
+    def add(self, kind: str, size: int) -> None:
+        """Counts bytes that are known without a tensor."""
+        self._note(Allocation(size, kind), True)
+
+    def pass_by(self, size: int) -> None:
+        """Counts bytes that are there for a moment."""
+        allocation = Allocation(self.rounded(size), self.phase)
+        self._note(allocation, True)
+        self._note(allocation, False)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Says what tensors are for, and counts those that are new here."""
@@ -98,12 +114,20 @@ class Ledger:
         return {kind: size for kind, size in by_kind.items() if size}
 
 
+WITHIN: dict[OpOverload, Callable[[Tensor], int]] = {
+    torch.ops.aten.logsumexp.default: lambda logits, *_: logits.nbytes,  # the exponentials, before they are summed
+}
+"""Bytes that an operation takes and gives back before it returns, where they are not small beside its results."""
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in WITHIN:
+            self._ledger.pass_by(WITHIN[function](*args))
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self._ledger.count(result)

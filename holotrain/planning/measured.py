@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from holotrain.planning.rehearsal import TrainingStep, prepare, run
+from holotrain.planning.rehearsal import TrainingStep
 
 
 def measured_peak(step: TrainingStep, device: torch.device) -> int:
     """Bytes at the peak of one step on real tensors; on a CPU what PyTorch's allocator tells the profiler."""
     if device.type == "cuda":
-        prepare(step)
+        _begin(step)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        run(step)
+        _run(step)
         return torch.cuda.max_memory_allocated(device)
     before = sum(_storages(step).values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        prepare(step)  # in here: the profiler would not see what was made before being freed
-        run(step)
+        _begin(step)  # in here: of what was made before, the profiler would not see that it is freed
+        _run(step)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     alive = peak = before
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak
+
+
+def _begin(step: TrainingStep) -> None:
+    step.begin()
+    step.update()
+
+
+def _run(step: TrainingStep) -> None:
+    step.differentiate()
+    step.update()
 
 
 def _storages(step: TrainingStep) -> dict[int, int]:

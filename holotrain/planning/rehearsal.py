@@ -1,4 +1,4 @@
-"""One training step without its arithmetic: the order of Lightning's automatic optimization, on fake or real tensors."""
+"""One training step in the order of Lightning's automatic optimization, on real tensors or imagined ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.ledger import Ledger
+
+Rounded = Callable[[int], int]
+"""What an allocator takes for so many bytes (:mod:`holotrain.planning.allocators`)."""
 
 
 @dataclass
@@ -38,55 +41,92 @@ class TrainingStep:
     rewrite: Callable[[], object] | None = None
     held: dict[str, Iterable[Tensor]] = field(default_factory=dict)
 
+    def begin(self) -> None:
+        """As a step before would have left it: gradients are there."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
-def rehearse(step: TrainingStep, rounded: Callable[[int], int] = int) -> Footprint:
-    """The memory of a step in the middle of a training, when the optimizer has its state and old gradients are still there.
+    def differentiate(self, enter: Callable[[str], object] = lambda phase: None) -> None:
+        """The loss first, then old gradients go, then come new ones: Lightning's order.
+
+        Args:
+            enter: told each phase as it begins.
+        """
+        enter("forward")
+        with self.autocast():
+            loss = self.loss()
+        self.optimizer.zero_grad()
+        enter("backward")
+        loss.backward()
+
+    def update(self) -> None:
+        """What is done with the gradients."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if self.rewrite is not None:
+            self.rewrite()
+        if self.clip is not None:
+            (clip_grad_value_ if self.clip_value else clip_grad_norm_)(parameters, self.clip)
+        self.optimizer.step()
+
+    @property
+    def optimizer_state(self) -> list[Tensor]:
+        return [kept for state in self.optimizer.state.values() for kept in state.values() if isinstance(kept, Tensor)]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Bytes of what follows a backward: they depend on the parameters alone.
 
     Args:
-        rounded: what the allocator takes for so many bytes (:mod:`holotrain.planning.allocators`).
+        state: the optimizer's.
+        beyond: the most that an update takes beside all that is there when it begins.
     """
+
+    state: int
+    beyond: int
+
+
+def rehearse_update(step: TrainingStep, rounded: Rounded = int) -> Update:
+    """An update in the middle of a training, when the optimizer has its state."""
     ledger = Ledger(rounded)
-    prepare(step)
+    step.begin()
+    step.update()
+    ledger.label("optimizer", step.optimizer_state)
+    state = ledger.alive
     _label(ledger, step)
+    before = ledger.alive
     with ledger.watching():
-        run(step, ledger)
+        step.update()
+    return Update(state, max(ledger.peak() - before, 0))
+
+
+def rehearse(step: TrainingStep, rounded: Rounded = int, update: Update | None = None) -> Footprint:
+    """The memory of a step in the middle of a training, when old gradients are still there.
+
+    Args:
+        update: where it is known already.
+    """
+    update = update or rehearse_update(step, rounded)
+    ledger = Ledger(rounded)
+    step.begin()
+    _label(ledger, step)
+    ledger.add("optimizer", update.state)
+    with ledger.watching():
+        step.differentiate(ledger.enter)
+    ledger.label("gradients", _gradients(step))
+    ledger.enter("update")
+    ledger.add("temporary", update.beyond)
     return Footprint.of(ledger)
 
 
 def _label(ledger: Ledger, step: TrainingStep) -> None:
-    parameters = list(step.model.parameters())
-    ledger.label("parameters", parameters)
+    ledger.label("parameters", step.model.parameters())
     ledger.label("buffers", step.model.buffers())
+    ledger.label("gradients", _gradients(step))
     for kind, tensors in step.held.items():
         ledger.label(kind, tensors)
-    ledger.label("gradients", (p.grad for p in parameters if p.grad is not None))
-    kept = (tensor for state in step.optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor))
-    ledger.label("optimizer", kept)
 
 
-def prepare(step: TrainingStep) -> None:
-    """Gives the parameters gradients and the optimizer its state, as a first step would."""
-    for parameter in step.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    step.optimizer.step()
-
-
-def run(step: TrainingStep, ledger: Ledger | None = None) -> None:
-    """Lightning's order: the loss first, then old gradients go, then come new ones."""
-    ledger = ledger or Ledger()
-    ledger.phase = "forward"
-    with step.autocast():
-        loss = step.loss()
-    step.optimizer.zero_grad()
-    ledger.phase = "backward"
-    loss.backward()
-    del loss
-    parameters = [parameter for parameter in step.model.parameters() if parameter.grad is not None]
-    ledger.label("gradients", (parameter.grad for parameter in parameters))
-    ledger.phase = "update"
-    if step.rewrite is not None:
-        step.rewrite()
-    if step.clip is not None:
-        (clip_grad_value_ if step.clip_value else clip_grad_norm_)(parameters, step.clip)
-    step.optimizer.step()
+def _gradients(step: TrainingStep) -> list[Tensor]:
+    return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]

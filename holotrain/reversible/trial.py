@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from holotrain.reversible.ambient import is_imagined
 from holotrain.reversible.clock import Clock, clock_of
-from holotrain.reversible.lanes import Lanes, StreamLanes, ThreadLanes
+from holotrain.reversible.lanes import AheadLanes, Lanes, StreamLanes, ThreadLanes
 
 WARM_UPS = 1
 MEASURED = 5
 SETTLED_AFTER = 2 * (WARM_UPS + MEASURED) + 1
 """Backwards of one shape after which a trial is sure to have ended: the last one's time is read when another begins."""
+
+_assumed: ContextVar[bool] = ContextVar("overlap assumed", default=False)
 
 
 class Trial:
@@ -65,7 +70,9 @@ class Overlap:
             movable: nothing forbids to recompute ahead of time.
             work: tells apart what takes different times on streams of one shape: runs of blocks, options of the engine.
         """
-        if not (movable and _may_overlap(stream.device)):
+        if is_imagined(stream):
+            return AheadLanes() if movable and _assumed.get() else Lanes(), None
+        if not (movable and may_overlap(stream.device)):
             return Lanes(), None
         cuda = stream.device.type == "cuda"
         if cuda and torch.cuda.is_current_stream_capturing():
@@ -95,7 +102,18 @@ class Overlap:
         return Overlap, ()  # what was learned belongs to this process and this sequence: copies learn anew
 
 
-def _may_overlap(device: torch.device) -> bool:
+@contextmanager
+def assuming_overlap() -> Iterator[None]:
+    """Inside, backwards that are only imagined overlap wherever they can."""
+    token = _assumed.set(True)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def may_overlap(device: torch.device) -> bool:
+    """Whether recomputation beside differentiation is tried there."""
     if torch._C._len_torch_dispatch_stack():
         return False  # whoever watches the operations (a FLOP counter, a memory tracker) must see all, in order
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from holotrain.errors import UserError
 
 PLAIN = ("autograd", "checkpoint")
 SCHEDULES = (*PLAIN, "reversible", "pareprop")
+AUTO = "auto"
 
 
 def reversible(model_kind: str) -> bool:
@@ -21,7 +22,10 @@ def reversible(model_kind: str) -> bool:
 class BackwardConfig:
     kind: str = MISSING
     """autograd stores every activation, checkpoint what lies between blocks, reversible nothing between blocks,
-    pareprop neither, and recomputes while it differentiates"""
+    pareprop neither, and recomputes while it differentiates; auto chooses block by block, within memory="""
+
+    blocks: list[str] = field(default_factory=list)
+    """a schedule for each block, first to last: what auto has chosen; [reversible+attention, ...] keeps attention outputs"""
 
     store: Any = 0
     """blocks that keep their activations all the same: how many of the last, or a list of indices"""
@@ -36,7 +40,7 @@ class BackwardConfig:
     """capture forward and backward once and replay them: for small models, which are bound by launches (GPU only)"""
 
     def __post_init__(self) -> None:
-        one_of("backward.kind", self.kind, SCHEDULES)
+        one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
         stored = [self.store] if isinstance(self.store, int) else self.store
         if not isinstance(stored, list) or not all(type(index) is int and index >= 0 for index in stored):
             raise UserError(f"backward.store: {self.store!r} is neither a number of blocks nor a list of their indices")
@@ -44,8 +48,21 @@ class BackwardConfig:
             raise UserError(f"backward.exact: {self.exact!r} is neither true, false nor a number of bits after the point")
         if stored != [0] and self.kind == "autograd":
             raise UserError("backward.store: backward=autograd stores every block; take backward=reversible or pareprop")
+        if self.kind == AUTO and (stored != [0] or self.keep):
+            raise UserError("backward=auto: it decides what is stored and kept by itself; leave out backward.store and keep")
         if self.keep and self.kind not in ("reversible", "pareprop"):
             raise UserError(f"backward.keep: backward={self.kind} has no use for it; take backward=reversible or pareprop")
+
+    def schedule(self, model_kind: str) -> str:
+        """The schedule of blocks that have none of their own."""
+        if self.kind != AUTO:
+            return self.kind
+        return "reversible" if reversible(model_kind) else PLAIN[0]
+
+    @property
+    def open(self) -> bool:
+        """Whether there is something left to choose."""
+        return self.kind == AUTO and not self.blocks
 
     def engine(self) -> dict[str, Any]:
         """The options that a reversible sequence takes beside the schedule, as far as they were changed."""

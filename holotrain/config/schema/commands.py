@@ -133,6 +133,23 @@ class ExportConfig(RunConfig):
             raise UserError(f"int8: format={self.format} holds full weights; take format=safetensors")
 
 
+@dataclass
+class PlanConfig(RunConfig):
+    """Foretell the memory of a training, and the largest batch and depth that fit."""
+
+    device: str = "auto"
+    """cuda, cpu, or auto: the CPU with trainer.accelerator=cpu, else a GPU, be there one here or not"""
+
+    json: str | None = None
+    """file to write the figures to beside plan.json in the run's folder; -: the standard output, in place of the table"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("device", self.device, ("auto", "cuda", "cpu"))
+        if self.trainer.precision == "16-mixed" and self.device == "cpu":
+            raise UserError("trainer.precision=16-mixed: a CPU cannot train so; take bf16-mixed or device=cuda")
+
+
 COMMANDS: dict[str, type[RunConfig]] = {
     "fit": FitConfig,
     "validate": ValidateConfig,
@@ -140,5 +157,6 @@ COMMANDS: dict[str, type[RunConfig]] = {
     "predict": PredictConfig,
     "generate": GenerateConfig,
     "export": ExportConfig,
+    "plan": PlanConfig,
 }
 """The configuration of each command."""

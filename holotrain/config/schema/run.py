@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from holotrain.checks import within
-from holotrain.config.schema.backward import PLAIN, BackwardConfig, reversible
+from holotrain.checks import described_by, within
+from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig, reversible
 from holotrain.config.schema.data import DATA, DataConfig
 from holotrain.config.schema.model import ModelConfig, family
 from holotrain.config.schema.optimization import OptimizerConfig, SchedulerConfig
@@ -13,6 +13,7 @@ from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, Train
 from holotrain.config.schema.synthesis import SynthesisConfig
 from holotrain.config.schema.task import FAMILIES, LEARNED_FROM, TaskConfig
 from holotrain.errors import UserError
+from holotrain.sizes import parse_bytes
 
 
 @dataclass
@@ -45,6 +46,9 @@ class RunConfig:
     compile: bool = False
     """compile each block with torch.compile"""
 
+    memory: str | None = None
+    """of the device that a run may take, such as 16GiB, to plan by and for backward=auto; null: what is free"""
+
     output_dir: str = "runs"
     """folder that runs are written to"""
 
@@ -53,6 +57,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         within("seed", self.seed, 0, 2**32)
+        if self.memory is not None:
+            with described_by("memory"):
+                parse_bytes(self.memory)
         self._check_task()
         self._check_backward()
 
@@ -78,7 +85,7 @@ class RunConfig:
 
     def _check_backward(self) -> None:
         backward, rebuilds = self.backward, reversible(self.model.kind)
-        if backward.kind not in PLAIN and not rebuilds:
+        if backward.kind not in (*PLAIN, AUTO) and not rebuilds:
             raise UserError(
                 f"backward={backward.kind}: model kind {self.model.kind!r} is not reversible; "
                 f"take backward={PLAIN[0]} or model=rev_{self.model.kind}_..."

@@ -1,0 +1,133 @@
+"""``backward=auto``: a schedule for each block, so that the run fits the memory it may take with the least time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from holotrain.config.build import build_task
+from holotrain.config.build_plan import Planner, autocast
+from holotrain.config.schema import RunConfig
+from holotrain.config.schema.backward import PLAIN, reversible
+from holotrain.data.example import batch_option, example_batch
+from holotrain.errors import UserError
+from holotrain.models.schedules import sequences
+from holotrain.planning import Choice, TooSmall, choose, flops, seconds, stage_of, visited
+from holotrain.sizes import in_words, parse_bytes
+
+MARGIN = 0.01
+"""Of the budget, left free for what operations hold within themselves, which no plan sees."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """
+    Args:
+        config: with ``backward.blocks`` filled in.
+        choice: what was chosen.
+        budget: bytes that it keeps within.
+    """
+
+    config: RunConfig
+    choice: Choice
+    budget: int
+
+
+def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure: bool = True) -> Settled:
+    """Chooses, for a configuration whose backward is open.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        measure: time each way on the device, which must then be here; False: count FLOPs.
+
+    Raises:
+        UserError: nothing fits; the least that would is named.
+        Unplannable: an operation cannot be imagined.
+    """
+    budget = budget_of(config, device)
+    planner = Planner(config, data, device)
+    size = batch_option(data)[1]
+    context = autocast(config)
+    names = ways(config, device)
+    costs = _seconds(config, data, size, names, device) if measure else None
+    with planner.step(size, _open(config)) as step:
+        with visited(sequences(step.model)) as visits, torch.no_grad(), context():
+            step.loss()
+        if costs is None:
+            costs = [flops(visit, names) for visit in visits]
+        stages = [stage_of(visit, each, context) for visit, each in zip(visits, costs, strict=True)]
+
+    def peak(blocks: list[str]) -> int:
+        return planner.footprint(size, replace(config.backward, blocks=blocks)).peak
+
+    try:
+        choice = choose(stages, peak, int(budget * (1 - MARGIN)))
+    except TooSmall as error:
+        option, value = batch_option(data)
+        raise UserError(
+            f"memory: {in_words(budget)} is too little: with {option}={value} this run needs at least "
+            f"{in_words(error.least / (1 - MARGIN))}"
+        ) from error
+    return Settled(replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice, budget)
+
+
+def ways(config: RunConfig, device: str) -> list[str]:
+    """The schedules that a block of this run may have."""
+    if not reversible(config.model.kind):
+        return list(PLAIN)
+    recomputing = "pareprop" if device == "cuda" else "reversible"
+    keeping = [] if config.compile else [f"{recomputing}+attention"]  # nothing can be kept within compiled code
+    return [recomputing, *keeping, *PLAIN]
+
+
+def budget_of(config: RunConfig, device: str) -> int:
+    """Bytes that a run may take.
+
+    Raises:
+        UserError: none are named, and what is free cannot be asked.
+    """
+    if config.memory is not None:
+        return parse_bytes(config.memory)
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("memory: how much has the GPU? There is none here to ask; give memory=16GiB")
+        return torch.cuda.mem_get_info()[0]
+    return available_memory()
+
+
+def available_memory() -> int:
+    """Bytes that this machine could still give a process.
+
+    Raises:
+        UserError: the system does not say.
+    """
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        raise UserError("memory: this system does not say how much is free; give memory=16GiB")
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
+
+
+def _open(config: RunConfig):
+    """The base of every choice, before anything is chosen."""
+    return replace(config.backward, blocks=[])
+
+
+def _seconds(
+    config: RunConfig, data: pl.LightningDataModule, size: int, names: list[str], device: str
+) -> list[dict[str, float]]:
+    """Of each way, for each sequence of the model, on the device."""
+    place = torch.device(device)
+    with torch.random.fork_rng():
+        task = build_task(replace(config, compile=False, backward=_open(config)), data).to(place)
+        batch = example_batch(data, size)
+        if config.trainer.precision == "64-true":
+            task = task.double()
+        batch = pl.utilities.move_data_to_device(batch, place)
+        context = autocast(config, device)
+        with visited(sequences(task.model)) as visits, torch.no_grad(), context():
+            task.loss(*task.inputs(batch))
+        return [seconds(visit, names, context) for visit in visits]

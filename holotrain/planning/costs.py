@@ -1,0 +1,132 @@
+"""What each way of coming by activations costs a block: bytes that wait for the backward, and time or FLOPs."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain.planning.allocators import cpu
+from holotrain.planning.choice import Option, Stage
+from holotrain.planning.ledger import Ledger
+from holotrain.reversible.clock import clock_of
+
+ROUNDS = 5
+"""Measurements of each option, in turn with the others, after one that does not count."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A sequence of blocks and what it was called with."""
+
+    sequence: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def visited(sequences: Sequence[nn.Module]) -> Iterator[list[Visit]]:
+    """Notes what each of them is called with inside."""
+    visits: list[Visit] = []
+    handles = [
+        sequence.register_forward_pre_hook(
+            lambda module, args, kwargs: visits.append(Visit(module, args, kwargs)), with_kwargs=True
+        )
+        for sequence in sequences
+    ]
+    try:
+        yield visits
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def stage_of(
+    visit: Visit,
+    costs: dict[str, float],
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    rounded: Callable[[int], int] = cpu,
+) -> Stage:
+    """The options of a sequence's blocks, as its first block has them; without those that another beats in both respects.
+
+    To be called where the visit's tensors are imagined.
+
+    Args:
+        costs: of the schedules that there are.
+    """
+    options = [Option(name, _held(visit, name, autocast, rounded), cost) for name, cost in costs.items()]
+    worth = [
+        option
+        for option in options
+        if not any(other.held <= option.held and other.cost < option.cost for other in options if other is not option)
+    ]
+    return Stage(len(visit.sequence.blocks), worth)
+
+
+def _held(visit: Visit, name: str, autocast: Callable[[], AbstractContextManager], rounded: Callable[[int], int]) -> int:
+    """What one block more makes the forward leave behind."""
+    alive = []
+    for depth in (1, 2):
+        ledger = Ledger(rounded)
+        args, kwargs = _leaves(visit)
+        ledger.label("given", (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+        block = visit.sequence.blocks[0]
+        ledger.label("parameters", block.parameters())
+        with ledger.watching(), autocast():
+            output = type(visit.sequence)([block] * depth, backward=[name] * depth)(*args, **kwargs)
+        alive.append(ledger.alive)
+        del output
+    return alive[1] - alive[0]
+
+
+def flops(visit: Visit, names: Sequence[str]) -> dict[str, float]:
+    """FLOPs of one block's forward and backward, recomputation included: two a multiply-accumulate."""
+    counted = {}
+    for name in names:
+        with FlopCounterMode(display=False) as counter:
+            _run(type(visit.sequence)([visit.sequence.blocks[0]], backward=[name]), visit)
+        counted[name] = float(counter.get_total_flops())
+    return counted
+
+
+def seconds(
+    visit: Visit, names: Sequence[str], autocast: Callable[[], AbstractContextManager] = nullcontext
+) -> dict[str, float]:
+    """Of one block's forward and backward, where the visit's tensors are: medians of a few, taken in turn."""
+    device = visit.args[0].device
+    block = copy.deepcopy(visit.sequence.blocks[0])
+    sequences = {name: type(visit.sequence)([block], backward=[name]) for name in names}
+    clock = clock_of(device)
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for _ in range(1 + ROUNDS):
+            for name, sequence in sequences.items():
+                begun = clock.mark()
+                _run(sequence, visit, autocast)
+                marks[name].append((begun, clock.mark()))
+    return {name: statistics.median(clock.seconds(*pair, wait=True) for pair in pairs[1:]) for name, pairs in marks.items()}
+
+
+def _run(sequence: nn.Module, visit: Visit, autocast: Callable[[], AbstractContextManager] = nullcontext) -> None:
+    args, kwargs = _leaves(visit)
+    with autocast():
+        result = sequence(*args, **kwargs)
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+def _leaves(visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, cut off from what came before; streams ask for gradients, as they do within a model."""
+    args = tuple(
+        arg.detach().requires_grad_() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in visit.args
+    )
+    detached = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), visit.kwargs)
+    return args, detached

@@ -1,0 +1,44 @@
+"""The largest size whose memory fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def largest(peak: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:
+    """The largest multiple of ``unit`` whose peak is within the budget; 0 if not even one unit is.
+
+    The peak must not fall as the size grows, and be convex: the largest of several straight lines, as the memory of batches
+    and of blocks in a row is. A line through two sizes that fit then never promises too little beyond them, and a line from
+    one that fits to one that does not never too much between them: a handful of peaks is enough.
+
+    Args:
+        peak: bytes at a size.
+        start: where to begin, a multiple of ``unit``.
+        most: where to end, a multiple of ``unit``.
+    """
+    known: dict[int, int] = {}
+    size = start
+    while True:
+        known[size] = peak(size)
+        fitting = sorted(size for size, taken in known.items() if taken <= budget)
+        beyond = min((size for size, taken in known.items() if taken > budget), default=None)
+        low = fitting[-1] if fitting else 0
+        if low == most or beyond == low + unit:
+            return low
+        if not fitting:
+            size = max(beyond // 2 // unit, 1) * unit
+            continue
+        size = 2 * low if len(fitting) == 1 else _crossing(known, *fitting[-2:], budget, unit) or 2 * low
+        if size == low:
+            return low
+        if beyond is not None and size >= beyond:
+            size = max(_crossing(known, low, beyond, budget, unit), low + unit)
+        if most is not None:
+            size = min(size, most)
+
+
+def _crossing(known: dict[int, int], a: int, b: int, budget: int, unit: int) -> int | None:
+    """The last size at which the line through two known ones is within the budget; None where it never leaves it."""
+    rise = known[b] - known[a]
+    return a + (budget - known[a]) * (b - a) // rise // unit * unit if rise > 0 else None

@@ -1,0 +1,33 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
+}
+
+
+def parse_bytes(text: str) -> int:
+    """``"16GiB"``, ``"16 GB"`` (powers of 1000), ``"16G"`` (of 1024) or a number of bytes.
+
+    Raises:
+        ValueError: none of these.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match and next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
+    if unit is None or not float(match[1]):
+        raise ValueError(f"{text!r} is no amount of memory; write 16GiB, 800MiB, or a number of bytes")
+    return int(float(match[1]) * UNITS[unit])
+
+
+def in_words(size: float) -> str:
+    """In the unit that suits: ``"1.50 GiB"``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
