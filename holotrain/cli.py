@@ -6,19 +6,22 @@ n ended the run.
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import checkpointed, help
-from holotrain.config.arguments import Arguments, parse
+from holotrain.config.arguments import Arguments, parse, parse_folders
 from holotrain.config.composition import config_folder
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.register import register
+from holotrain.config.schema import FOLDER_COMMANDS
 from holotrain.errors import UserError
 
 
@@ -34,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"holotrain {__version__}")
         return 0
     try:
+        if argv[0] in FOLDER_COMMANDS:
+            return _of_folders(*argv)
         arguments = parse(argv)
         register(resume=(arguments.value("resume") or "").lower() == "true")
         if arguments.help:
@@ -42,6 +47,17 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
+
+
+def _of_folders(command: str, *words: str) -> int:
+    config = parse_folders(command, list(words))
+    if config is None:
+        print(help.folder_command_help(command))
+        return 0
+    try:
+        return importlib.import_module(f"holotrain.commands.{command}").run(config)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _help(arguments: Arguments) -> int:
@@ -107,7 +123,8 @@ class Launch:
 
             quieten()
             choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
-            status = command.run(typed, Run(self.arguments.command, folder, list(overrides), choices))
+            run = Run(self.arguments.command, folder, list(overrides), choices, self._varied(overrides))
+            status = command.run(typed, run)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
             status = 2
@@ -119,6 +136,14 @@ class Launch:
         self.statuses.append(status)
         if status > 128:
             raise Ended
+
+    def _varied(self, overrides: list[str]) -> list[str]:
+        """What a sweep varies: what the command line gives several values, and what comes from a sweep's own file."""
+        if not self.arguments.multirun:
+            return []
+        given = {word.key_or_group: word for word in OverridesParser.create().parse_overrides(self.arguments.overrides)}
+        keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+        return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
     def _typed(self, config: DictConfig, overrides: list[str]):
         command = self.arguments.command

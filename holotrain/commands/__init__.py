@@ -1,6 +1,6 @@
 """One file a command, each with ``run(config, run) -> exit status``; the rest is what they share.
 
-fit, validate, test, predict, generate, export   the commands
+fit, validate, test, predict, generate, export, report   the commands
 run          one run: its folder and where it came from
 evaluation   measuring a checkpoint
 checkpoint   checkpoints on their way in and out
@@ -8,6 +8,7 @@ prompts      texts to continue
 summary      summary.json
 screen       what a person sees
 hparams      options and results, for TensorBoard's HParams
+layout       charts, for TensorBoard's Custom Scalars
 sweep        the table that a sweep leaves
 quiet        what Lightning need not say
 files        files that are there whole or not at all

@@ -33,6 +33,5 @@ def described(settled: Settled) -> str:
     choice = settled.choice
     runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(choice.blocks))
     saved = 1 - choice.cost / choice.dearest
-    return (
-        f"{runs}; {in_words(choice.peak)} of {in_words(settled.budget)}, the blocks' work {saved:.0%} less than if all recomputed"
-    )
+    memory = f"{in_words(choice.peak)} of {in_words(settled.budget)}"
+    return f"{runs}; {memory}; the blocks' work is {saved:.0%} less than if all recomputed"

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from holotrain.errors import UserError
@@ -18,5 +19,6 @@ def write_whole(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be none at all
+            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}") from error

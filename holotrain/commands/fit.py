@@ -16,6 +16,7 @@ from holotrain.commands.checkpoint import KeepConfiguration, check_classes, chec
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import log_options
+from holotrain.commands.layout import log_layout
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task, description
@@ -52,6 +53,7 @@ def run(config: FitConfig, run: Run) -> int:
     )
     screen.show_start("fit", config, run.choices, task.model, run.folder, origin, data)
 
+    log_layout(trainer, task, config)
     status, interrupted = "completed", None
     try:
         trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
@@ -64,7 +66,7 @@ def run(config: FitConfig, run: Run) -> int:
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     for logger in loggers:
-        log_options(logger, config, summary.metrics)
+        log_options(logger, config, run, summary, next(iter(task.monitored)))
         logger.finalize("success" if interrupted is None else "aborted")
     screen.show_end(summary, run.folder)
     if interrupted is None:

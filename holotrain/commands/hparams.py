@@ -1,23 +1,90 @@
 """A run's options and final metrics, where its logger compares runs by them."""
 
+from typing import Any
+
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from omegaconf import OmegaConf
+from tensorboard.compat.proto.summary_pb2 import Summary as Event
+from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from torch.utils.tensorboard.summary import hparams
 
+from holotrain.commands.run import Run
+from holotrain.commands.summary import Summary
 from holotrain.config.schema import RunConfig
 
+ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
+"""What HParams lists of a run beside what its command line changed: runs of other sweeps are told apart by it."""
 
-def log_options(logger: Logger, config: RunConfig, metrics: dict[str, float]) -> None:
-    """Tells a logger the run's options; TensorBoard's HParams also which of the run's scalars are its results."""
+MUTE = ("hydra", "output_dir", "resume", "logger")
+"""Overrides about where a run goes, not what it is."""
+
+
+def log_options(logger: Logger, config: RunConfig, run: Run, summary: Summary, monitored: str) -> None:
+    """Tells a logger the run's options; TensorBoard's HParams also which of them and of the run's scalars to compare.
+
+    Args:
+        monitored: the metric, as ``val/...``, that tells how good a run is.
+    """
     options = dict(_flat(OmegaConf.to_container(OmegaConf.structured(config))))
     if not isinstance(logger, TensorBoardLogger):
         logger.log_hyperparams(options)
         return
     # Lightning's log_hyperparams would write every metric as one more point of its curve.
-    plain = {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in options.items()}
-    results = {name: value for name, value in metrics.items() if not name.startswith("train/")}
-    for summary in hparams(plain, results):
-        logger.experiment._get_file_writer().add_summary(summary)
+    known = {name: _plain(value) for name, value in (run.choices | options).items()}
+    _, began, ended = hparams(known, {})
+    writer = logger.experiment._get_file_writer()
+    for event in (experiment(known, run, results(summary, monitored)), began, ended):
+        writer.add_summary(event)
+
+
+def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str]) -> Event:
+    """The columns of HParams: what a sweep varies (of a single run: what was overridden) is marked as what differs.
+
+    TensorBoard puts that first, shows five options and five metrics unasked, and takes the columns of all runs from the first
+    that it finds. Torch's own ``hparams`` can neither mark nor leave out.
+
+    Args:
+        options: by name, of those that may be a column.
+        metrics: tags of scalars with the names to show, in order.
+    """
+    overridden = [override.lstrip("+~").partition("=")[0] for override in run.overrides]
+    overridden = [name for name in overridden if name.split(".")[0] not in MUTE]
+    marked = run.varied or overridden
+    infos = [
+        api_pb2.HParamInfo(
+            name=name,
+            type=api_pb2.DATA_TYPE_STRING if isinstance(options[name], str) else api_pb2.DATA_TYPE_FLOAT64,
+            differs=name in marked,
+        )
+        for name in dict.fromkeys((*overridden, *ALWAYS))
+        if name in options
+    ]
+    columns = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in metrics.items()]
+    content = plugin_data_pb2.HParamsPluginData(
+        experiment=api_pb2.Experiment(hparam_infos=infos, metric_infos=columns), version=metadata.PLUGIN_DATA_VERSION
+    )
+    about = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=content.SerializeToString())
+    value = Event.Value(tag=metadata.EXPERIMENT_TAG, metadata=SummaryMetadata(plugin_data=about))
+    return Event(value=[value])
+
+
+def results(summary: Summary, monitored: str) -> dict[str, str]:
+    """The scalars that tell how a run went, each with its name: how good, how large, how fast, then the other metrics."""
+    found = {tag: tag for tag in (monitored, monitored.replace("val/", "test/")) if tag in summary.metrics}
+    if summary.peak_memory_bytes is not None:
+        found["memory/peak_bytes"] = "peak memory (bytes)"
+    if summary.tokens_per_second is not None:
+        found["throughput/tokens_per_second"] = "tokens/s"
+    elif summary.samples_per_second is not None:
+        found["throughput/samples_per_second"] = "samples/s"
+    return found | {tag: tag for tag in summary.metrics if not tag.startswith("train/")}
+
+
+def _plain(value: Any) -> float | str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, int | float | str) else str(value)
 
 
 def _flat(node: dict, prefix: str = ""):

@@ -1,6 +1,6 @@
 """One run of a command: its folder and where it came from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holotrain.config.folders import LAST_CHECKPOINT
@@ -14,12 +14,14 @@ class Run:
         folder: where it leaves its files; it exists.
         overrides: what the command line changed, as written there.
         choices: the option of each configuration group, for checkpoints to keep.
+        varied: the options and groups in which the jobs of a sweep differ; none outside of a sweep.
     """
 
     command: str
     folder: Path
     overrides: list[str]
     choices: dict[str, str]
+    varied: list[str] = field(default_factory=list)
 
     @property
     def checkpoints(self) -> Path:

@@ -6,14 +6,16 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from holotrain.commands.files import write_whole
-from holotrain.commands.run import Run
-from holotrain.config.build_trainer import device_name
-from holotrain.config.schema import RunConfig
+from holotrain.errors import UserError
+
+if TYPE_CHECKING:  # who only reads summaries need not wait for torch and Lightning
+    from torch import nn
+
+    from holotrain.commands.run import Run
+    from holotrain.config.schema import RunConfig
 
 SUMMARY = "summary.json"
 
@@ -43,6 +45,8 @@ class Summary:
     @classmethod
     def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed") -> Summary:
         """The summary of a run, without its figures yet."""
+        from holotrain.config.build_trainer import device_name
+
         return cls(
             command=run.command,
             status=status,
@@ -61,9 +65,21 @@ class Summary:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """A run's summary; None where it left none."""
+    """A run's summary; None where it left none.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     path = folder / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no readable summary: {error}") from error
+    if not isinstance(found, dict) or not {"command", "status", "overrides", "metrics"} <= found.keys():
+        raise UserError(f"{path} is no summary of a run")
+    return found
 
 
 def parameter_count(model: nn.Module) -> int:

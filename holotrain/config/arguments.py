@@ -1,11 +1,11 @@
 """The command line taken apart: a command, Hydra's flags, overrides. Flags may stand anywhere; Hydra wants them first."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from holotrain.checks import did_you_mean
-from holotrain.config.schema import COMMANDS
+from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, ReportConfig
 from holotrain.errors import UserError
 
 # Hydra's flags, by whether a value follows. --experimental-rerun is missing on purpose: it unpickles a file.
@@ -80,8 +80,8 @@ def parse(argv: list[str]) -> Arguments:
     """
     command, *rest = argv
     if command not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        raise UserError(f"{command!r} is no command; there are {known}.{did_you_mean(command, COMMANDS)}")
+        commands = [*COMMANDS, *FOLDER_COMMANDS]
+        raise UserError(f"{command!r} is no command; there are {', '.join(commands)}.{did_you_mean(command, commands)}")
     arguments = Arguments(command)
     words = iter(rest)
     for word in words:
@@ -105,3 +105,31 @@ def parse(argv: list[str]) -> Arguments:
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
     return arguments
+
+
+def parse_folders(command: str, words: list[str]) -> ReportConfig | None:
+    """Takes the command line of a command of ``FOLDER_COMMANDS`` apart; None where it asks for help.
+
+    Raises:
+        UserError: no folder, an unknown flag or option, an option without a value.
+    """
+    if HELP & set(words):
+        return None
+    schema = FOLDER_COMMANDS[command]
+    options = [option.name for option in fields(schema) if option.name != "runs"]
+    config = schema()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            raise UserError(f"{name!r} is no flag of {command}.{did_you_mean(name, HELP)}")
+        if name in options and equals:
+            if not value:
+                raise UserError(f"{name}: a value is needed")
+            setattr(config, name, str(Path(value).expanduser()))
+        elif equals and name.isidentifier() and not Path(word).exists():
+            raise UserError(f"{name!r} is no option of {command}; there is {', '.join(options)}.{did_you_mean(name, options)}")
+        else:
+            config.runs.append(word)
+    if not config.runs:
+        raise UserError(f"{command} needs the folder of a run or sweep: holotrain {command} runs/fit/sweeps/...")
+    return config

@@ -1,6 +1,7 @@
 """``holotrain --help`` and ``holotrain COMMAND --help``, from the schemas and the configuration folder alone."""
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import json
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 
 from holotrain.config.arguments import Arguments
 from holotrain.config.composition import composed, option_names
-from holotrain.config.schema import COMMANDS, KINDS, PLAIN
+from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, KINDS, PLAIN
 
 FLAGS = """\
 Flags, anywhere between overrides:
@@ -23,7 +24,7 @@ Flags, anywhere between overrides:
 
 def overview() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:<10}{schema.__doc__}" for name, schema in COMMANDS.items()]
+    lines = [f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | FOLDER_COMMANDS).items()]
     return "\n".join(
         [
             "holotrain trains transformers whose activations do not fit in memory.",
@@ -54,6 +55,23 @@ def command_help(arguments: Arguments) -> str:
     for key, value, meaning in _options(COMMANDS[arguments.command], OmegaConf.to_container(config), ""):
         lines.append(f"  {f'{key}={value}':<45} {meaning}".rstrip())
     return "\n".join([*lines, "", FLAGS])
+
+
+def folder_command_help(command: str) -> str:
+    """What a command of ``FOLDER_COMMANDS`` takes."""
+    schema = FOLDER_COMMANDS[command]
+    meanings = _meanings(schema)
+    options = [option for option in dataclasses.fields(schema) if option.name != "runs"]
+    return "\n".join(
+        [
+            f"holotrain {command}: {schema.__doc__}",
+            "",
+            f"Usage: holotrain {command} RUN... {' '.join(f'[{option.name}=...]' for option in options)}",
+            "",
+            f"  {'RUN':<45} {meanings['runs']}",
+            *(f"  {f'{option.name}={option.default}':<45} {meanings[option.name]}" for option in options),
+        ]
+    )
 
 
 def _options(schema: type, values: dict, prefix: str) -> Iterator[tuple[str, str, str]]:

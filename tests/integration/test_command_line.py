@@ -15,7 +15,6 @@ import torch
 import yaml
 from left_by_runs import assert_same_weights, only, scalars, summary, weights
 from small_run import SMALL
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 COMMON_KEYS = {
     "command", "status", "metrics", "steps", "samples_per_second", "peak_memory_bytes", "seconds", "checkpoint", "device",
@@ -45,21 +44,6 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
         seen
     )
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
-
-
-def test_hparams_hold_options_and_real_metrics(holotrain):
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    holotrain("fit", *SMALL)
-    events = EventAccumulator(str(only(Path("runs/fit")) / "tensorboard")).Reload()
-    content = {}
-    for tag, raw in events.summary_metadata.items():
-        if raw.plugin_data.plugin_name == "hparams":
-            content[tag] = plugin_data_pb2.HParamsPluginData.FromString(raw.plugin_data.content)
-    metrics = {info.name.tag for info in content["_hparams_/experiment"].experiment.metric_infos}
-    assert {"val/accuracy", "test/accuracy"} <= metrics
-    options = content["_hparams_/session_start_info"].session_start_info.hparams
-    assert options["model.dim"].number_value == 16 and options["optimizer.kind"].string_value == "adamw"
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-9), ("32-true", 1e-3)])

@@ -8,10 +8,12 @@ group stand in its ``__post_init__``, those between groups in RunConfig's (``run
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.commands import (
     COMMANDS,
+    FOLDER_COMMANDS,
     ExportConfig,
     FitConfig,
     GenerateConfig,
     PredictConfig,
+    ReportConfig,
     TestConfig,
     ValidateConfig,
 )
@@ -25,12 +27,14 @@ from holotrain.config.schema.task import TASKS
 
 __all__ = [
     "COMMANDS",
+    "FOLDER_COMMANDS",
     "KINDS",
     "PLAIN",
     "ExportConfig",
     "FitConfig",
     "GenerateConfig",
     "PredictConfig",
+    "ReportConfig",
     "RunConfig",
     "TestConfig",
     "ValidateConfig",

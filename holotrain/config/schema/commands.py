@@ -1,6 +1,6 @@
 """What each command reads beside."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holotrain.checks import at_least, one_of, within
 from holotrain.config.schema.run import RunConfig
@@ -150,6 +150,17 @@ class PlanConfig(RunConfig):
             raise UserError("trainer.precision=16-mixed: a CPU cannot train so; take bf16-mixed or device=cuda")
 
 
+@dataclass
+class ReportConfig:
+    """Compare runs on one HTML page: their curves, what differs among them, what came of each."""
+
+    runs: list[str] = field(default_factory=list)
+    """folder of a run, of a sweep or of several runs, or a pattern of such: 'runs/fit/2026-*'"""
+
+    to: str = "report.html"
+    """file to write"""
+
+
 COMMANDS: dict[str, type[RunConfig]] = {
     "fit": FitConfig,
     "validate": ValidateConfig,
@@ -159,4 +170,7 @@ COMMANDS: dict[str, type[RunConfig]] = {
     "export": ExportConfig,
     "plan": PlanConfig,
 }
-"""The configuration of each command."""
+"""The configuration of each command that Hydra composes one for."""
+
+FOLDER_COMMANDS = {"report": ReportConfig}
+"""Commands that take folders instead: what has been run, with no configuration to compose."""

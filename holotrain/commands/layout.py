@@ -1,0 +1,40 @@
+"""The charts of a run's TensorBoard, under its Custom Scalars."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from holotrain.callbacks import DriftMonitor, MemoryMonitor, PaddingMonitor, SynthesisCallback, ThroughputMonitor
+from holotrain.config.schema import RunConfig
+from holotrain.config.schema.backward import PLAIN
+from holotrain.dashboard.charts import tensorboard_layout
+from holotrain.tasks import Task
+
+
+def log_layout(trainer: pl.Trainer, task: Task, config: RunConfig) -> None:
+    """Tells TensorBoard, if it is a logger of this training, to show together what belongs together."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_custom_scalars(tensorboard_layout(tags(trainer, task, config)))
+
+
+def tags(trainer: pl.Trainer, task: Task, config: RunConfig) -> set[str]:
+    """The scalars that a training can log, as far as charts show them; the callbacks' docstrings name them."""
+    found = {"train/loss", "train/lr"}
+    if config.trainer.limit_val_batches != 0:
+        found |= task.monitored.keys()
+    for callback in trainer.callbacks:
+        if isinstance(callback, MemoryMonitor):
+            found |= {"memory/peak_bytes", "memory/forward_backward_peak_bytes"}
+        elif isinstance(callback, ThroughputMonitor):
+            found |= {"throughput/samples_per_second", "throughput/step_seconds"}
+            if callback.count_tokens:
+                found.add("throughput/tokens_per_second")
+            if callback.peak_flops and callback.model_flops_per_sample:
+                found.add("throughput/mfu")
+        elif isinstance(callback, DriftMonitor) and config.backward.kind not in PLAIN:
+            found.add("reversible/drift")
+        elif isinstance(callback, SynthesisCallback):
+            found |= {f"synthesis/{name}" for name in ("milliseconds", "gradient_cosine", "update_norm", "skipped")}
+        elif isinstance(callback, PaddingMonitor):
+            found.add("padding/fraction")
+    return found

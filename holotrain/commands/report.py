@@ -1,0 +1,98 @@
+"""``holotrain report``: one HTML page that compares runs."""
+
+import glob
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from holotrain.commands import summary
+from holotrain.commands.files import write_whole
+from holotrain.config.schema import ReportConfig
+from holotrain.dashboard.page import page
+from holotrain.dashboard.scalars import read_scalars
+from holotrain.dashboard.table import Reported
+from holotrain.errors import UserError
+
+LEFT_BY_RUNS = ("config.yaml", summary.SUMMARY, "tensorboard", "csv")
+
+
+def run(config: ReportConfig) -> int:
+    """Writes the page and returns 0.
+
+    Raises:
+        UserError: a word names no run, a run logged nothing, a file cannot be read or written.
+    """
+    target = Path(config.to)
+    if target.is_dir():
+        raise UserError(f"to: {target} is a folder; give the name of a file, such as to={target / 'report.html'}")
+    named = {word: runs_at(word) for word in config.runs}
+    folders = {folder.resolve(): folder for found in named.values() for folder in found}
+    console = Console(highlight=False, soft_wrap=True)
+    steps = (SpinnerColumn(), TextColumn("reading {task.fields[folder]}"), MofNCompleteColumn(), TimeElapsedColumn())
+    read: dict[Path, Reported] = {}
+    with Progress(*steps, console=console, transient=True, disable=not console.is_terminal) as progress:
+        shown = progress.add_task("", total=len(folders), folder="")
+        for place, folder in folders.items():
+            progress.update(shown, folder=folder)
+            read[place] = _read(folder)
+            progress.advance(shown)
+    for word, found in named.items():
+        if not any(read[folder.resolve()].curves for folder in found):
+            raise UserError(f"{word}: no scalars were logged there (a report reads TensorBoard's files and csv)")
+    text = page(list(read.values()))
+    write_whole(target, text)
+    for reported in read.values():
+        if not reported.curves:
+            console.print(f"{reported.folder} holds no scalars: it is in the table alone")
+    console.print(f"{len(read)} run{'s' * (len(read) > 1)} written to {target} ({len(text.encode()) / 2**10:.0f} KiB)")
+    return 0
+
+
+def runs_at(word: str) -> list[Path]:
+    """The folders of runs that a word of the command line names.
+
+    Raises:
+        UserError: there are none.
+    """
+    path = Path(word).expanduser()
+    if path.exists():
+        matched = [path]
+    else:
+        matched = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_dir()]
+    if not matched:
+        raise UserError(f"there is no folder {word}" if not glob.has_magic(word) else f"no folder matches {word}")
+    try:
+        runs = [folder for place in matched for folder in _runs_of(place)]
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+    if not runs:
+        raise UserError(f"{word} is neither the folder of a run nor one of several")
+    return runs
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The folder itself, or the runs that stand in it, a sweep's in the order of its jobs."""
+    if _is_run(folder) or not folder.is_dir():
+        return [folder] if _is_run(folder) else []
+    within = [child for child in folder.iterdir() if _is_run(child)]
+    return sorted(within, key=lambda child: (int(child.name) if child.name.isdigit() else -1, child.name))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in LEFT_BY_RUNS)
+
+
+def _read(folder: Path) -> Reported:
+    return Reported(folder, _config(folder / "config.yaml"), summary.read(folder) or {}, read_scalars(folder))
+
+
+def _config(path: Path) -> dict:
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is no readable configuration") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{path} is no readable configuration")
+    return options

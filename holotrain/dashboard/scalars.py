@@ -1,0 +1,95 @@
+"""What a run logged, read back from TensorBoard's event files, or from csv."""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from holotrain.errors import UserError
+
+
+@dataclass
+class Curve:
+    """A scalar over a run.
+
+    Args:
+        steps: (N,) optimizer steps, ascending, each once.
+        values: (N,)
+        instants: (N,) when each was logged, in seconds since 1970; None: not known.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+    instants: np.ndarray | None = None
+
+    def finite(self) -> "Curve":
+        """Without the points that are infinite or no number."""
+        kept = np.isfinite(self.values)
+        return Curve(self.steps[kept], self.values[kept], None if self.instants is None else self.instants[kept])
+
+
+def read_scalars(folder: Path) -> dict[str, Curve]:
+    """The scalars of a run by tag; none where it logged none. Where a run was resumed, the later points count.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    return {**_csv(folder / "csv"), **_tensorboard(folder / "tensorboard")}
+
+
+def _tensorboard(folder: Path) -> dict[str, Curve]:
+    paths = sorted(folder.glob("*tfevents*"))
+    for path in paths:
+        _check(path)
+    if not paths:
+        return {}
+    try:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    except (OSError, DecodeError) as error:
+        raise UserError(f"{folder} holds an event file that cannot be read: {error}") from error
+    rows = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    return {
+        tag: _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
+        for tag, points in rows.items()
+    }
+
+
+def _check(path: Path) -> None:
+    """TensorBoard passes over files that it cannot read, and takes those cut off at the end for what they hold: so do we."""
+    try:
+        with path.open("rb") as file:
+            empty = not file.read(1)
+        readable = empty or next(iter(EventFileLoader(str(path)).Load()), None) is not None
+    except (OSError, DecodeError):
+        readable = False
+    if not readable:
+        raise UserError(f"{path} is no readable event file")
+
+
+def _csv(folder: Path) -> dict[str, Curve]:
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    # A resumed run writes a version of its own.
+    for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.partition("_")[2])):
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    for tag in row.keys() - {"step"}:
+                        if row[tag]:
+                            steps, values = found.setdefault(tag, ([], []))
+                            steps.append(int(row["step"]))
+                            values.append(float(row[tag]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is no readable csv log") from error
+    return {tag: _curve(*columns) for tag, columns in found.items()}
+
+
+def _curve(steps: list[int], values: list[float], instants: list[float] | None = None) -> Curve:
+    """Ascending; of several points of a step the last."""
+    backwards = np.asarray(steps)[::-1]
+    unique, first = np.unique(backwards, return_index=True)
+    kept = len(backwards) - 1 - first
+    return Curve(unique, np.asarray(values, np.float64)[kept], None if instants is None else np.asarray(instants)[kept])

@@ -1,0 +1,175 @@
+"""What differs among runs, and what came of each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holotrain.dashboard.scalars import Curve
+
+UNCOMPARED = ("output_dir", "resume", "hydra", "logger")
+"""Options about where a run goes, not what it is."""
+
+
+@dataclass
+class Reported:
+    """A run as it is compared.
+
+    Args:
+        folder: of the run.
+        config: every option, nested; empty where it left none.
+        summary: that of summary.json; empty where it left none (it runs still, or was killed).
+        curves: its scalars by tag.
+    """
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """What its command line changed."""
+        words = (word.lstrip("+~").partition("=") for word in self.summary.get("overrides", []))
+        return {key: value for key, _, value in words if key.split(".")[0] not in UNCOMPARED}
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The final ones; without a summary those that were logged last."""
+        if self.summary:
+            return self.summary["metrics"]
+        measured = ("train/loss", "val/", "test/")
+        return {tag: float(curve.values[-1]) for tag, curve in self.curves.items() if tag.startswith(measured)}
+
+
+def changed(runs: list[Reported]) -> dict[str, list[Any]]:
+    """The options and groups that a command line set and in which runs differ, with the value of each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.overrides)
+    return _different({key: [_value(run, key) for run in runs] for key in keys})
+
+
+def different_options(runs: list[Reported]) -> dict[str, list[Any]]:
+    """All options in which runs differ, chosen or brought along by a group."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for options in flat for key in options if key.split(".")[0] not in UNCOMPARED)
+    return _different({key: [options.get(key) for options in flat] for key in keys})
+
+
+def labels(runs: list[Reported]) -> list[str]:
+    """A name of each run, no two alike: what was changed in it, as far as that tells them apart, or else its folder."""
+    options = changed(runs)
+    lasts = [key.rpartition(".")[2] for key in options]
+    short = {key: last if lasts.count(last) == 1 else key for key, last in zip(options, lasts, strict=True)}
+    folders = [_folder_name(run.folder) for run in runs]
+    if len(set(folders)) < len(folders):
+        folders = [str(run.folder) for run in runs]
+    found = [", ".join(f"{short[key]}={shown(values[n])}" for key, values in options.items()) for n in range(len(runs))]
+    named = []
+    for label, folder in zip(found, folders, strict=True):
+        if not label or len(label) > 60:
+            named.append(folder)
+        else:
+            named.append(label if found.count(label) == 1 else f"{label} ({folder})")
+    return named
+
+
+def shown(value: Any) -> str:
+    """A value as a person reads it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass
+class Column:
+    """
+    Args:
+        name: its heading.
+        cells: one a run.
+        better: ``min`` or ``max`` where a column of figures has a best one.
+        figures: the numbers behind the cells, None where a run has none.
+    """
+
+    name: str
+    cells: list[str]
+    better: str | None = None
+    figures: list[float | None] = field(default_factory=list)
+
+    @property
+    def best(self) -> float | None:
+        """The best figure, where there are several to choose from."""
+        known = [figure for figure in self.figures if figure is not None]
+        if self.better is None or len(set(known)) < 2:
+            return None
+        return min(known) if self.better == "min" else max(known)
+
+
+def columns(runs: list[Reported]) -> list[Column]:
+    """What differs first, then metrics, memory, throughput, time, status, folder."""
+    options = changed(runs)
+    found = [Column(key, [shown(value) for value in values]) for key, values in options.items()]
+    for name in ("device", "parameters"):
+        values = [run.summary.get(name) for run in runs]
+        if name not in options and len(set(values)) > 1:
+            found.append(Column(name, [f"{value:,}" if isinstance(value, int) else shown(value) for value in values]))
+    for name in _metric_names(runs):
+        # Of a training batch's loss the last is no result.
+        better = None if name.startswith("train/") else "max" if "accuracy" in name else "min"
+        found.append(_figures(name, [run.metrics.get(name) for run in runs], better))
+    for name, heading, better, factor in (
+        ("peak_memory_bytes", "peak memory, MiB", "min", 2**-20),
+        ("samples_per_second", "samples/s", "max", 1),
+        ("tokens_per_second", "tokens/s", "max", 1),
+        ("step_seconds", "ms a step", "min", 1e3),
+        ("steps", "steps", None, 1),
+        ("seconds", "time, s", None, 1),
+    ):
+        values = [run.summary.get(name) for run in runs]
+        if any(value is not None for value in values):
+            scaled = [None if value is None else value * factor for value in values]
+            found.append(_figures(heading, scaled, better))
+    found.append(Column("status", [run.summary.get("status", "unfinished") for run in runs]))
+    found.append(Column("folder", [str(run.folder) for run in runs]))
+    return found
+
+
+def _figures(name: str, values: list[float | None], better: str | None) -> Column:
+    return Column(name, ["" if value is None else _number(value) for value in values], better, values)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _metric_names(runs: list[Reported]) -> list[str]:
+    """Losses behind the other metrics, training behind validation and test."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics if name != "train/lr")
+    return sorted(names, key=lambda name: (name.startswith("train/"), name.endswith("/loss")))
+
+
+def _value(run: Reported, key: str) -> Any:
+    """An option's value; of a group the chosen option, or its kind where it was not chosen on the command line."""
+    node: Any = run.config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    if isinstance(node, Mapping):
+        return run.overrides.get(key, node.get("kind"))
+    return run.overrides.get(key) if node is None else node
+
+
+def _different(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def _flat(node: Mapping[str, Any], prefix: str = ""):
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _folder_name(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}" if folder.name.isdigit() else folder.name

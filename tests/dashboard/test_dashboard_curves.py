@@ -1,0 +1,81 @@
+"""Curves: read back from what runs left, thinned, smoothed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from holotrain.dashboard.charts import CHARTS, tensorboard_layout
+from holotrain.dashboard.scalars import read_scalars
+from holotrain.dashboard.thinning import smoothed, thinned
+from holotrain.errors import UserError
+
+
+def logged(folder: Path, points: list[tuple[int, float]], tag: str = "train/loss") -> Path:
+    """The event file that it wrote."""
+    writer = SummaryWriter(folder / "tensorboard")
+    for step, value in points:
+        writer.add_scalar(tag, value, step, walltime=1e9 + step)
+    writer.close()
+    return max((folder / "tensorboard").iterdir(), key=lambda path: (path.stat().st_mtime, path.name))
+
+
+def test_thinning_keeps_ends_and_what_sticks_out():
+    values = np.sin(np.linspace(0, 50, 10_001))
+    values[[777, 5005]] = 9.0, -9.0
+    kept = thinned(values, 200)
+    assert len(kept) <= 202 and (np.diff(kept) > 0).all()
+    assert {0, 777, 5005, 10_000} <= set(kept.tolist())
+    assert thinned(values[:200], 200).tolist() == list(range(200))
+    assert thinned(values, 1).tolist()[0] == 0
+
+
+def test_smoothing_is_the_mean_of_what_lies_around():
+    values = np.random.default_rng(0).normal(size=100)
+    found = smoothed(values, 5)
+    assert found[50] == pytest.approx(values[48:53].mean())
+    assert found[0] == pytest.approx(values[:3].mean()) and found[99] == pytest.approx(values[97:].mean())
+
+
+def test_a_resumed_run_counts_once(tmp_path):
+    logged(tmp_path, [(0, 3.0), (1, 2.0), (2, 9.0)])
+    first = next((tmp_path / "tensorboard").iterdir())
+    first.rename(first.with_name("events.out.tfevents.0000000001.first"))  # the names' seconds would be the same
+    logged(tmp_path, [(2, 1.0), (3, 0.5)])
+    curve = read_scalars(tmp_path)["train/loss"]
+    assert curve.steps.tolist() == [0, 1, 2, 3] and curve.values.tolist() == [3.0, 2.0, 1.0, 0.5]
+    assert curve.instants.tolist() == [1e9, 1e9 + 1, 1e9 + 2, 1e9 + 3]
+
+
+def test_a_file_cut_off_is_read_as_far_as_it_goes_and_another_is_refused(tmp_path):
+    path = logged(tmp_path, [(step, 1.0) for step in range(10)])
+    path.write_bytes(path.read_bytes()[:-7])
+    assert len(read_scalars(tmp_path)["train/loss"].steps) == 9
+    path.write_bytes(b"no event file, but long enough to look at")
+    with pytest.raises(UserError, match=f"{path.name} is no readable event file"):
+        read_scalars(tmp_path)
+    path.write_bytes(b"")
+    assert read_scalars(tmp_path) == {}
+
+
+def test_csv_logs_are_read_too(tmp_path):
+    for version, rows in enumerate(["0,,3.5\n1,0.25,\n", "1,,2.5\n2,,1.5\n"]):
+        path = tmp_path / "csv" / f"version_{version}" / "metrics.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"step,val/accuracy,train/loss\n{rows}")
+    curves = read_scalars(tmp_path)
+    assert curves["train/loss"].steps.tolist() == [0, 1, 2] and curves["train/loss"].values.tolist() == [3.5, 2.5, 1.5]
+    assert curves["val/accuracy"].values.tolist() == [0.25] and curves["val/accuracy"].instants is None
+    path.write_text("step,train/loss\nx,y\n")
+    with pytest.raises(UserError, match="metrics.csv is no readable csv log"):
+        read_scalars(tmp_path)
+
+
+def test_a_layout_has_the_charts_of_which_a_tag_is_there():
+    layout = tensorboard_layout({"val/accuracy", "memory/peak_bytes"})
+    assert {group: list(charts) for group, charts in layout.items()} == {"Accuracy": ["Accuracy"], "Memory": ["Memory"]}
+    assert layout["Accuracy"]["Accuracy"] == ["Multiline", ["val/accuracy$", "val/accuracy_top5$"]]
+    titles = [chart.title for chart in CHARTS]
+    tags = [tag for chart in CHARTS for tag in chart.lines]
+    assert len(set(titles)) == len(titles) and len(set(tags)) == len(tags)

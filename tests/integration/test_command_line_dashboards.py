@@ -1,0 +1,136 @@
+"""What runs leave to be looked at: TensorBoard's HParams and Custom Scalars, and the page of a report."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from left_by_runs import only, scalars
+from small_run import SMALL
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from holotrain.dashboard.charts import CHARTS
+
+
+def hparams(folder: Path):
+    """The columns of a run's HParams, its session's options."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    content = {
+        tag: plugin_data_pb2.HParamsPluginData.FromString(raw.plugin_data.content)
+        for tag, raw in events.summary_metadata.items()
+        if raw.plugin_data.plugin_name == "hparams"
+    }
+    return content["_hparams_/experiment"].experiment, content["_hparams_/session_start_info"].session_start_info.hparams
+
+
+def layout(folder: Path) -> dict[str, list[str]]:
+    """The tags of each chart of a run's Custom Scalars."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    found = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    return {
+        chart.title: [tag.removesuffix("$") for tag in chart.multiline.tag] for group in found.category for chart in group.chart
+    }
+
+
+def test_hparams_of_a_run_hold_every_option_and_list_what_was_overridden(holotrain):
+    holotrain("fit", *SMALL, "trainer.deterministic=true")
+    experiment, options = hparams(only(Path("runs/fit")))
+    assert options["model.dim"].number_value == 16 and options["optimizer.kind"].string_value == "adamw"
+    assert options["model"].string_value == "rev_vit_tiny" and options["trainer.deterministic"].string_value == "true"
+    marked = [info.name for info in experiment.hparam_infos if info.differs]
+    assert marked == [word.partition("=")[0] for word in [*SMALL, "trainer.deterministic=true"]]
+    assert {"backward", "optimizer.lr"} <= {info.name for info in experiment.hparam_infos}
+
+
+@pytest.fixture
+def sweep(holotrain) -> Path:
+    """A sweep of two jobs, one of them with a synthesis."""
+    words = ["optimizer=sgd", "optimizer.momentum=0", "output_dir=mine", "synthesis=none,associative"]
+    status, _, _ = holotrain("fit", "-m", *SMALL, *words)
+    assert status == 0
+    (folder,) = Path("mine/fit/sweeps").iterdir()
+    return folder
+
+
+def test_a_sweep_in_tensorboard_and_in_a_report(holotrain, sweep):
+    # HParams: what varies is marked, results come in the order of their importance
+    experiment, options = hparams(sweep / "1")
+    assert [info.name for info in experiment.hparam_infos if info.differs] == ["synthesis"]
+    assert "output_dir" not in {info.name for info in experiment.hparam_infos}
+    assert options["synthesis"].string_value == "associative"
+    shown = [(metric.name.tag, metric.display_name) for metric in experiment.metric_infos][:4]
+    assert shown == [
+        ("val/accuracy", "val/accuracy"),
+        ("test/accuracy", "test/accuracy"),
+        ("memory/peak_bytes", "peak memory (bytes)"),
+        ("throughput/samples_per_second", "samples/s"),
+    ]
+    # Custom Scalars: every chart has a curve, every curve that could have a chart is in one
+    for job in "01":
+        charts, seen = layout(sweep / job), scalars(sweep / job).keys()
+        assert charts == {chart.title: list(chart.lines) for chart in CHARTS if seen & chart.lines.keys()}
+    assert "Time of synthesis" in layout(sweep / "1") and "Time of synthesis" not in layout(sweep / "0")
+    # the report
+    status, out, err = holotrain("report", str(sweep), str(sweep / "0"), "to=pages/both.html")
+    assert (status, err) == (0, "") and "2 runs written to pages/both.html" in out
+    page = Path("pages/both.html").read_text()
+    assert "synthesis=associative" in page and "Time of synthesis" in page and "holotrain:" not in page
+    assert [path.name for path in Path("pages").iterdir()] == ["both.html"]
+    # a job that still runs, and one that logged nothing
+    (sweep / "0" / "summary.json").unlink()
+    shutil.rmtree(sweep / "1" / "tensorboard")
+    status, out, err = holotrain("report", f"{sweep}/*")
+    assert (status, err) == (0, "")
+    assert f"{sweep}/1 holds no scalars" in out and "unfinished" in Path("report.html").read_text()
+    status, _, err = holotrain("report", f"{sweep}/1")
+    assert status == 2 and err.startswith(f"holotrain: {sweep}/1: no scalars were logged there")
+
+
+MISTAKES = [
+    (["report"], "report needs the folder of a run"),
+    (["report", "nowhere"], "there is no folder nowhere"),
+    (["report", "nowhere/*"], "no folder matches nowhere/*"),
+    (["report", "empty"], "empty is neither the folder of a run nor one of several"),
+    (["report", "occupied"], "occupied is neither"),
+    (["report", "broken", "too=x.html"], "there is to. Did you mean 'to'?"),
+    (["report", "broken", "to="], "to: a value is needed"),
+    (["report", "broken", "to=empty"], "empty is a folder"),
+    (["report", "broken", "--hepl"], "Did you mean '--help'?"),
+    (["report", "broken"], "events.out.tfevents.1 is no readable event file"),
+    (["report", "spoilt"], "spoilt/summary.json is no readable summary"),
+    (["report", "foreign"], "foreign/summary.json is no summary of a run"),
+    (["report", "crooked"], "crooked/config.yaml is no readable configuration"),
+    (["report", "good", "to=occupied/report.html"], "cannot write occupied/report.html"),
+    (["reprot", "good"], "Did you mean 'report'?"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
+    Path("occupied").write_text("a file")
+    for folder, name, text in [
+        ("empty", "nothing.txt", ""),
+        ("broken/tensorboard", "events.out.tfevents.1", "no events"),
+        ("spoilt", "summary.json", "{"),
+        ("foreign", "summary.json", "[1]"),
+        ("crooked", "config.yaml", "a: [\n"),
+        ("good/csv/version_0", "metrics.csv", "step,train/loss\n0,1.5\n"),
+    ]:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / name).write_text(text)
+    status, out, err = holotrain(*words)
+    assert (status, out) == (2, "")
+    assert expected in err and err.startswith("holotrain: ")
+    assert err.count("\n") == 1 and "Traceback" not in err
+    assert not Path("report.html").exists()
+
+
+def test_help_knows_the_report_and_answers_at_once(holotrain):
+    assert "report" in holotrain("--help")[1]
+    started = time.monotonic()
+    status, out, _ = holotrain("report", "--help")
+    assert status == 0 and "holotrain report RUN... [to=...]" in out and "to=report.html" in out
+    assert time.monotonic() - started < 2
