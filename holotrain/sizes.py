@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 UNITS = {"": 1, "B": 1} | {
@@ -24,10 +25,13 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[unit])
 
 
+def unit_of(size: float) -> tuple[str, int]:
+    """The unit in which a size reads well, and its bytes."""
+    power = max(0, min(int(math.log2(max(abs(size), 1)) // 10), 4))
+    return ("bytes", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
+
+
 def in_words(size: float) -> str:
-    """In the unit that suits: ``"1.50 GiB"``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+    """In the unit that suits: ``"1.5 GiB"``."""
+    name, unit = unit_of(size)
+    return f"{size / unit:.4g} {name}"

@@ -46,7 +46,7 @@ class Planner:
     config: RunConfig
     data: pl.LightningDataModule
     device: str
-    _updates: dict[Any, Update] = field(default_factory=dict, init=False, repr=False)
+    _updates: dict[str, Update] = field(default_factory=dict, init=False, repr=False)
 
     def footprint(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Footprint:
         """The memory of a step.
@@ -60,7 +60,7 @@ class Planner:
             Unplannable: an operation cannot be imagined.
         """
         rounded = ALLOCATORS[self.device]
-        known = tuple(sorted(sizes.items()))
+        known = repr(sizes)
         with self.step(batch, backward, **sizes) as step:
             if known not in self._updates:
                 self._updates[known] = rehearse_update(step, rounded)

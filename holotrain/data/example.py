@@ -29,6 +29,11 @@ def example_batch(data: pl.LightningDataModule, size: int) -> Any:
     return batch | {"labels": torch.zeros(documents, dtype=torch.int64)} if data.num_classes else batch
 
 
+def batch_unit(data: pl.LightningDataModule) -> int:
+    """By how much that option can sensibly grow."""
+    return data.longest if batch_option(data)[0] == "data.max_tokens" else 1
+
+
 def batch_option(data: pl.LightningDataModule) -> tuple[str, int]:
     """The option that says how large a batch is, and its value."""
     if isinstance(data, TextDataModule) and data.layout == "documents" and data.max_tokens:

@@ -17,6 +17,7 @@ from holotrain.planning.costs import flops, seconds, stage_of, visited
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.imagination import Unplannable, imagine, imagined, selecting
 from holotrain.planning.rehearsal import TrainingStep, Update, rehearse, rehearse_update
+from holotrain.planning.search import largest
 
 __all__ = [
     "ALLOCATORS",
@@ -32,6 +33,7 @@ __all__ = [
     "flops",
     "imagine",
     "imagined",
+    "largest",
     "rehearse",
     "rehearse_update",
     "seconds",

@@ -1,0 +1,98 @@
+"""``holotrain plan``: the memory of a training, before anything is allocated."""
+
+import json
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from holotrain.commands.automatic import described
+from holotrain.commands.checkpoint import tokenizer_for
+from holotrain.commands.files import write_whole
+from holotrain.commands.plan_picture import picture
+from holotrain.commands.run import Run
+from holotrain.commands.screen import console
+from holotrain.config.build import build_data
+from holotrain.config.choose_backward import budget_of
+from holotrain.config.make_plan import Plan, make_plan
+from holotrain.config.schema import PlanConfig
+from holotrain.errors import UserError
+from holotrain.planning import Unplannable
+from holotrain.sizes import in_words, unit_of
+
+SHOWN = ("parameters", "gradients", "optimizer", "activations", "temporary")
+"""Parts of a peak that have a column; the rest is summed up."""
+
+
+def run(config: PlanConfig, run: Run) -> int:
+    """Writes plan.json and plan.svg; returns 0, also where the run does not fit.
+
+    Raises:
+        UserError: a step of it cannot be planned.
+    """
+    device = _device(config)
+    data = build_data(config, tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None))
+    data.prepare_data()
+    data.setup("fit")
+    budget = _budget(config, device)
+    quiet = config.json == "-"
+    try:
+        with console.status("planning") as status:
+            plan = make_plan(config, data, device, budget, lambda what: status.update(f"rehearsing {what}"))
+    except Unplannable as error:
+        raise UserError(f"plan: {error}") from error
+    figures = json.dumps(plan.as_json(), indent=2) + "\n"
+    write_whole(run.folder / "plan.json", figures)
+    write_whole(run.folder / "plan.svg", picture(plan))
+    if quiet:
+        print(figures, end="")
+        return 0
+    if config.json:
+        write_whole(Path(config.json), figures)
+    _show(config, run, plan)
+    return 0
+
+
+def _device(config: PlanConfig) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
+
+
+def _budget(config: PlanConfig, device: str) -> int | None:
+    """None where nobody says: then nothing can be said to fit."""
+    try:
+        return budget_of(config, device)
+    except UserError:
+        if config.backward.open:
+            raise
+        return None
+
+
+def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
+    model = run.choices.get("model", config.model.kind)
+    place = "a GPU" if plan.device == "cuda" else "the CPU"
+    within = f", {in_words(plan.budget)}" if plan.budget else ""
+    unit, size = unit_of(max(footprint.peak for footprint in plan.footprints.values()))
+    title = f"holotrain plan: {model}, {config.trainer.precision}, on {place}{within}; figures in {unit}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("backward", no_wrap=True)
+    for name in ("peak", *SHOWN, "other"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fits" if plan.budget else "", no_wrap=True)
+    for name, footprint in plan.footprints.items():
+        other = sum(taken for kind, taken in footprint.parts.items() if kind not in SHOWN)
+        figures = [footprint.peak, *(footprint.parts[kind] for kind in SHOWN), other]
+        fits = ("yes" if footprint.peak <= plan.budget else "no") if plan.budget else ""
+        style = "bold" if name == plan.backward else ""
+        table.add_row(name, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
+    Console(highlight=False, width=max(console.width, 120)).print(table)  # a row stays a line
+    if plan.choice is not None:
+        console.print(f"auto: {described(plan.choice)}")
+    for limit in plan.limits:
+        found = f"up to {limit.value}" if limit.value else "none fits"
+        console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
+    if plan.fits is False and plan.remedies:
+        console.print(f"it would fit with {', or with '.join(plan.remedies)}")
+    console.print(f"written to {run.folder}: plan.json, plan.svg")

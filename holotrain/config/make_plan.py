@@ -1,0 +1,160 @@
+"""What a configured training takes under each backward, and how far it can grow within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+
+from holotrain.config.build_plan import Planner
+from holotrain.config.choose_backward import Settled, settle
+from holotrain.config.schema import RunConfig
+from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardConfig, reversible
+from holotrain.data.example import batch_option, batch_unit
+from holotrain.planning import Footprint, largest
+
+DEPTHS_REHEARSED = 4
+"""How many times deeper than configured a model is rehearsed; beyond, its memory follows a straight line."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How far an option can go: ``value`` is the largest that fits, 0 if none does; None where no budget is known."""
+
+    option: str
+    configured: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Args:
+        device: what the run is planned for.
+        budget: bytes, if any are known.
+        backward: the configured one, by its name in ``footprints``.
+        footprints: of the step under each backward there is.
+        choice: what ``backward=auto`` comes to, where it is configured.
+        limits: the largest batch and depth under the configured backward.
+    """
+
+    device: str
+    budget: int | None
+    backward: str
+    footprints: dict[str, Footprint]
+    choice: Settled | None
+    limits: list[Limit]
+
+    @property
+    def configured(self) -> Footprint:
+        return self.footprints[self.backward]
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.budget is None else self.configured.peak <= self.budget
+
+    @property
+    def remedies(self) -> list[str]:
+        """Overrides under which the run would fit, one of them being enough; the fastest first."""
+        if self.budget is None:
+            return []
+        others = (
+            name for name, footprint in self.footprints.items() if name != self.backward and footprint.peak <= self.budget
+        )
+        return [f"backward={name}" for name in others] + [
+            f"{limit.option}={limit.value}" for limit in self.limits if limit.value
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers; bytes throughout."""
+        return {
+            "device": self.device,
+            "budget_bytes": self.budget,
+            "backward": self.backward,
+            "fits": self.fits,
+            "blocks": self.choice.choice.blocks if self.choice else None,
+            "footprints": {name: asdict(footprint) for name, footprint in self.footprints.items()},
+            "largest": {limit.option: limit.value for limit in self.limits},
+            "remedies": [] if self.fits else self.remedies,
+        }
+
+
+def make_plan(
+    config: RunConfig,
+    data: pl.LightningDataModule,
+    device: str,
+    budget: int | None,
+    begin: Callable[[str], object] = lambda what: None,
+) -> Plan:
+    """
+    Args:
+        data: set up.
+        device: ``"cuda"`` or ``"cpu"``.
+        begin: told what is rehearsed next.
+
+    Raises:
+        Unplannable: an operation cannot be imagined.
+        UserError: ``backward=auto``, and nothing fits.
+    """
+    planner = Planner(config, data, device)
+    size = batch_option(data)[1]
+    footprints = {}
+    for name, backward in _backwards(config).items():
+        begin(f"backward={name}")
+        footprints[name] = planner.footprint(size, backward)
+    choice, backward, name = None, config.backward, config.backward.kind
+    if config.backward.open:
+        begin("backward=auto")
+        choice = settle(replace(config, memory=str(budget)), data, device, measure=False)
+        backward = choice.config.backward
+    if name not in footprints:
+        begin(f"backward={name}")
+        footprints[name] = planner.footprint(size, backward)
+    limits = [] if budget is None else _limits(planner, backward, budget, begin)
+    return Plan(device, budget, name, footprints, choice, limits)
+
+
+def _backwards(config: RunConfig) -> dict[str, BackwardConfig]:
+    """Those that the model can have, the configured one as it is configured."""
+    names = SCHEDULES if reversible(config.model.kind) else PLAIN
+    exact = config.backward.exact if reversible(config.model.kind) else False
+    plain = {name: BackwardConfig(name, exact=exact) for name in names}
+    return plain | ({config.backward.kind: config.backward} if config.backward.kind != AUTO else {})
+
+
+def _limits(planner: Planner, backward: BackwardConfig, budget: int, begin: Callable[[str], object]) -> list[Limit]:
+    """The largest batch; the largest depth, unless each block has a schedule of its own."""
+    option, configured = batch_option(planner.data)
+
+    def at_batch(size: int) -> int:
+        begin(f"{option}={size}")
+        return planner.footprint(size, backward).peak
+
+    unit = batch_unit(planner.data)
+    found = [Limit(option, configured, largest(at_batch, budget, max(configured // unit, 1) * unit, unit))]
+    if not backward.blocks:
+        found.append(_depth(planner, backward, budget, begin))
+    return found
+
+
+def _depth(planner: Planner, backward: BackwardConfig, budget: int, begin: Callable[[str], object]) -> Limit:
+    model = planner.config.model
+    stages = getattr(model, "depths", None)
+    stage = None if stages is None else max(range(len(stages)), key=stages.__getitem__)
+    configured = model.depth if stage is None else stages[stage]
+    size = batch_option(planner.data)[1]
+    known: dict[int, int] = {}
+
+    def at_depth(depth: int) -> int:
+        if depth > DEPTHS_REHEARSED * configured and len(known) > 1:
+            (a, below), (b, above) = sorted(known.items())[-2:]
+            return below + (above - below) * (depth - a) // (b - a)
+        begin(f"{depth} blocks")
+        sizes = {"depth": depth} if stage is None else {"depths": [*stages[:stage], depth, *stages[stage + 1 :]]}
+        known[depth] = planner.footprint(size, backward, **sizes).peak
+        return known[depth]
+
+    option = "model.depth" if stage is None else f"model.depths[{stage}]"
+    return Limit(option, configured, largest(at_depth, budget, configured))
