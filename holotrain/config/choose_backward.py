@@ -18,9 +18,6 @@ from holotrain.models.schedules import sequences
 from holotrain.planning import Choice, TooSmall, choose, flops, seconds, stage_of, visited
 from holotrain.sizes import in_words, parse_bytes
 
-MARGIN = 0.01
-"""Of the budget, left free for what operations hold within themselves, which no plan sees."""
-
 
 @dataclass(frozen=True)
 class Settled:
@@ -64,12 +61,11 @@ def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure
         return planner.footprint(size, replace(config.backward, blocks=blocks)).peak
 
     try:
-        choice = choose(stages, peak, int(budget * (1 - MARGIN)))
+        choice = choose(stages, peak, budget)
     except TooSmall as error:
         option, value = batch_option(data)
         raise UserError(
-            f"memory: {in_words(budget)} is too little: with {option}={value} this run needs at least "
-            f"{in_words(error.least / (1 - MARGIN))}"
+            f"memory: {in_words(budget)} is too little: with {option}={value} this run needs at least {in_words(error.least)}"
         ) from error
     return Settled(replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice, budget)
 

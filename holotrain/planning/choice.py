@@ -13,6 +13,9 @@ from dataclasses import dataclass
 CELLS = 2000
 """Into how many parts the memory to give out is divided; what a block takes is rounded up to whole ones."""
 
+MARGIN = 0.005
+"""Of a budget, left free for what operations hold within themselves, which no plan sees."""
+
 ROUNDS = 6
 """Rehearsals of a choice, at most."""
 
@@ -65,7 +68,7 @@ class TooSmall(ValueError):
 
 
 def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: int) -> Choice:
-    """The cheapest choice whose rehearsed peak is within the budget.
+    """The cheapest choice whose rehearsed peak is within the budget, less a margin; the smallest one may use that too.
 
     Args:
         peak: bytes of a step, given the schedule of each block.
@@ -80,22 +83,23 @@ def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: in
     if taken > budget:
         raise TooSmall(taken)
     best, best_peak = chosen, taken
-    spare = budget - taken
+    room = budget * (1 - MARGIN)
+    spare = room - taken
     tried = {tuple(_names(chosen))}
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if spare > 0 else 0):
         chosen = cheapest(stages, spare)
         names = _names(chosen)
         if tuple(names) in tried:
             break
         tried.add(tuple(names))
         taken = peak(names)
-        if taken <= budget and _cost(chosen) < _cost(best):
+        if taken <= room and _cost(chosen) < _cost(best):
             best, best_peak = chosen, taken
-        spare += budget - taken
+        spare += room - taken
     return Choice(_names(best), best_peak, _cost(best), dearest)
 
 
-def cheapest(stages: Sequence[Stage], spare: int) -> list[list[Option]]:
+def cheapest(stages: Sequence[Stage], spare: float) -> list[list[Option]]:
     """The options of each stage's blocks that cost least in all and hold no more than ``spare`` beyond the least they can.
 
     Within a stage those that hold most come last: what they hold is free again when the others need room.

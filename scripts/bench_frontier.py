@@ -1,0 +1,305 @@
+"""The frontier: throughput against peak memory of every engine on the same model, and of ``auto`` at a series of budgets.
+
+    python scripts/bench_frontier.py                                          # ViT-S, batches of 4
+    python scripts/bench_frontier.py --model swin_tiny --batch 2 --json scripts/results/frontier.json --picture frontier.png
+    python scripts/bench_frontier.py --model gpt_small --depth 4 --tokens 256 --batch 1     # scaled to a small machine
+
+Torch alone is needed; revlib and memcnn take part where they are installed, a picture is drawn where matplotlib is. All engines
+train the very same reversible model, its blocks run by each in turn; a step is a forward, a backward and a step of SGD.
+
+Budgets lie at even distances from the peak of ``reversible`` to that of ``autograd``. For each, ``auto`` times what each way of
+coming by activations costs a block, chooses by a plan, and is then measured as the others are: peak memory as PyTorch's
+allocator reports it, step times in one process, everybody in turn, as medians of the ratios round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_backward import checkpointed, memcnn, offloaded, plain, revlib, selectively_checkpointed
+from bench_common import alternating, machine, median_ratio, save
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
+from holotrain.models.schedules import schedule_blocks, sequences
+from holotrain.planning import ALLOCATORS, TrainingStep, choose, imagine, imagined, rehearse, seconds, stage_of, visited
+from holotrain.planning.measured import measured_peak
+from holotrain.reversible.trial import SETTLED_AFTER, assuming_overlap
+
+
+@dataclass
+class Shape:
+    """A model and its batch."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, ...]]
+
+
+def shape_of(options) -> Shape:
+    name, size = options.model.split("_")
+    sizes = {"vit": VIT_SIZES, "swin": SWIN_SIZES, "roberta": ROBERTA_SIZES, "gpt": GPT_SIZES}[name][size]
+    if options.depth:
+        sizes = sizes | {"depth": options.depth}
+    batch = options.batch
+    if name in ("vit", "swin"):
+        make = functools.partial({"vit": RevViT, "swin": RevSwin}[name], image_size=options.pixels, **sizes)
+        return Shape(make, lambda: (torch.zeros(batch, 3, options.pixels, options.pixels),))
+    tokens = functools.partial(torch.zeros, batch, options.tokens, dtype=torch.int64)
+    if name == "gpt":  # learned positions: other engines' blocks take no keyword arguments
+        make = functools.partial(RevGPT, vocab=options.vocab, context=options.tokens, positions="learned", **sizes)
+        return Shape(make, lambda: (tokens(), tokens()))
+    make = functools.partial(RevRoBERTa, vocab=options.vocab, context=options.tokens, **sizes)
+    return Shape(make, lambda: (tokens(), None, tokens()))
+
+
+class Foreign(nn.Module):
+    """A sequence whose blocks another engine runs."""
+
+    def __init__(self, sequence: nn.Module, engine: Callable) -> None:
+        super().__init__()
+        self.blocks = sequence.blocks
+        self.averages = type(sequence).__name__ == "AveragedStreams"
+        self._run = engine([(block.f, block.g) for block in sequence.blocks])
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        y1, y2 = self._run(x)
+        return (y1 + y2) / 2 if self.averages else (y1, y2)
+
+
+def foreign(engine: Callable) -> Callable[[nn.Module], None]:
+    def apply(model: nn.Module) -> None:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if child in sequences(model):
+                    setattr(parent, name, Foreign(child, engine))
+
+    return apply
+
+
+def ours(**attributes: Any) -> Callable[[nn.Module], None]:
+    def apply(model: nn.Module) -> None:
+        for sequence in sequences(model):
+            for name, value in attributes.items():
+                setattr(sequence, name, len(sequence.blocks) // 2 if value == "half" else value)
+
+    return apply
+
+
+def engines(options) -> dict[str, Callable[[nn.Module], None]]:
+    made = {
+        "autograd": foreign(plain),
+        "checkpoint": foreign(checkpointed),
+        "selective checkpoint": foreign(selectively_checkpointed),
+        "reversible": ours(backward="reversible"),
+        "pareprop": ours(backward="pareprop"),
+        "store half": ours(backward="reversible", store="half"),
+        "keep attention": ours(backward="reversible", keep=("attention",)),
+    }
+    if options.device == "cuda":
+        made["offload"] = foreign(offloaded)
+    for library in (revlib, memcnn):
+        if importlib.util.find_spec(library.__name__):
+            made[library.__name__] = foreign(library)
+    if options.compiled:
+        made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
+    if options.engines:
+        made = {name: make for name, make in made.items() if name in {"autograd", "reversible", *options.engines}}
+    return made
+
+
+def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, imaginary: bool = False) -> TrainingStep:
+    """One step of SGD; imaginary: inside of ``imagined()``."""
+    torch.manual_seed(0)
+    place = torch.device("cpu" if imaginary else options.device)
+    with torch.device("meta") if imaginary else nullcontext():
+        model = shape.make()
+    model = imagine(model, place) if imaginary else model.to(place)
+    for sequence in sequences(model):
+        for block in sequence.blocks:
+            block.exchange = False  # which the other engines do not know
+            if options.compiled and not imaginary:
+                block.f.compile()
+                block.g.compile()
+    apply(model)
+    batch = tuple(None if given is None else given.to(place) for given in shape.batch())
+
+    def loss() -> Tensor:
+        result = model(*batch)
+        return result if result.ndim == 0 else result.float().square().mean()
+
+    return TrainingStep(
+        model=model,
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4, foreach=options.device == "cuda"),
+        autocast=functools.partial(torch.autocast, place.type, torch.bfloat16, enabled=options.amp),
+        held={"batch": [given for given in batch if given is not None]},
+    )
+
+
+def contestant(step: TrainingStep, device: str) -> Callable[[], float]:
+    def run() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        step.differentiate()
+        step.update()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    return run
+
+
+class Auto:
+    """Chooses within a budget, as ``backward=auto`` does."""
+
+    def __init__(self, shape: Shape, options) -> None:
+        self.shape, self.options = shape, options
+        recomputing = "pareprop" if options.device == "cuda" else "reversible"
+        keeping = [] if options.compiled else [f"{recomputing}+attention"]
+        names = [recomputing, *keeping, "checkpoint", "autograd"]
+        real = make_step(shape, ours(backward=recomputing), options)
+        costs = [seconds(visit, names, real.autocast) for visit in self._visits(real)]
+        with imagined():
+            step = make_step(shape, ours(backward=recomputing), options, imaginary=True)
+            visits = self._visits(step)
+            self.stages = [stage_of(visit, cost, step.autocast) for visit, cost in zip(visits, costs, strict=True)]
+
+    def _visits(self, step: TrainingStep):
+        with visited(sequences(step.model)) as visits, torch.no_grad(), step.autocast():
+            step.loss()
+        return visits
+
+    def peak(self, blocks: list[str]) -> int:
+        overlaps = assuming_overlap() if self.options.device == "cuda" else nullcontext()
+        with overlaps, imagined():
+            step = make_step(self.shape, lambda model: schedule_blocks(model, blocks), self.options, imaginary=True)
+            return rehearse(step, ALLOCATORS[self.options.device]).peak
+
+    def choice(self, budget: int):
+        return choose(self.stages, self.peak, budget)
+
+
+def draw(figures: dict[str, dict], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    canvas, axes = pyplot.subplots(figsize=(9, 5))
+    autos = [row for row in figures.values() if "budget" in row]
+    axes.plot([row["peak"] / 2**20 for row in autos], [row["samples_per_second"] for row in autos], "o-", label="auto")
+    for number, (name, row) in enumerate((name, row) for name, row in figures.items() if "budget" not in row):
+        axes.plot(row["peak"] / 2**20, row["samples_per_second"], "s^vDP*X<>"[number % 9], markersize=8, label=name)
+    axes.set(xlabel="peak memory of a step, weights and gradients included, MiB", ylabel="samples a second", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=110)
+    print(f"drawn to {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vit_small", help="vit_, swin_, roberta_, gpt_ and a size")
+    parser.add_argument("--depth", type=int, help="blocks, in place of the size's own")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--pixels", type=int, default=224)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=8192, help="of text models; small, so that blocks are what is compared")
+    parser.add_argument("--budgets", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="of torch's operations on a CPU")
+    parser.add_argument("--amp", action="store_true", help="bf16 autocast")
+    parser.add_argument("--compiled", action="store_true", help="f and g under torch.compile")
+    parser.add_argument("--engines", nargs="*", help="only these, beside autograd and reversible")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    shape, device = shape_of(options), torch.device(options.device)
+
+    peaks, steps = {}, {}
+    for name, apply in engines(options).items():
+        peaks[name] = measured_peak(make_step(shape, apply, options), device)
+        steps[name] = make_step(shape, apply, options)
+        print(f"  {name}: {peaks[name] / 2**20:.1f} MiB", file=sys.stderr)
+    least, most = peaks["reversible"], peaks["autograd"]
+    auto, budgets, chosen = Auto(shape, options), {}, {}
+    for number in range(options.budgets):
+        budget = round(least + (most - least) * number / (options.budgets - 1))
+        name = f"auto {number + 1}"
+        choice = auto.choice(budget)
+        budgets[name], chosen[name] = budget, choice
+        apply = functools.partial(schedule_blocks, schedules=choice.blocks)
+        peaks[name] = measured_peak(make_step(shape, apply, options), device)
+        steps[name] = make_step(shape, apply, options)
+        print(f"  {name}: {peaks[name] / 2**20:.1f} of {budget / 2**20:.1f} MiB", file=sys.stderr)
+
+    contestants = {name: contestant(step, options.device) for name, step in steps.items()}
+    for name in ("pareprop",):
+        for _ in range(SETTLED_AFTER if name in contestants else 0):
+            contestants[name]()
+    times = alternating(contestants, options.rounds)
+
+    figures: dict[str, dict] = {}
+    for name, peak in peaks.items():
+        row: dict[str, Any] = {
+            "peak": peak,
+            "seconds": times[name],
+            "samples_per_second": options.batch / statistics.median(times[name]),
+        }
+        if name in budgets:
+            fitting = [other for other in engines(options) if peaks[other] <= budgets[name]]
+            against = {other: median_ratio(times[other], times[name]) for other in fitting}
+            row |= {
+                "budget": budgets[name],
+                "planned": chosen[name].peak,
+                "blocks": dict(Counter(chosen[name].blocks)),
+                "over_budget": peak > budgets[name],
+                "throughput_over": against,
+                "worst": min(against.items(), key=lambda pair: pair[1]),
+            }
+        figures[name] = row
+
+    print(
+        f"\n{'':22}{'peak MiB':>10}{'budget':>10}{'planned':>10}{'samples/s':>11}  least throughput over those that fit; blocks"
+    )
+    for name, row in figures.items():
+        line = f"{name:22}{row['peak'] / 2**20:10.1f}"
+        if "budget" in row:
+            other, ratio = row["worst"]
+            line += f"{row['budget'] / 2**20:10.1f}{row['planned'] / 2**20:10.1f}{row['samples_per_second']:11.2f}"
+            line += f"  {ratio:.3f} ({other}); {', '.join(f'{count} {way}' for way, count in row['blocks'].items())}"
+        else:
+            line += f"{'':20}{row['samples_per_second']:11.2f}"
+        print(line)
+    autos = [row for row in figures.values() if "budget" in row]
+    print(f"over budget: {sum(row['over_budget'] for row in autos)} of {len(autos)}")
+    print(f"least throughput over an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
+    print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in autos):.2%}")
+    print(machine())
+    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    save({"machine": machine(), "options": described, "engines": figures}, options.json)
+    if options.picture:
+        draw(figures, options.picture, f"{options.model}, batches of {options.batch}, {options.device}")
+
+
+if __name__ == "__main__":
+    main()
