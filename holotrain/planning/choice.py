@@ -17,7 +17,7 @@ MARGIN = 0.005
 """Of a budget, left free for what operations hold within themselves, which no plan sees."""
 
 ROUNDS = 6
-"""Rehearsals of a choice, at most."""
+"""Rehearsals of a choice, at most, beside those of the smallest and the fastest."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +76,35 @@ def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: in
     Raises:
         TooSmall: not even the least memory is within the budget.
     """
-    least = [min(stage.options, key=lambda option: (option.held, option.cost)) for stage in stages]
-    chosen = [[option] * stage.depth for stage, option in zip(stages, least, strict=True)]
-    dearest = _cost(chosen)
-    taken = peak(_names(chosen))
-    if taken > budget:
-        raise TooSmall(taken)
-    best, best_peak = chosen, taken
+    known: dict[tuple[str, ...], int] = {}
+
+    def rehearsed(chosen: list[list[Option]]) -> int:
+        names = tuple(_names(chosen))
+        if names not in known:
+            known[names] = peak(list(names))
+        return known[names]
+
+    least = best = cheapest(stages, 0)
+    if rehearsed(least) > budget:
+        raise TooSmall(rehearsed(least))
     room = budget * (1 - MARGIN)
-    spare = room - taken
-    tried = {tuple(_names(chosen))}
-    for _ in range(ROUNDS if spare > 0 else 0):
-        chosen = cheapest(stages, spare)
-        names = _names(chosen)
-        if tuple(names) in tried:
+    high = 2.0 * sum(stage.depth * max(option.held for option in stage.options) for stage in stages)  # room for everything
+    chosen = cheapest(stages, high)
+    beyond: list[list[Option]] | None = None
+    for _ in range(1 + ROUNDS if rehearsed(least) < room else 0):
+        if rehearsed(chosen) <= room:
+            best = chosen
+        else:
+            beyond, high = chosen, min(high, _held(chosen) - _held(least))
+        if beyond is None:
             break
-        tried.add(tuple(names))
-        taken = peak(names)
-        if taken <= room and _cost(chosen) < _cost(best):
-            best, best_peak = chosen, taken
-        spare += room - taken
-    return Choice(_names(best), best_peak, _cost(best), dearest)
+        # The peak is convex in what is held: a line between what fits and what does not never promises too much.
+        share = (room - rehearsed(best)) / (rehearsed(beyond) - rehearsed(best))
+        low = _held(best) - _held(least)
+        chosen = cheapest(stages, low + (_held(beyond) - _held(best)) * share)
+        if _names(chosen) == _names(best):
+            chosen = cheapest(stages, (low + high) / 2)
+    return Choice(_names(best), rehearsed(best), _cost(best), _cost(least))
 
 
 def cheapest(stages: Sequence[Stage], spare: float) -> list[list[Option]]:
@@ -136,6 +144,10 @@ def cheapest(stages: Sequence[Stage], spare: float) -> list[list[Option]]:
 
 def _names(chosen: list[list[Option]]) -> list[str]:
     return [option.name for stage in chosen for option in stage]
+
+
+def _held(chosen: list[list[Option]]) -> int:
+    return sum(option.held for stage in chosen for option in stage)
 
 
 def _cost(chosen: list[list[Option]]) -> float:

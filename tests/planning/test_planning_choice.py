@@ -1,0 +1,76 @@
+"""The choice of schedules against trying every choice."""
+
+import itertools
+import random
+
+import pytest
+
+from holotrain.planning import Option, Stage, TooSmall, choose
+
+NAMES = ("reversible", "reversible+attention", "checkpoint", "autograd")
+
+
+def stages(seed):
+    generator = random.Random(seed)
+
+    def options():
+        held = sorted(generator.sample(range(1, 60), 3))
+        costs = sorted(generator.sample(range(100, 140), 4), reverse=True)
+        return [Option(name, size, cost) for name, size, cost in zip(NAMES, [0, *held], costs, strict=True)]
+
+    return [Stage(generator.randint(1, 3), options()) for _ in range(2)]
+
+
+def held(stages, blocks):
+    names = iter(blocks)
+    return sum({o.name: o.held for o in stage.options}[next(names)] for stage in stages for _ in range(stage.depth))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_choice_that_fits_is_cheaper(seed):
+    found = stages(seed)
+    weights = 10_000
+    budget = weights + 200 + random.Random(seed).randint(0, 200)
+
+    def peak(blocks):
+        return weights + held(found, blocks)
+
+    choice = choose(found, peak, budget)
+    each = [stage.options for stage in found for _ in range(stage.depth)]
+    fitting = [
+        sum(option.cost for option in options)
+        for options in itertools.product(*each)
+        if sum(option.held for option in options) <= (budget * 0.995 - weights) * (1 - len(each) / 2000)
+    ]
+    assert choice.peak == peak(choice.blocks) <= budget
+    # Cells of the knapsack may round away what would fit by a hair.
+    assert choice.cost <= min(fitting)
+
+
+def test_what_is_left_over_is_given_out_again():
+    """A peak that is less than the sum, since what the last blocks hold is free when the first are recomputed."""
+    stage = Stage(10, [Option("reversible", 0, 4.0), Option("autograd", 100, 3.0)])
+
+    def peak(blocks):
+        return 1000 + 500 + max(0, 100 * blocks.count("autograd") - 500)
+
+    assert choose([stage], peak, 1510).blocks.count("autograd") == 5
+    assert choose([stage], peak, 1815).blocks.count("autograd") == 8
+    assert choose([stage], peak, 2100).blocks.count("autograd") == 10
+
+
+def test_those_that_hold_most_come_last():
+    stage = Stage(6, [Option("reversible", 0, 4.0), Option("checkpoint", 10, 3.8), Option("autograd", 100, 3.0)])
+    blocks = choose(
+        [stage], lambda blocks: 100_000 + 100 * blocks.count("autograd") + 10 * blocks.count("checkpoint"), 100_900
+    ).blocks
+    assert blocks == sorted(blocks, key=["reversible", "checkpoint", "autograd"].index)
+    assert "checkpoint" in blocks and "autograd" in blocks
+
+
+def test_the_least_may_use_the_margin_and_no_less_is_an_error():
+    stage = Stage(2, [Option("reversible", 0, 4.0), Option("autograd", 5, 3.0)])
+    assert choose([stage], lambda blocks: 1000, 1000).blocks == ["reversible"] * 2
+    with pytest.raises(TooSmall) as error:
+        choose([stage], lambda blocks: 1000, 999)
+    assert error.value.least == 1000
