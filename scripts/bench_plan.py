@@ -1,0 +1,133 @@
+"""Plans against the truth: the peak memory foretold for a training step, and what PyTorch's allocator reports of a real one.
+
+    python scripts/bench_plan.py                                                 # every family, tiny to base, every backward
+    python scripts/bench_plan.py --models vit_base gpt_small --precisions bf16 --json scripts/results/plan.json
+
+Torch alone is needed. A step is a forward, a backward, clipping and a step of AdamW. On a CPU the figure is what PyTorch's
+allocator tells the profiler, on CUDA ``max_memory_allocated``; the seconds are those of the plan. Largest sizes want memory: a
+base model in fp32 takes some GiB at the default batch of 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from bench_common import machine, save
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.models import (
+    GPT_SIZES,
+    MVIT_SIZES,
+    ROBERTA_SIZES,
+    SWIN_SIZES,
+    VIT_SIZES,
+    RevGPT,
+    RevMViT,
+    RevRoBERTa,
+    RevSwin,
+    RevViT,
+)
+from holotrain.planning import ALLOCATORS, TrainingStep, imagine, imagined, rehearse, selecting
+from holotrain.planning.measured import measured_peak
+from holotrain.reversible.trial import assuming_overlap
+
+FAMILIES = {
+    "vit": (RevViT, VIT_SIZES),
+    "swin": (RevSwin, SWIN_SIZES),
+    "mvit": (RevMViT, MVIT_SIZES),
+    "roberta": (RevRoBERTa, ROBERTA_SIZES),
+    "gpt": (RevGPT, GPT_SIZES),
+}
+MODELS = (
+    *("vit_tiny", "vit_small", "vit_base", "swin_nano", "swin_tiny", "swin_base", "mvit_nano", "mvit_tiny", "mvit_base"),
+    *("roberta_tiny", "roberta_base", "gpt_tiny", "gpt_small"),
+)
+SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
+MASKED = 0.15
+
+
+def make_step(name: str, backward: str, half: bool, options, imaginary: bool) -> TrainingStep:
+    family, size = name.split("_")
+    make, sizes = FAMILIES[family]
+    images = family in ("vit", "swin", "mvit")
+    pixels = 32 if size == "nano" else 224
+    more = {"image_size": pixels} if images else {"vocab": 50257, "context": options.tokens}
+    place = torch.device("cpu" if imaginary else options.device)
+    with torch.device("meta") if imaginary else nullcontext():
+        model = make(**sizes[size], **more, backward=backward)
+    model = imagine(model, place) if imaginary else model.to(place)
+    if images:
+        batch = [torch.zeros(options.batch, 3, pixels, pixels, device=place)]
+        targets = torch.zeros(options.batch, dtype=torch.int64, device=place)
+    else:
+        batch = [torch.zeros(options.batch, options.tokens, dtype=torch.int64, device=place)]
+        targets = torch.zeros(options.batch, options.tokens, dtype=torch.int64, device=place)
+
+    def loss() -> Tensor:
+        if images:
+            return nn.functional.cross_entropy(model(*batch), targets)
+        if family == "gpt":
+            return model(*batch, targets)
+        # The share that is chosen to be foretold, spread evenly.
+        places = torch.arange(options.tokens, device=place) < round(MASKED * options.tokens)
+        return model(*batch, None, targets.masked_fill(~places, -100))
+
+    return TrainingStep(
+        model=model,
+        loss=loss,
+        optimizer=torch.optim.AdamW(model.parameters(), foreach=options.device == "cuda"),
+        autocast=functools.partial(torch.autocast, place.type, torch.bfloat16, enabled=half),
+        clip=1.0,
+        held={"batch": [*batch, targets]},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="a family and a size: vit_base")
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--backwards", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    overlaps = assuming_overlap if options.device == "cuda" else nullcontext
+    rows = []
+    print(f"{'model':15}{'precision':>10}{'backward':>12}{'planned MiB':>13}{'taken MiB':>11}{'error':>8}{'seconds':>9}")
+    for name in options.models:
+        for precision in options.precisions:
+            for backward in options.backwards:
+                started = time.perf_counter()
+                share = round(MASKED * options.tokens) / options.tokens
+                with overlaps(), imagined(), selecting(share):
+                    step = make_step(name, backward, precision == "bf16", options, imaginary=True)
+                    planned = rehearse(step, ALLOCATORS[options.device]).peak
+                seconds = time.perf_counter() - started
+                del step
+                taken = measured_peak(
+                    make_step(name, backward, precision == "bf16", options, False), torch.device(options.device)
+                )
+                gc.collect()
+                row = {"model": name, "precision": precision, "backward": backward, "planned": planned, "taken": taken}
+                rows.append(row | {"error": planned / taken - 1, "seconds": seconds})
+                figures = f"{planned / 2**20:13.1f}{taken / 2**20:11.1f}{planned / taken - 1:8.2%}{seconds:9.2f}"
+                print(f"{name:15}{precision:>10}{backward:>12}{figures}", flush=True)
+    worst = max(rows, key=lambda row: abs(row["error"]))
+    print(f"largest error: {worst['error']:.2%} ({worst['model']}, {worst['precision']}, {worst['backward']})")
+    print(machine())
+    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    save({"machine": machine(), "options": described, "plans": rows}, options.json)
+
+
+if __name__ == "__main__":
+    main()
