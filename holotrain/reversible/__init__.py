@@ -12,6 +12,7 @@ clock      CUDA events or the host's clock
 grid       the fixed-point grid of an exact sequence
 kept       results that a recomputation reuses
 drift      how far a rebuilt input is from the true one
+ranges     the schedule's names in a profiler's trace
 graphs     a training step as one CUDA graph
 graph_random  random numbers in a captured graph
 ambient    random state, autocast and attention kernels, replayed in the recomputation

@@ -14,18 +14,25 @@ from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.buffers import Buffers
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.keywords import Keywords
+from holotrain.reversible.ranges import in_trace
 
 
 def run_checkpointing(
-    blocks: Sequence[ReversibleBlock], x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict, grid: Grid | None = None
+    blocks: Sequence[ReversibleBlock],
+    x1: Tensor,
+    x2: Tensor,
+    f_kwargs: dict,
+    g_kwargs: dict,
+    grid: Grid | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The two streams between blocks are stored, the inside is recomputed."""
+    """The two streams between blocks are stored, the inside is recomputed; ``first`` is the number of the first block."""
     keywords, tensors = Keywords.take_apart({"f_kwargs": f_kwargs, "g_kwargs": g_kwargs})
-    for block in blocks:
+    for number, block in enumerate(blocks, first):
         if torch.compiler.is_compiling():  # the compiler recomputes by rules of its own, which take no contexts
             x1, x2 = checkpoint(block, x1, x2, f_kwargs, g_kwargs, grid=grid, use_reentrant=False)
             continue
-        x1, x2 = _Checkpointed(block, partial(block, grid=grid), keywords)(x1, x2, *tensors)
+        x1, x2 = _Checkpointed(number, block, partial(block, grid=grid), keywords)(x1, x2, *tensors)
     return x1, x2
 
 
@@ -34,13 +41,14 @@ def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return checkpoint(module, x, use_reentrant=False)
     keywords, _ = Keywords.take_apart({})
-    return _Checkpointed(module, module, keywords)(x)
+    return _Checkpointed(type(module).__name__, module, module, keywords)(x)
 
 
 class _Checkpointed:
-    """One module in one call."""
+    """One module in one call; ``name`` tells it in a trace."""
 
-    def __init__(self, module: nn.Module, run: Callable, keywords: Keywords) -> None:
+    def __init__(self, name: object, module: nn.Module, run: Callable, keywords: Keywords) -> None:
+        self.name = name
         self.run = run
         self.keywords, self.as_given = keywords, keywords.by_value()
         self.buffers: Buffers | None = Buffers(module.modules())
@@ -49,7 +57,8 @@ class _Checkpointed:
         """``tensors``: the streams, then those of the keywords."""
         self.random = random_state(tensors[0].device)
         contexts = self._recorded(), _Reusable(self._replayed)
-        return checkpoint(self._run, *tensors, use_reentrant=False, context_fn=lambda: contexts, preserve_rng_state=False)
+        with in_trace("forward", self.name):
+            return checkpoint(self._run, *tensors, use_reentrant=False, context_fn=lambda: contexts, preserve_rng_state=False)
 
     def _run(self, *tensors: Tensor) -> Any:
         streams = len(tensors) - len(self.keywords.slots)
@@ -65,6 +74,7 @@ class _Checkpointed:
     @contextmanager
     def _replayed(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(in_trace("recompute", self.name))
             stack.enter_context(recomputation())
             self.keywords = self.as_given.by_value()  # a retained graph is recomputed more than once
             if self.buffers is not None:

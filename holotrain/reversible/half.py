@@ -16,6 +16,7 @@ from holotrain.reversible.buffers import Buffers
 from holotrain.reversible.graph_random import TwinState
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.keywords import Keywords
+from holotrain.reversible.ranges import in_trace
 
 Kept = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
@@ -40,12 +41,14 @@ class Half:
     """One residual branch of one block, in one call.
 
     Args:
+        name: in a trace, such as 3.g.
         module: f or g.
         parts: the module and all within it.
         keywords: its keyword arguments, less the tensors.
         call: what it shares with the others.
     """
 
+    name: str
     module: nn.Module
     parts: list[nn.Module]
     keywords: Keywords
@@ -113,6 +116,10 @@ class Half:
         Raises:
             RuntimeError: a parameter or buffer was changed in place since the forward, or a module's training mode.
         """
+        with in_trace("recompute", self.name):
+            return self._rebuild(coupled, source, tensors)
+
+    def _rebuild(self, coupled: Tensor, source: Tensor, tensors: Sequence[Tensor]) -> Rebuilt:
         if [part.training for part in self.parts] != self._modes:
             raise RuntimeError(
                 "f or g was switched between train() and eval() after the forward, so its recomputation in the backward "

@@ -23,6 +23,7 @@ from holotrain.reversible.drift import Witness
 from holotrain.reversible.half import Call, Half, parts_of
 from holotrain.reversible.keywords import Keywords
 from holotrain.reversible.lanes import Lanes, Started
+from holotrain.reversible.ranges import in_trace
 from holotrain.reversible.refusals import Seen, require_untouched, shards_itself
 from holotrain.reversible.trial import Overlap
 
@@ -61,11 +62,12 @@ class Tape:
 class _Step:
     """One block in one call; what its Function needs that is no tensor.
 
-    It knows the step before it and not the other way round: a graph that is never differentiated then frees all at once.
+    ``number`` is the block's in its sequence, of which the call may run a part. The step knows the one before it and not the
+    other way round: a graph that is never differentiated then frees all at once.
     """
 
-    def __init__(self, tape: Tape, block: ReversibleBlock, call: Call, before: _Step | None) -> None:
-        self.tape, self.block, self.call, self.before = tape, block, call, before
+    def __init__(self, tape: Tape, block: ReversibleBlock, call: Call, before: _Step | None, number: int) -> None:
+        self.tape, self.block, self.call, self.before, self.number = tape, block, call, before, number
         self.index = 0 if before is None else before.index + 1
         self.f_parts, self.g_parts = parts_of(block.f), parts_of(block.g)
         stays = shards_itself(block, (*self.f_parts, *self.g_parts))
@@ -79,8 +81,8 @@ class _Step:
         """Runs the block: called from within its ``forward``."""
         f_keywords, f_tensors = Keywords.take_apart(f_kwargs)
         g_keywords, g_tensors = Keywords.take_apart(g_kwargs)
-        self.f = Half(self.block.f, self.f_parts, f_keywords, self.call)
-        self.g = Half(self.block.g, self.g_parts, g_keywords, self.call)
+        self.f = Half(f"{self.number}.f", self.block.f, self.f_parts, f_keywords, self.call)
+        self.g = Half(f"{self.number}.g", self.block.g, self.g_parts, g_keywords, self.call)
         self.entered = Seen(x1, x2)
         parameters = (*self.f.parameters, *self.g.parameters)
         y1, y2 = self.block.placed(*_ReversibleFunction.apply(self, x1, x2, *f_tensors, *g_tensors, *parameters))
@@ -140,8 +142,9 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
     x2 = g.target
     of_f = lanes.start_f(step.f, partial(step.f.recompute, y1, x2, f_tensors))
     del of_g, y2
-    g_gradients = g.differentiate(grad_y2)
-    grad_x1 = _sum(grad_y1, g_gradients.source)
+    with in_trace("gradients", step.g.name):
+        g_gradients = g.differentiate(grad_y2)
+        grad_x1 = _sum(grad_y1, g_gradients.source)
     mark = lanes.mark()
     del g
     f = of_f.result()
@@ -154,7 +157,7 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
         if lanes.overlapped:
             again = partial(before.g.recompute, *reversed(of_before), g_tensors)  # all blocks share the keyword tensors
             tape.ahead[before.index] = lanes.start_g(before.g, again)
-    with lanes.differentiating_f(mark):
+    with lanes.differentiating_f(mark), in_trace("gradients", step.f.name):
         f_gradients = f.differentiate(grad_x1)
         grad_x2 = _sum(grad_y2, f_gradients.source)
     if first:
@@ -181,17 +184,22 @@ def run_recomputing(
     call: Call,
     overlap: Overlap | None = None,
     witness: Witness | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the blocks and stores nothing between them; the backward recomputes them half by half."""
+    """Runs the blocks and stores nothing between them; the backward recomputes them half by half.
+
+    ``first`` is the number of the first block, for traces.
+    """
     tape = Tape(blocks, call, overlap, witness)
     steps: list[_Step] = []
-    for block in blocks:
-        steps.append(_Step(tape, block, call, steps[-1] if steps else None))
+    for number, block in enumerate(blocks, first):
+        steps.append(_Step(tape, block, call, steps[-1] if steps else None, number))
     if witness is not None:
         witness.remember(x1, x2)
     for step in steps:
         given = Seen(x1, x2)
-        x1, x2 = step.block(x1, x2, f_kwargs, g_kwargs, through=step)
+        with in_trace("forward", step.number):
+            x1, x2 = step.block(x1, x2, f_kwargs, g_kwargs, through=step)
         require_untouched(step.block, given, step.entered, step.left, Seen(x1, x2))
         del step.entered, step.left
     return x1, x2

@@ -10,6 +10,7 @@ from torch import Tensor
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.grid import Grid
 from holotrain.reversible.kept import Keeper
+from holotrain.reversible.ranges import in_trace
 
 SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
 """Store everything; store the streams between blocks; rebuild the streams in turn; rebuild them while differentiating."""
@@ -66,9 +67,19 @@ def stores_everything(backward: str | Sequence[str]) -> bool:
 
 
 def run_storing(
-    blocks: Sequence[ReversibleBlock], x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict, grid: Grid | None = None
+    blocks: Sequence[ReversibleBlock],
+    x1: Tensor,
+    x2: Tensor,
+    f_kwargs: dict,
+    g_kwargs: dict,
+    grid: Grid | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Plain autograd: every activation is stored. The reference, and the path without gradients."""
-    for block in blocks:
-        x1, x2 = block(x1, x2, f_kwargs, g_kwargs, grid=grid)
+    """Plain autograd: every activation is stored. The reference, and the path without gradients.
+
+    ``first`` is the number of the first block, for traces.
+    """
+    for number, block in enumerate(blocks, first):
+        with in_trace("forward", number):
+            x1, x2 = block(x1, x2, f_kwargs, g_kwargs, grid=grid)
     return x1, x2

@@ -134,15 +134,18 @@ class ReversibleSequence(nn.Module):
             x1, x2 = grid.entered(x1), grid.entered(x2)
         if self.witnesses is not None:
             self.witnesses.clear()
+        first = 0
         for schedule, blocks in self._runs():
+            run = blocks, x1, x2, f_kwargs, g_kwargs, grid, first
             if schedule.name == "autograd":
-                x1, x2 = run_storing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+                x1, x2 = run_storing(*run)
             elif schedule.name == "checkpoint":
-                x1, x2 = run_checkpointing(blocks, x1, x2, f_kwargs, g_kwargs, grid)
+                x1, x2 = run_checkpointing(*run)
             elif torch.compiler.is_compiling():
-                x1, x2 = torch.compiler.disable(self._run_recomputing)(schedule, blocks, x1, x2, f_kwargs, g_kwargs, grid)
+                x1, x2 = torch.compiler.disable(self._run_recomputing)(schedule, *run)
             else:
-                x1, x2 = self._run_recomputing(schedule, blocks, x1, x2, f_kwargs, g_kwargs, grid)
+                x1, x2 = self._run_recomputing(schedule, *run)
+            first += len(blocks)
         if self.grid is not None:
             self.grid.report(x1.dtype)
         return x1, x2
@@ -163,6 +166,7 @@ class ReversibleSequence(nn.Module):
         f_kwargs: dict,
         g_kwargs: dict,
         grid: Grid | None,
+        first: int,
     ) -> tuple[Tensor, Tensor]:
         if x1.dtype.itemsize < 4:
             warnings.warn(
@@ -176,7 +180,7 @@ class ReversibleSequence(nn.Module):
         words = (*self._kept_words, *schedule.keep)
         call = Call(Surroundings.capture(x1.device), grid, Keeper(words) if words else None)
         overlap = self._overlap if schedule.name == "pareprop" else None
-        return run_recomputing(blocks, x1, x2, f_kwargs, g_kwargs, call, overlap, witness)
+        return run_recomputing(blocks, x1, x2, f_kwargs, g_kwargs, call, overlap, witness, first)
 
     def _choose_grid(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> None:
         """Runs the blocks once, without a trace, to see how large the streams become."""

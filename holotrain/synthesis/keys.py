@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
@@ -83,7 +85,9 @@ class Keys:
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
         self.seen[number] = True
-        with torch.no_grad():
+        # Without a profiler a range would take as long as what it names, in small layers.
+        named = profiler.record_function("synthesis keys") if profiler._is_profiler_enabled else nullcontext()
+        with named, torch.no_grad():
             row = self.sums[number]
             total = _total(tensor.detach(), module, row.dtype, over_batch=self._outputs)
             total = folded(total, row.shape[0]) if len(total) > len(row) else total

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from holotrain.synthesis.keys import Keys
 from holotrain.synthesis.layers import Covers, as_one, layers_of, working_dtype
@@ -109,7 +110,7 @@ class HolographicSynthesis:
             if parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
         grads = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
-        with torch.no_grad():
+        with record_function("synthesis"), torch.no_grad():
             finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
             self.skipped += 1

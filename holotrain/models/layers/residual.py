@@ -1,11 +1,13 @@
 """Residual blocks that store: the plain twin of the reversible sequence."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from holotrain.reversible.ranges import in_trace
 from holotrain.reversible.schedules import schedules_of
 
 
@@ -62,9 +64,17 @@ class ResidualSequence(nn.Module):
         self._backward = backward
 
     def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
-        for block, schedule in zip(self.blocks, self._schedules, strict=True):
-            if schedule.name == "checkpoint" and torch.is_grad_enabled():
-                x = checkpoint(block, x, f_kwargs, g_kwargs, use_reentrant=False)
-            else:
-                x = block(x, f_kwargs, g_kwargs)
+        for number, (block, schedule) in enumerate(zip(self.blocks, self._schedules, strict=True)):
+            with in_trace("forward", number):
+                if schedule.name == "checkpoint" and torch.is_grad_enabled():
+                    x = checkpoint(block, x, f_kwargs, g_kwargs, use_reentrant=False, **_named(number))
+                else:
+                    x = block(x, f_kwargs, g_kwargs)
         return x
+
+
+def _named(number: int) -> dict:
+    """Lets the recomputation have a name in a trace. The compiler, which recomputes by rules of its own, takes no contexts."""
+    if torch.compiler.is_compiling():
+        return {}
+    return {"context_fn": lambda: (nullcontext(), in_trace("recompute", number))}
