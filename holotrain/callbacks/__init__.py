@@ -5,6 +5,8 @@ probe         where its figures come from
 drift         DriftMonitor: how far rebuilt activations are from the true ones
 synthesis     SynthesisCallback: gradients rewritten before each optimizer step
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
+trace         TraceProfiler: a few batches as a trace for Perfetto
+memory_picture  memory over the time of a batch, as SVG
 padding       PaddingMonitor: how much of text batches is padding
 flops         FLOPs of a training step, peaks of known devices
 interrupt     SaveOnSignal: a checkpoint before a signal ends the training
@@ -23,6 +25,7 @@ from holotrain.callbacks.memory import MemoryMonitor
 from holotrain.callbacks.padding import PaddingMonitor
 from holotrain.callbacks.synthesis import SynthesisCallback
 from holotrain.callbacks.throughput import ThroughputMonitor
+from holotrain.callbacks.trace import TraceProfiler
 
 __all__ = [
     "DriftMonitor",
@@ -35,6 +38,7 @@ __all__ = [
     "SaveOnSignal",
     "SynthesisCallback",
     "ThroughputMonitor",
+    "TraceProfiler",
     "last_checkpoint",
     "peak_flops",
     "training_flops",

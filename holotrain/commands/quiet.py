@@ -1,6 +1,7 @@
 """Lightning's remarks that tell a user of holotrain nothing, kept off the screen; warnings that do tell something stay."""
 
 import logging
+import os
 import warnings
 
 REMARKS = (
@@ -19,5 +20,6 @@ def quieten() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's use of a deprecated part of torch
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiler's remarks on machines without a GPU, and on its own stages
     for remark in REMARKS:
         warnings.filterwarnings("ignore", message=remark)

@@ -12,6 +12,15 @@ from holotrain.config.build_trainer import device_name
 from holotrain.config.schema import RunConfig
 from holotrain.data import TextDataModule
 
+PROFILES = {
+    "profile": "fit-profile.txt",
+    "trace": "trace.json*",
+    "operators": "trace-operators.txt",
+    "memory": "trace-memory.svg",
+    "allocations": "trace-allocations.pickle",
+}
+"""What trainer.profiler may have left."""
+
 console = Console(highlight=False)
 
 
@@ -53,7 +62,7 @@ def show_end(summary: Summary, folder: Path) -> None:
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB"
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
-    rows["profile"] = next(folder.glob("fit-profile.txt"), None)
+    rows |= {name: next(folder.glob(files), None) for name, files in PROFILES.items()}
     rows["written to"] = folder / SUMMARY
     console.print(_table(summary.status, {key: value for key, value in rows.items() if value is not None}))
 

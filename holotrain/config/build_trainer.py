@@ -26,6 +26,7 @@ from holotrain.callbacks import (
     PaddingMonitor,
     SaveOnSignal,
     ThroughputMonitor,
+    TraceProfiler,
     last_checkpoint,
     peak_flops,
     training_flops,
@@ -95,6 +96,8 @@ def validation(config: TrainerConfig, batches: int) -> dict[str, Any]:
 
 
 def _profiler(name: str | None, folder: Path) -> Profiler | None:
+    if name == "trace":
+        return TraceProfiler(folder)
     kind = {None: None, "simple": SimpleProfiler, "advanced": AdvancedProfiler}[name]
     return kind and kind(dirpath=folder, filename="profile")
 
