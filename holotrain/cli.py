@@ -4,6 +4,7 @@ Exit status: 0; 1 for a defect of ours (with its traceback); 2 for a mistake of 
 n ended the run.
 """
 
+import gc
 import importlib
 import os
 import signal
@@ -134,6 +135,7 @@ class Launch:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         self.statuses.append(status)
+        gc.collect()  # a trainer refers to itself, and must not stand in the memory of a sweep's next job
         if status > 128:
             raise Ended
 

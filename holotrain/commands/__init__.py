@@ -7,6 +7,8 @@ checkpoint   checkpoints on their way in and out
 prompts      texts to continue
 summary      summary.json
 screen       what a person sees
+advice       what would make a training need less memory
+out_of_memory  an allocator's refusal in a user's words
 hparams      options and results, for TensorBoard's HParams
 layout       charts, for TensorBoard's Custom Scalars
 sweep        the table that a sweep leaves

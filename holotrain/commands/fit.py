@@ -17,6 +17,7 @@ from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import log_options
 from holotrain.commands.layout import log_layout
+from holotrain.commands.out_of_memory import OutOfMemory, explained, memory_errors_told_apart
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task, description
@@ -25,7 +26,7 @@ from holotrain.config.schema import FitConfig
 
 
 def run(config: FitConfig, run: Run) -> int:
-    """Trains one model. Returns the exit status: 0, or 128 + n where signal n ended the training."""
+    """Trains one model. Returns the exit status: 0, 2 where memory ran out, or 128 + n where signal n ended the training."""
     started = time.monotonic()
     check_training_device(config)
     origin = _origin(config, run)
@@ -54,25 +55,30 @@ def run(config: FitConfig, run: Run) -> int:
     screen.show_start("fit", config, run.choices, task.model, run.folder, origin, data)
 
     log_layout(trainer, task, config)
-    status, interrupted = "completed", None
+    status, exit_status, words, tested = "completed", 0, None, {}
     try:
-        trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
+        with memory_errors_told_apart():
+            trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
+            if config.test:
+                tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers)
     except Interrupted as signal:
-        status, interrupted = "interrupted", signal
+        status, exit_status = "interrupted", 128 + signal.signum
+        words = f"{signal}\nresume with: python -m holotrain fit resume=true hydra.run.dir={run.folder}"
+    except OutOfMemory as refusal:
+        status, exit_status = "out of memory", 2
+        when = "in the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
+        words = explained(config, run, when, str(refusal))
     summary = _summary(config, run, trainer, task, status)
-    if interrupted is None and config.test:
-        best = Path(summary.checkpoint) if summary.checkpoint else None
-        summary.metrics |= evaluate("test", config, run, task, data, best, loggers)
+    summary.metrics |= tested
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     for logger in loggers:
         log_options(logger, config, run, summary, next(iter(task.monitored)))
-        logger.finalize("success" if interrupted is None else "aborted")
+        logger.finalize("success" if status == "completed" else "aborted")
     screen.show_end(summary, run.folder)
-    if interrupted is None:
-        return 0
-    print(f"{interrupted}\nresume with: python -m holotrain fit resume=true hydra.run.dir={run.folder}", file=sys.stderr)
-    return 128 + interrupted.signum
+    if words:
+        print(words, file=sys.stderr)
+    return exit_status
 
 
 def _origin(config: FitConfig, run: Run) -> Path | None:
@@ -85,8 +91,6 @@ def _origin(config: FitConfig, run: Run) -> Path | None:
 def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
     callbacks = {type(callback): callback for callback in trainer.callbacks}
     throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
-    best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
-    last = str(run.last_checkpoint) if run.last_checkpoint.is_file() else None
     summary = Summary.of(run, config, task.model, status)
     summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
@@ -95,5 +99,14 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
         summary.tokens_per_second = throughput.tokens_per_second
     if memory is not None:
         summary.peak_memory_bytes = memory.peak_bytes
-    summary.checkpoint = str(run.checkpoints / Path(best).name) if best and Path(best).is_file() else last
+    checkpoint = _checkpoint(run, trainer)
+    summary.checkpoint = str(checkpoint) if checkpoint else None
     return summary
+
+
+def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
+    """The best, else the last, else none."""
+    best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
+    if best and Path(best).is_file():
+        return run.checkpoints / Path(best).name
+    return run.last_checkpoint if run.last_checkpoint.is_file() else None

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from holotrain.commands.advice import batch_option
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import device_name
 from holotrain.config.schema import RunConfig
@@ -94,10 +95,8 @@ def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
 
 
 def _batches(config: RunConfig) -> str:
-    tokens = getattr(config.data, "max_tokens", None)
-    if tokens is None or config.task.kind == "causal_lm":
-        return f"batches of {config.data.batch_size}"
-    return f"batches of up to {tokens} tokens"
+    option, size = batch_option(config)
+    return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
 
 
 def _table(title: str, rows: dict[str, object]) -> Table:
