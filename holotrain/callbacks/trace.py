@@ -49,7 +49,7 @@ class TraceProfiler(Profiler):
     Writes ``trace.json`` (``trace.json.gz`` if large) for ui.perfetto.dev or chrome://tracing; ``trace-operators.txt``, the
     operators and the ranges that took longest; ``trace-memory.svg``, memory over one batch; on a CUDA device also
     ``trace-allocations.pickle``, every allocation with its stack, for pytorch.org/memory_viz. In distributed training the
-    first process alone writes.
+    first process alone writes. On a CPU the memory of a second thread (pareprop) is not seen.
     """
 
     def __init__(self, folder: str | Path, active: int = 3) -> None:

@@ -340,3 +340,63 @@ def test_the_module_starts_and_prints_its_configuration(tmp_path):
     )
     assert (process.returncode, process.stderr) == (0, "")
     assert yaml.safe_load(process.stdout)["seed"] == 7
+
+
+def test_a_trace_is_left_and_told_of(holotrain):
+    status, out, _ = holotrain("fit", *SMALL, "trainer.profiler=trace", "test=false")
+    assert status == 0
+    folder = only(Path("runs/fit"))
+    for name in ("trace.json", "trace-operators.txt", "trace-memory.svg"):
+        assert (folder / name).is_file() and str(folder / name) in out
+    seen = (folder / "trace.json").read_text()
+    assert '"forward 1"' in seen and '"recompute 0.f"' in seen and '"gradients 1.g"' in seen
+
+
+STARVED = """
+import resource, sys
+from holotrain.callbacks import ExactResume
+def starve(self, trainer, module, outputs, batch, index):
+    if trainer.global_step == 4:
+        in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**22, -1))
+ExactResume.on_train_batch_end = starve
+from holotrain.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
+def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain):
+    words = ["model.depth=2", "model.dim=96", "data.batch_size=256", *SMALL[3:]]
+    run = subprocess.run(
+        [sys.executable, "-c", STARVED, "fit", *words, "backward=autograd"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    folder = only(Path("runs/fit"))
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    said, resume, less = run.stderr.strip().splitlines()
+    assert re.match(r"holotrain: out of memory at step 5 with data.batch_size=256 on cpu.*: tried to allocate [\d.]+ MiB", said)
+    assert f"resume=true hydra.run.dir={folder}" in resume and "backward=reversible" in less
+    left = summary(folder)
+    assert (left["status"], left["steps"]) == ("out of memory", 4) and "val/loss" in left["metrics"]
+    status, _, err = holotrain("fit", "resume=true", f"hydra.run.dir={folder}", "backward=reversible")
+    assert (status, err) == (0, "") and summary(folder)["steps"] == 6
+
+
+def test_a_sweep_goes_on_after_a_job_that_ran_out_of_memory(holotrain, monkeypatch):
+    from holotrain.tasks import ImageClassifier
+
+    ordinary = ImageClassifier.training_step
+
+    def refused(self, batch, *rest):
+        if len(batch[0]) == 48:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ...")
+        return ordinary(self, batch, *rest)
+
+    monkeypatch.setattr(ImageClassifier, "training_step", refused)
+    status, _, err = holotrain("fit", *SMALL, "data.batch_size=48,32", "test=false", "-m")
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    assert status == 2 and "at step 1 with data.batch_size=48" in err and "20.00 MiB" in err and "no checkpoint" in err
+    assert [summary(sweep / str(job))["status"] for job in range(2)] == ["out of memory", "completed"]

@@ -458,6 +458,16 @@ def test_sparse_gradients_are_refused_by_name():
         synthesis.step()
 
 
+def test_a_profiler_sees_what_is_synthesised_and_gathered():
+    model = network()
+    synthesis = HolographicSynthesis(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+        model(data()).square().sum().backward()
+        synthesis.step()
+    names = [event.name for event in watched.events() if event.is_user_annotation]
+    assert names.count("synthesis") == 1 and names.count("synthesis keys") == 2
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(

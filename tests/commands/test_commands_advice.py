@@ -1,0 +1,70 @@
+"""What is advised where memory ran out is a configuration that can be had."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from holotrain.commands.advice import advice
+from holotrain.commands.out_of_memory import OutOfMemory, memory_errors_told_apart
+from holotrain.config import checkpointed
+from holotrain.config.composition import composed
+from holotrain.config.register import register
+
+register()
+
+
+def config(*overrides):
+    container = OmegaConf.to_container(composed("fit", list(overrides)), resolve=True)
+    return checkpointed.typed("fit", container)
+
+
+@pytest.mark.parametrize(
+    "overrides, first, count",
+    [
+        (["backward=autograd"], "backward=reversible", 3),
+        (["backward=reversible", "backward.store=2"], "backward.store=0", 3),
+        (["backward=pareprop", "backward.keep=[attention]"], "backward.keep=[]", 3),
+        (["backward=reversible"], "trainer.precision=bf16-mixed", 2),
+        (["backward=reversible", "trainer.precision=bf16-mixed"], "data.batch_size=16 trainer.accumulate_grad_batches=2", 1),
+        (["backward=reversible", "trainer.precision=bf16-mixed", "data.batch_size=1"], None, 0),
+        (["model=vit_small", "backward=autograd"], "backward=checkpoint", 4),
+        (["model=vit_small", "backward=checkpoint"], "model=rev_vit_", 3),
+        (["task=masked_lm", "trainer.precision=bf16-mixed"], "data.max_tokens=4096 trainer.accumulate_grad_batches=2", 1),
+    ],
+)
+def test_advice(overrides, first, count):
+    given = advice(config(*overrides))
+    assert len(given) == count
+    if given:
+        assert given[0].startswith(first)
+    for line in given:
+        words = line.partition(" (")[0].split()
+        if "..." not in line:
+            assert advice(config(*overrides, *words)) != given  # it can be composed, and is followed then
+
+
+@pytest.mark.parametrize(
+    "error, asked_for",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."), "20.00 MiB"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+                      "allocate 2097152 bytes. Error code 12 (Cannot allocate memory)"), "2.0 MiB"),
+        (MemoryError("Unable to allocate 1.50 GiB for an array with shape (3,)"), "1.50 GiB"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
+        (MemoryError(), ""),
+    ],
+)  # fmt: skip
+def test_what_allocators_say(error, asked_for):
+    with pytest.raises(OutOfMemory) as refusal, memory_errors_told_apart():
+        raise error
+    assert str(refusal.value) == asked_for
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), memory_errors_told_apart():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_the_cpu_allocators_own_words():
+    with pytest.raises(OutOfMemory, match="MiB"), memory_errors_told_apart():
+        torch.empty(2**60, dtype=torch.uint8)
