@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import profiler
 
+UNNAMED = nullcontext()
+
 
 def in_trace(doing: str, what: object) -> AbstractContextManager:
     """Inside, a running torch.profiler shows ``<doing> <what>``; without one this costs a look at a flag.
@@ -13,5 +15,5 @@ def in_trace(doing: str, what: object) -> AbstractContextManager:
     operation itself, and whoever counts operations would count it.
     """
     if torch.compiler.is_compiling() or not profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
-        return nullcontext()
+        return UNNAMED
     return profiler.record_function(f"{doing} {what}")
