@@ -1,7 +1,7 @@
 """What would make a training need less memory."""
 
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.backward import PLAIN, reversible
+from holotrain.config.schema.backward import AUTO, PLAIN, reversible
 
 
 def batch_option(config: RunConfig) -> tuple[str, int]:
@@ -23,12 +23,12 @@ def advice(config: RunConfig) -> list[str]:
 def _backward(config: RunConfig) -> list[str]:
     backward = config.backward
     if reversible(config.model.kind):
-        if backward.kind in PLAIN:
+        if backward.kind in (*PLAIN, AUTO):
             return ["backward=reversible (stores nothing between blocks)"]
         if backward.store:
             return ["backward.store=0 (blocks that store their activations)"]
         return ["backward.keep=[] (results that are kept)"] if backward.keep else []
-    found = ["backward=checkpoint (stores only what lies between blocks)"] if backward.kind == "autograd" else []
+    found = ["backward=checkpoint (stores only what lies between blocks)"] if backward.kind in ("autograd", AUTO) else []
     return [*found, f"model=rev_{config.model.kind}_... (a reversible model stores nothing between blocks)"]
 
 

@@ -22,6 +22,8 @@ def config(*overrides):
     "overrides, first, count",
     [
         (["backward=autograd"], "backward=reversible", 3),
+        (["backward=auto"], "backward=reversible", 3),
+        (["model=vit_small", "backward=auto"], "backward=checkpoint", 4),
         (["backward=reversible", "backward.store=2"], "backward.store=0", 3),
         (["backward=pareprop", "backward.keep=[attention]"], "backward.keep=[]", 3),
         (["backward=reversible"], "trainer.precision=bf16-mixed", 2),

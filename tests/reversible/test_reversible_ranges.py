@@ -7,7 +7,6 @@ from torch.profiler import profile
 
 from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, trial
-from holotrain.reversible.lanes import ThreadLanes
 from holotrain.reversible.ranges import in_trace
 
 DEPTH = 3
@@ -71,8 +70,7 @@ def test_plain_blocks(backward):
 
 
 def test_overlapped_recomputations_appear_on_the_worker(monkeypatch):
-    monkeypatch.setattr(trial, "_may_overlap", lambda device: True)
-    monkeypatch.setattr(trial, "ThreadLanes", ThreadLanes)
+    monkeypatch.setattr(trial, "may_overlap", lambda device: True)
     monkeypatch.setattr(trial.Trial, "overlap", lambda self: True)
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     seen = ranges(lambda: step(reversible("pareprop")), experimental_config=everywhere)
