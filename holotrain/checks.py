@@ -25,6 +25,14 @@ def at_least(where: str, value: float, least: float) -> None:
         raise UserError(f"{where}: {value} is out of range; it must be at least {least}")
 
 
+def at_least_or_auto(where: str, value: object, least: int) -> None:
+    """A whole number, or ``"auto"``."""
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int)):
+        raise UserError(f"{where}: {value!r} is neither a whole number nor auto")
+    if value != "auto":
+        at_least(where, value, least)
+
+
 def within(where: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
     """``low <= value < high``; with ``closed``, ``value <= high``."""
     if not (low <= value < high or (closed and value == high)):

@@ -177,7 +177,10 @@ class Auto:
         with imagined():
             step = make_step(shape, ours(backward=recomputing), options, imaginary=True)
             visits = self._visits(step)
-            self.stages = [stage_of(visit, cost, step.autocast) for visit, cost in zip(visits, costs, strict=True)]
+            self.stages = [
+                stage_of(visit, cost, step.autocast, ALLOCATORS[options.device])
+                for visit, cost in zip(visits, costs, strict=True)
+            ]
 
     def _visits(self, step: TrainingStep):
         with visited(sequences(step.model)) as visits, torch.no_grad(), step.autocast():

@@ -1,21 +1,41 @@
 """What would make a training need less memory."""
 
+import lightning.pytorch as pl
+
+from holotrain.config.budget import budget_of
+from holotrain.config.make_plan import make_plan
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, reversible
+from holotrain.errors import UserError
+from holotrain.planning import Unplannable
 
 
-def batch_option(config: RunConfig) -> tuple[str, int]:
-    """The option that says how large a batch is, and its value."""
-    tokens = getattr(config.data, "max_tokens", None)
-    if tokens is None or config.task.kind == "causal_lm":
-        return "data.batch_size", config.data.batch_size
-    return "data.max_tokens", tokens
+def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
+    """Overrides under which a training would fit, by its plan; where the plan knows none, such as take less memory.
+
+    Args:
+        data: set up.
+        device: ``"cuda"`` or ``"cpu"``.
+    """
+    return _planned(config, data, device) or rules(config)
 
 
-def advice(config: RunConfig) -> list[str]:
+def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
+    try:
+        plan = make_plan(config, data, device, budget_of(config, device))
+    except (UserError, Unplannable, RuntimeError, MemoryError):  # there is little memory even for a plan
+        return []
+    if plan.fits:  # then something else has taken the memory
+        return []
+    batch, _ = config.batch_option
+    wanted = [override for override in plan.remedies if override.startswith(("backward=", batch))]
+    return [f"{override} (fits, by the plan)" for override in wanted]
+
+
+def rules(config: RunConfig) -> list[str]:
     """Overrides that lessen the memory of a step, each with its reason, the one that costs a training least first.
 
-    Rules, not predictions: each lessens the memory, and none is known to be enough.
+    Not predictions: each lessens the memory, and none is known to be enough.
     """
     return [*_backward(config), *_precision(config), *_batch(config)]
 
@@ -38,7 +58,7 @@ def _precision(config: RunConfig) -> list[str]:
 
 
 def _batch(config: RunConfig) -> list[str]:
-    option, size = batch_option(config)
+    option, size = config.batch_option
     smallest = config.data.context if option == "data.max_tokens" else 1
     if size // 2 < smallest:
         return []

@@ -5,27 +5,39 @@ from itertools import groupby
 import lightning.pytorch as pl
 
 from holotrain.commands.screen import console
-from holotrain.config.build_trainer import device_kind
+from holotrain.config.budget import budget_of
 from holotrain.config.choose_backward import Settled, settle
+from holotrain.config.choose_batch import choose_batch
 from holotrain.config.schema import RunConfig
 from holotrain.errors import UserError
 from holotrain.planning import Unplannable
 from holotrain.sizes import in_words
 
 
-def choose_backward(config: RunConfig, data: pl.LightningDataModule) -> RunConfig:
-    """The configuration with a schedule for each block, and says which.
+def chosen(config: RunConfig, data: pl.LightningDataModule, device: str) -> RunConfig:
+    """The configuration with all that it left open filled in, and says what.
+
+    Args:
+        data: set up; where the batch is open, with the smallest one, which this changes.
+        device: ``"cuda"`` or ``"cpu"``.
 
     Raises:
         UserError: nothing fits, or the model cannot be planned.
     """
-    console.print("backward=auto: planning what each block stores ...")
     try:
-        settled = settle(config, data, device_kind(config.trainer.accelerator))
+        if config.batch_is_open:
+            option, _ = config.batch_option
+            console.print(f"{option}=auto: planning the largest batch ...")
+            config = choose_batch(config, data, device)
+            console.print(f"  {option}={config.batch_option[1]} of {in_words(budget_of(config, device))}")
+        if config.backward.open:
+            console.print("backward=auto: planning what each block stores ...")
+            settled = settle(config, data, device)
+            console.print(f"  {described(settled)}")
+            config = settled.config
     except Unplannable as error:
-        raise UserError(f"backward=auto: {error}; take backward=reversible, pareprop, checkpoint or autograd") from error
-    console.print(f"  {described(settled)}")
-    return settled.config
+        raise UserError(f"auto: {error}; choose backward and batch yourself") from error
+    return config
 
 
 def described(settled: Settled) -> str:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
 from holotrain.commands import screen
-from holotrain.commands.automatic import choose_backward
+from holotrain.commands.automatic import chosen
 from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_origin, tokenizer_for
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
@@ -21,7 +21,8 @@ from holotrain.commands.out_of_memory import OutOfMemory, explained, memory_erro
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task, description
-from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, check_training_device
+from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, check_training_device, device_kind
+from holotrain.config.choose_batch import smallest_batch
 from holotrain.config.schema import FitConfig
 
 
@@ -32,11 +33,10 @@ def run(config: FitConfig, run: Run) -> int:
     origin = _origin(config, run)
     if origin is not None:
         check_origin(config, origin)
-    data = build_data(config, tokenizer_for(config, origin))
+    data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, origin))
     data.prepare_data()
     data.setup("fit")
-    if config.backward.open:
-        config = choose_backward(config, data)
+    config = chosen(config, data, device_kind(config.trainer.accelerator))
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=origin is None)
     if origin is not None:
@@ -67,7 +67,7 @@ def run(config: FitConfig, run: Run) -> int:
     except OutOfMemory as refusal:
         status, exit_status = "out of memory", 2
         when = "in the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
-        words = explained(config, run, when, str(refusal))
+        words = explained(config, data, run, when, str(refusal))
     summary = _summary(config, run, trainer, task, status)
     summary.metrics |= tested
     summary.seconds = time.monotonic() - started

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import lightning.pytorch as pl
 import torch
 
-from holotrain.commands.advice import advice, batch_option
+from holotrain.commands.advice import advice
 from holotrain.commands.run import Run
-from holotrain.config.build_trainer import device_name
+from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.schema import RunConfig
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
@@ -41,14 +42,15 @@ def _asked_for(message: str) -> str:
     return words[1] if words else ""
 
 
-def explained(config: RunConfig, run: Run, when: str, asked_for: str) -> str:
+def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: str, asked_for: str) -> str:
     """Lines for a user: what happened, how to go on, what needs less.
 
     Args:
+        data: set up.
         when: such as ``at step 12``.
         asked_for: such as ``20.00 MiB``, or nothing.
     """
-    option, size = batch_option(config)
+    option, size = config.batch_option
     asked = f": tried to allocate {asked_for} more" if asked_for else ""
     lines = [f"holotrain: out of memory {when} with {option}={size} on {device_name(config.trainer.accelerator)}{asked}"]
     if run.last_checkpoint.is_file():
@@ -57,6 +59,6 @@ def explained(config: RunConfig, run: Run, when: str, asked_for: str) -> str:
         )
     else:
         lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves within epochs")
-    if overrides := advice(config):
+    if overrides := advice(config, data, device_kind(config.trainer.accelerator)):
         lines.append(f"with one of these, which need less: {'; '.join(overrides)}")
     return "\n".join(lines)

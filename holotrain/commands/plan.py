@@ -7,14 +7,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from holotrain.commands.automatic import described
+from holotrain.commands.automatic import chosen, described
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.files import write_whole
 from holotrain.commands.plan_picture import picture
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
+from holotrain.config.budget import budget_of
 from holotrain.config.build import build_data
-from holotrain.config.choose_backward import budget_of
+from holotrain.config.choose_batch import smallest_batch
 from holotrain.config.make_plan import Plan, make_plan
 from holotrain.config.schema import PlanConfig
 from holotrain.errors import UserError
@@ -32,9 +33,12 @@ def run(config: PlanConfig, run: Run) -> int:
         UserError: a step of it cannot be planned.
     """
     device = _device(config)
-    data = build_data(config, tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None))
+    known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
+    data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
     data.prepare_data()
     data.setup("fit")
+    if config.batch_is_open:
+        config = chosen(config, data, device)
     budget = _budget(config, device)
     quiet = config.json == "-"
     try:

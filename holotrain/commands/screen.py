@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from holotrain.commands.advice import batch_option
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import device_name
 from holotrain.config.schema import RunConfig
@@ -95,7 +94,7 @@ def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
 
 
 def _batches(config: RunConfig) -> str:
-    option, size = batch_option(config)
+    option, size = config.batch_option
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
 
 

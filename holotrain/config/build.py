@@ -43,6 +43,8 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
     Args:
         tokenizer: of the checkpoint that the run starts from, as its ``to_json`` gave it.
     """
+    if config.batch_is_open:
+        raise UserError(f"{config.batch_option[0]}=auto: fit and plan can choose it; here give a number")
     arguments = _arguments(config.data)
     if isinstance(config.data, TextDataConfig):
         arguments |= _of_text(config, tokenizer)

@@ -59,12 +59,12 @@ class Planner:
         Raises:
             Unplannable: an operation cannot be imagined.
         """
-        rounded = ALLOCATORS[self.device]
+        allocator = ALLOCATORS[self.device]
         known = repr(sizes)
         with self.step(batch, backward, **sizes) as step:
             if known not in self._updates:
-                self._updates[known] = rehearse_update(step, rounded)
-            return rehearse(step, rounded, self._updates[known])
+                self._updates[known] = rehearse_update(step, allocator)
+            return rehearse(step, allocator, self._updates[known])
 
     @contextmanager
     def step(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Iterator[TrainingStep]:

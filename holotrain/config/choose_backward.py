@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 
+from holotrain.config.budget import budget_of
 from holotrain.config.build import build_task
 from holotrain.config.build_plan import Planner, autocast
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import PLAIN, reversible
-from holotrain.data.example import batch_option, example_batch
+from holotrain.data.example import example_batch
 from holotrain.errors import UserError
 from holotrain.models.schedules import sequences
-from holotrain.planning import Choice, TooSmall, choose, flops, seconds, stage_of, visited
-from holotrain.sizes import in_words, parse_bytes
+from holotrain.planning import ALLOCATORS, Choice, TooSmall, choose, flops, seconds, stage_of, visited
+from holotrain.sizes import in_words
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure
     """
     budget = budget_of(config, device)
     planner = Planner(config, data, device)
-    size = batch_option(data)[1]
+    size = config.batch_option[1]
     context = autocast(config)
     names = ways(config, device)
     costs = _seconds(config, data, size, names, device) if measure else None
@@ -55,7 +55,7 @@ def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure
             step.loss()
         if costs is None:
             costs = [flops(visit, names) for visit in visits]
-        stages = [stage_of(visit, each, context) for visit, each in zip(visits, costs, strict=True)]
+        stages = [stage_of(visit, each, context, ALLOCATORS[device]) for visit, each in zip(visits, costs, strict=True)]
 
     def peak(blocks: list[str]) -> int:
         return planner.footprint(size, replace(config.backward, blocks=blocks)).peak
@@ -63,7 +63,7 @@ def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure
     try:
         choice = choose(stages, peak, budget)
     except TooSmall as error:
-        option, value = batch_option(data)
+        option, value = config.batch_option
         raise UserError(
             f"memory: {in_words(budget)} is too little: with {option}={value} this run needs at least {in_words(error.least)}"
         ) from error
@@ -77,34 +77,6 @@ def ways(config: RunConfig, device: str) -> list[str]:
     recomputing = "pareprop" if device == "cuda" else "reversible"
     keeping = [] if config.compile else [f"{recomputing}+attention"]  # nothing can be kept within compiled code
     return [recomputing, *keeping, *PLAIN]
-
-
-def budget_of(config: RunConfig, device: str) -> int:
-    """Bytes that a run may take.
-
-    Raises:
-        UserError: none are named, and what is free cannot be asked.
-    """
-    if config.memory is not None:
-        return parse_bytes(config.memory)
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("memory: how much has the GPU? There is none here to ask; give memory=16GiB")
-        return torch.cuda.mem_get_info()[0]
-    return available_memory()
-
-
-def available_memory() -> int:
-    """Bytes that this machine could still give a process.
-
-    Raises:
-        UserError: the system does not say.
-    """
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        raise UserError("memory: this system does not say how much is free; give memory=16GiB")
-    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
 
 
 def _open(config: RunConfig):

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 
 from holotrain.config.build_plan import Planner
 from holotrain.config.choose_backward import Settled, settle
+from holotrain.config.choose_batch import largest_batch
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardConfig, reversible
-from holotrain.data.example import batch_option, batch_unit
 from holotrain.planning import Footprint, largest
 
 DEPTHS_REHEARSED = 4
@@ -99,7 +99,7 @@ def make_plan(
         UserError: ``backward=auto``, and nothing fits.
     """
     planner = Planner(config, data, device)
-    size = batch_option(data)[1]
+    size = config.batch_option[1]
     footprints = {}
     for name, backward in _backwards(config).items():
         begin(f"backward={name}")
@@ -126,14 +126,9 @@ def _backwards(config: RunConfig) -> dict[str, BackwardConfig]:
 
 def _limits(planner: Planner, backward: BackwardConfig, budget: int, begin: Callable[[str], object]) -> list[Limit]:
     """The largest batch; the largest depth, unless each block has a schedule of its own."""
-    option, configured = batch_option(planner.data)
-
-    def at_batch(size: int) -> int:
-        begin(f"{option}={size}")
-        return planner.footprint(size, backward).peak
-
-    unit = batch_unit(planner.data)
-    found = [Limit(option, configured, largest(at_batch, budget, max(configured // unit, 1) * unit, unit))]
+    option, configured = planner.config.batch_option
+    size = largest_batch(planner, backward, budget, begin=lambda size: begin(f"{option}={size}"))
+    found = [Limit(option, configured, size)]
     if not backward.blocks:
         found.append(_depth(planner, backward, budget, begin))
     return found
@@ -144,7 +139,7 @@ def _depth(planner: Planner, backward: BackwardConfig, budget: int, begin: Calla
     stages = getattr(model, "depths", None)
     stage = None if stages is None else max(range(len(stages)), key=stages.__getitem__)
     configured = model.depth if stage is None else stages[stage]
-    size = batch_option(planner.data)[1]
+    size = planner.config.batch_option[1]
     known: dict[int, int] = {}
 
     def at_depth(depth: int) -> int:

@@ -30,12 +30,5 @@ def example_batch(data: pl.LightningDataModule, size: int) -> Any:
 
 
 def batch_unit(data: pl.LightningDataModule) -> int:
-    """By how much that option can sensibly grow."""
-    return data.longest if batch_option(data)[0] == "data.max_tokens" else 1
-
-
-def batch_option(data: pl.LightningDataModule) -> tuple[str, int]:
-    """The option that says how large a batch is, and its value."""
-    if isinstance(data, TextDataModule) and data.layout == "documents" and data.max_tokens:
-        return "data.max_tokens", data.max_tokens
-    return "data.batch_size", data.batch_size
+    """By how much such a size can sensibly grow."""
+    return data.longest if isinstance(data, TextDataModule) and data.layout == "documents" and data.max_tokens else 1

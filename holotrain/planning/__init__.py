@@ -12,7 +12,7 @@ choice        the schedules of all blocks, within a budget
 """
 
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.choice import Choice, Option, Stage, TooSmall, choose
+from holotrain.planning.choice import MARGIN, Choice, Option, Stage, TooSmall, choose
 from holotrain.planning.costs import flops, seconds, stage_of, visited
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.imagination import Unplannable, imagine, imagined, selecting
@@ -21,6 +21,7 @@ from holotrain.planning.search import largest
 
 __all__ = [
     "ALLOCATORS",
+    "MARGIN",
     "Choice",
     "Footprint",
     "Option",

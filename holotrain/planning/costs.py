@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.planning.allocators import cpu
+from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.choice import Option, Stage
 from holotrain.planning.ledger import Ledger
 from holotrain.reversible.clock import clock_of
+
+CPU = ALLOCATORS["cpu"]
 
 ROUNDS = 5
 """Measurements of each option, in turn with the others, after one that does not count."""
@@ -53,7 +55,7 @@ def stage_of(
     visit: Visit,
     costs: dict[str, float],
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-    rounded: Callable[[int], int] = cpu,
+    allocator: Allocator = CPU,
 ) -> Stage:
     """The options of a sequence's blocks, as its first block has them; without those that another beats in both respects.
 
@@ -62,7 +64,7 @@ def stage_of(
     Args:
         costs: of the schedules that there are.
     """
-    options = [Option(name, _held(visit, name, autocast, rounded), cost) for name, cost in costs.items()]
+    options = [Option(name, _held(visit, name, autocast, allocator), cost) for name, cost in costs.items()]
     worth = [
         option
         for option in options
@@ -71,11 +73,11 @@ def stage_of(
     return Stage(len(visit.sequence.blocks), worth)
 
 
-def _held(visit: Visit, name: str, autocast: Callable[[], AbstractContextManager], rounded: Callable[[int], int]) -> int:
+def _held(visit: Visit, name: str, autocast: Callable[[], AbstractContextManager], allocator: Allocator) -> int:
     """What one block more makes the forward leave behind."""
     alive = []
     for depth in (1, 2):
-        ledger = Ledger(rounded)
+        ledger = Ledger(allocator)
         args, kwargs = _leaves(visit)
         ledger.label("given", (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
         block = visit.sequence.blocks[0]

@@ -1,21 +1,23 @@
 """Every byte that operations allocate and free, in order: real tensors or fake ones, the same account.
 
 A storage counts from the operation that made it until nothing refers to it. What an operation holds within itself is not seen,
-but for those in :data:`WITHIN`.
+but for what the allocator knows of it.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from holotrain.planning.allocators import ALLOCATORS, Allocator
 
 
 @dataclass(eq=False)
@@ -44,10 +46,10 @@ class Ledger:
     """Follows the storages of what runs inside of :meth:`watching`.
 
     Args:
-        rounded: from a storage's bytes to what its allocator takes for them.
+        allocator: of the device that is meant.
     """
 
-    rounded: Callable[[int], int] = int
+    allocator: Allocator = ALLOCATORS["cpu"]
     phase: str = "before"
     alive: int = 0
     events: list[Event] = field(default_factory=list)
@@ -63,9 +65,10 @@ class Ledger:
 
     def pass_by(self, size: int) -> None:
         """Counts bytes that are there for a moment."""
-        allocation = Allocation(self.rounded(size), self.phase)
-        self._note(allocation, True)
-        self._note(allocation, False)
+        if size:
+            allocation = Allocation(size, self.phase)
+            self._note(allocation, True)
+            self._note(allocation, False)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Says what tensors are for, and counts those that are new here."""
@@ -79,7 +82,7 @@ class Ledger:
         known = self._of_storage.get(key)
         if known is not None:
             return known
-        allocation = self._of_storage[key] = Allocation(self.rounded(storage.nbytes()), self.phase)
+        allocation = self._of_storage[key] = Allocation(self.allocator.rounded(storage.nbytes()), self.phase)
         self._note(allocation, True)
 
         def freed(_: object) -> None:
@@ -114,25 +117,28 @@ class Ledger:
         return {kind: size for kind, size in by_kind.items() if size}
 
 
-WITHIN: dict[OpOverload, Callable[[Tensor], int]] = {
-    torch.ops.aten.logsumexp.default: lambda logits, *_: logits.nbytes,  # the exponentials, before they are summed
-}
-"""Bytes that an operation takes and gives back before it returns, where they are not small beside its results."""
-
-
 class _Watch(TorchDispatchMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in WITHIN:
-            self._ledger.pass_by(WITHIN[function](*args))
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._ledger.count(result)
+        ledger = self._ledger
+        if function is torch.ops.aten.add.Tensor and _engine_adds() and ledger.count(args[0]).kind == ledger.phase:
+            # Fake tensors keep autograd from adding up gradients in place, as it does with real ones.
+            result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._ledger.count(leaf)
+            result = function(*args, **(kwargs or {}))
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                ledger.count(leaf)
+        ledger.pass_by(ledger.allocator.within(function, args, result))
         return result
+
+
+def _engine_adds() -> bool:
+    """Whether the operation under way was called by autograd's engine itself, not by a function's own backward."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
+from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.ledger import Ledger
 
-Rounded = Callable[[int], int]
-"""What an allocator takes for so many bytes (:mod:`holotrain.planning.allocators`)."""
+CPU = ALLOCATORS["cpu"]
 
 
 @dataclass
@@ -87,9 +87,9 @@ class Update:
     beyond: int
 
 
-def rehearse_update(step: TrainingStep, rounded: Rounded = int) -> Update:
+def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
     """An update in the middle of a training, when the optimizer has its state."""
-    ledger = Ledger(rounded)
+    ledger = Ledger(allocator)
     step.begin()
     step.update()
     ledger.label("optimizer", step.optimizer_state)
@@ -101,14 +101,14 @@ def rehearse_update(step: TrainingStep, rounded: Rounded = int) -> Update:
     return Update(state, max(ledger.peak() - before, 0))
 
 
-def rehearse(step: TrainingStep, rounded: Rounded = int, update: Update | None = None) -> Footprint:
+def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | None = None) -> Footprint:
     """The memory of a step in the middle of a training, when old gradients are still there.
 
     Args:
         update: where it is known already.
     """
-    update = update or rehearse_update(step, rounded)
-    ledger = Ledger(rounded)
+    update = update or rehearse_update(step, allocator)
+    ledger = Ledger(allocator)
     step.begin()
     _label(ledger, step)
     ledger.add("optimizer", update.state)

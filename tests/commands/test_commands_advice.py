@@ -4,7 +4,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from holotrain.commands.advice import advice
+from holotrain.commands.advice import rules
 from holotrain.commands.out_of_memory import OutOfMemory, memory_errors_told_apart
 from holotrain.config import checkpointed
 from holotrain.config.composition import composed
@@ -34,15 +34,15 @@ def config(*overrides):
         (["task=masked_lm", "trainer.precision=bf16-mixed"], "data.max_tokens=4096 trainer.accumulate_grad_batches=2", 1),
     ],
 )
-def test_advice(overrides, first, count):
-    given = advice(config(*overrides))
+def test_rules(overrides, first, count):
+    given = rules(config(*overrides))
     assert len(given) == count
     if given:
         assert given[0].startswith(first)
     for line in given:
         words = line.partition(" (")[0].split()
         if "..." not in line:
-            assert advice(config(*overrides, *words)) != given  # it can be composed, and is followed then
+            assert rules(config(*overrides, *words)) != given  # it can be composed, and is followed then
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from holotrain.checks import at_least, one_of, within
+from holotrain.checks import at_least, at_least_or_auto, one_of, within
 from holotrain.errors import UserError
 
 
@@ -16,8 +16,8 @@ class DataConfig:
 
 @dataclass
 class ImageDataConfig(DataConfig):
-    batch_size: int = 128
-    """images a step"""
+    batch_size: Any = 128
+    """images a step; auto: the most that memory holds, by the plan"""
 
     num_workers: int = 0
     """processes that load images beside the training; 0 loads them in it"""
@@ -41,7 +41,7 @@ class ImageDataConfig(DataConfig):
     """CutMix's Beta parameter; 0: none; with both, each batch takes one of the two"""
 
     def __post_init__(self) -> None:
-        at_least("data.batch_size", self.batch_size, 1)
+        at_least_or_auto("data.batch_size", self.batch_size, 1)
         at_least("data.num_workers", self.num_workers, 0)
         at_least("data.randaugment_ops", self.randaugment_ops, 0)
         within("data.randaugment_magnitude", self.randaugment_magnitude, 0, 30, closed=True)
@@ -132,11 +132,11 @@ class TextDataConfig(DataConfig):
     context: int = 256
     """tokens that a model sees at once: of a packed block, or at most of a document"""
 
-    batch_size: int = 32
-    """packed blocks a step; documents, where max_tokens is null"""
+    batch_size: Any = 32
+    """packed blocks a step; documents, where max_tokens is null; auto: the most that memory holds, by the plan"""
 
-    max_tokens: int | None = 8192
-    """of documents, in the place of batch_size: a batch's longest times its number, at most"""
+    max_tokens: Any = 8192
+    """of documents, in the place of batch_size: a batch's longest times its number, at most; auto: as for batch_size"""
 
     bucketing: bool = True
     """documents of about one length share a batch; false: random ones do"""
@@ -169,8 +169,11 @@ class TextDataConfig(DataConfig):
     """page-locked batches, copied faster to a GPU; null: where there is one"""
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch_size", "pad_to_multiple_of", "vocab_size"):
+        for name in ("context", "pad_to_multiple_of", "vocab_size"):
             at_least(f"data.{name}", getattr(self, name), 1)
+        at_least_or_auto("data.batch_size", self.batch_size, 1)
+        if self.max_tokens is not None:
+            at_least_or_auto("data.max_tokens", self.max_tokens, 1)
         at_least("data.num_workers", self.num_workers, 0)
         if self.unit is not None:
             one_of("data.unit", self.unit, ("file", "paragraph", "line"))

@@ -1,6 +1,7 @@
 """What every command reads, and which options go together."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -62,6 +63,7 @@ class RunConfig:
                 parse_bytes(self.memory)
         self._check_task()
         self._check_backward()
+        self._check_batch()
 
     def _check_task(self) -> None:
         task, families, data = self.task.kind, FAMILIES[self.task.kind], LEARNED_FROM[self.task.kind]
@@ -74,7 +76,8 @@ class RunConfig:
         if not isinstance(self.data, data):
             kinds = [kind for kind, schema in DATA.items() if issubclass(schema, data)]
             raise UserError(f"data: task={task} learns from {', '.join(kinds)}, not {self.data.kind}")
-        if task in ("masked_lm", "sequence_classification") and (self.data.max_tokens or self.data.context) < self.data.context:
+        of_documents = task in ("masked_lm", "sequence_classification")
+        if of_documents and isinstance(self.data.max_tokens, int) and self.data.max_tokens < self.data.context:
             raise UserError(
                 f"data.max_tokens: {self.data.max_tokens} is out of range; a document may have data.context={self.data.context}"
             )
@@ -82,6 +85,31 @@ class RunConfig:
             raise UserError("data.label: which field, or column, holds the class? Give data.label=..., or data.label=folder")
         if self.model.trained == "head" and not task.endswith("classification"):
             raise UserError(f"model.trained=head: the head of task={task} is its embedding; take all or adapters")
+
+    @property
+    def batch_option(self) -> tuple[str, Any]:
+        """The option that says how large a batch is, and its value."""
+        tokens = getattr(self.data, "max_tokens", None)
+        if tokens is None or self.task.kind == "causal_lm":  # whose blocks are of one length
+            return "data.batch_size", self.data.batch_size
+        return "data.max_tokens", tokens
+
+    def with_batch(self, size: int) -> "RunConfig":
+        """The same with that option set."""
+        return replace(self, data=replace(self.data, **{self.batch_option[0].removeprefix("data."): size}))
+
+    @property
+    def batch_is_open(self) -> bool:
+        """Whether the size of a batch is still to be chosen."""
+        return self.batch_option[1] == AUTO
+
+    def _check_batch(self) -> None:
+        option, size = self.batch_option
+        for other in ("batch_size", "max_tokens"):
+            if f"data.{other}" != option and getattr(self.data, other, None) == AUTO:
+                raise UserError(f"data.{other}=auto: here {option} says how large a batch is; give {option}=auto")
+        if size == AUTO and self.backward.open:
+            raise UserError(f"{option}=auto: backward=auto wants the same memory; give one of the two a value")
 
     def _check_backward(self) -> None:
         backward, rebuilds = self.backward, reversible(self.model.kind)

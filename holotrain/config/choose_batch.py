@@ -1,0 +1,69 @@
+"""The largest batch that memory holds, by the plan; ``data.batch_size=auto``.
+
+Lightning's BatchSizeFinder tries sizes until CUDA refuses, doubling them: it ends at a power of two times its beginning, has to
+be given a GPU, and on a CPU ends the process. The plan is asked instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+
+from holotrain.config.budget import budget_of
+from holotrain.config.build_plan import Planner
+from holotrain.config.schema import RunConfig
+from holotrain.config.schema.backward import BackwardConfig
+from holotrain.data.example import batch_unit
+from holotrain.errors import UserError
+from holotrain.planning import MARGIN, largest
+from holotrain.sizes import in_words
+
+
+def largest_batch(
+    planner: Planner,
+    backward: BackwardConfig,
+    budget: int,
+    most: int | None = None,
+    begin: Callable[[int], object] = lambda size: None,
+) -> int:
+    """The most that fits under a backward: images, blocks or documents, or tokens in whole documents; 0 if nothing does.
+
+    Args:
+        most: there are no more.
+        begin: told each size that is rehearsed.
+    """
+    unit = batch_unit(planner.data)
+
+    def peak(size: int) -> int:
+        begin(size)
+        return planner.footprint(size, backward).peak
+
+    size = planner.config.batch_option[1]
+    start = unit if size == "auto" else max(size // unit, 1) * unit
+    return largest(peak, int(budget * (1 - MARGIN)), min(start, most) if most else start, unit, most)
+
+
+def smallest_batch(config: RunConfig) -> RunConfig:
+    """The same with a batch that any data can give, until the right one is known."""
+    return config.with_batch(config.data.context if config.batch_option[0] == "data.max_tokens" else 1)
+
+
+def choose_batch(config: RunConfig, data: pl.LightningDataModule, device: str) -> RunConfig:
+    """The configuration with the largest batch that fits; ``data`` give such batches from now on.
+
+    Args:
+        data: set up, of the smallest batch.
+
+    Raises:
+        UserError: not even the smallest fits.
+        Unplannable: an operation cannot be imagined.
+    """
+    option, _ = config.batch_option
+    most = len(data.train_dataloader()) if option == "data.batch_size" else None
+    budget = budget_of(config, device)
+    size = largest_batch(Planner(config, data, device), config.backward, budget, most)
+    if not size:
+        raise UserError(f"memory: {in_words(budget)} is too little for {option}={smallest_batch(config).batch_option[1]}")
+    setattr(data, option.removeprefix("data."), size)
+    return config.with_batch(size)
