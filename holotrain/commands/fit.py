@@ -108,5 +108,6 @@ def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
     """The best, else the last, else none."""
     best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
     if best and Path(best).is_file():
-        return run.checkpoints / Path(best).name
+        ours = run.checkpoints / Path(best).name
+        return ours if ours.is_file() else Path(best)  # of the run that this one continues, if nothing was better since
     return run.last_checkpoint if run.last_checkpoint.is_file() else None

@@ -89,7 +89,7 @@ def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> Tra
         device: ``"cuda"`` or ``"cpu"``: whose ways of working are meant.
     """
     if config.trainer.precision == "64-true":
-        batch = _doubled(batch)
+        batch = doubled(batch)
     optimizer = task.make_optimizer(task.model)
     if device == "cuda":  # there its steps go over all parameters together, unless told otherwise
         for group in optimizer.param_groups:
@@ -138,7 +138,8 @@ def _tensors(batch: Any) -> list[Tensor]:
     return list(batch.values() if isinstance(batch, dict) else batch)
 
 
-def _doubled(batch: Any) -> Any:
+def doubled(batch: Any) -> Any:
+    """The batch that a run of 64-true makes of it."""
     if isinstance(batch, dict):
         return batch
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)

@@ -9,7 +9,7 @@ import torch
 
 from holotrain.config.budget import budget_of
 from holotrain.config.build import build_task
-from holotrain.config.build_plan import Planner, autocast
+from holotrain.config.build_plan import Planner, autocast, doubled
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import PLAIN, reversible
 from holotrain.data.example import example_batch
@@ -93,7 +93,7 @@ def _seconds(
         task = build_task(replace(config, compile=False, backward=_open(config)), data).to(place)
         batch = example_batch(data, size)
         if config.trainer.precision == "64-true":
-            task = task.double()
+            task, batch = task.double(), doubled(batch)
         batch = pl.utilities.move_data_to_device(batch, place)
         context = autocast(config, device)
         with visited(sequences(task.model)) as visits, torch.no_grad(), context():

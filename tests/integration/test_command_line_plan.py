@@ -1,0 +1,157 @@
+"""Planning as a user meets it: ``plan``, ``backward=auto``, a batch chosen by the plan."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from left_by_runs import only, summary, weights
+from small_run import SMALL
+
+FAKE = ["data=fake", "data.image_size=32", "data.batch_size=64", "data.train_size=128", "data.val_size=64", "data.test_size=64"]
+RUN = [*FAKE, "model.dim=48", "model.depth=8", "trainer.accelerator=cpu", "trainer.max_epochs=2", "test=false"]
+
+PLANNED = RUN[:-2]
+
+
+def plan_of(holotrain, *words):
+    status, out, err = holotrain("plan", *words, "json=-")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
+    status, out, err = holotrain("plan", *SMALL, "memory=64MiB", "json=figures.json")
+    assert (status, err) == (0, "")
+    folder = only(Path("runs/plan"))
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "plan.svg"}
+    for word in (
+        "rev_vit_tiny",
+        "64 MiB",
+        "autograd",
+        "checkpoint",
+        "reversible",
+        "pareprop",
+        "data.batch_size=",
+        "model.depth=",
+    ):
+        assert word in out, word
+    figures = json.loads(Path("figures.json").read_text())
+    assert figures == json.loads((folder / "plan.json").read_text())
+    peaks = {name: found["peak"] for name, found in figures["footprints"].items()}
+    assert peaks["reversible"] < peaks["checkpoint"] < peaks["autograd"]
+    assert figures["fits"] and figures["remedies"] == []
+    picture = ElementTree.parse(folder / "plan.svg").getroot()
+    words = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"autograd", "reversible", "memory: 64 MiB"} <= words
+
+
+def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
+    budget = 24 * 2**20
+    largest = plan_of(holotrain, *PLANNED, f"memory={budget}")["largest"]
+    for option, value in largest.items():
+        room = budget * (0.995 if option == "data.batch_size" else 1)
+        peaks = [
+            plan_of(holotrain, *PLANNED, f"{option}={value + more}", f"output_dir=more{more}")["footprints"]["reversible"][
+                "peak"
+            ]
+            for more in (0, 1)
+        ]
+        assert peaks[0] <= room < peaks[1]
+
+
+def test_what_does_not_fit_is_told_what_would(holotrain):
+    figures = plan_of(holotrain, *PLANNED, "memory=26MiB", "backward=autograd")
+    assert figures["fits"] is False
+    assert "backward=reversible" in figures["remedies"]
+    assert any(word.startswith("data.batch_size=") for word in figures["remedies"])
+
+
+def test_plain_models_have_two_ways(holotrain):
+    figures = plan_of(holotrain, "model=swin_nano", *FAKE, "device=cuda")
+    assert list(figures["footprints"]) == ["autograd", "checkpoint"] and figures["budget_bytes"] is None
+
+
+def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain):
+    words = [*RUN, "backward=auto", "memory=26MiB", "callbacks.checkpoint.every_n_train_steps=1"]
+    status, out, err = holotrain("fit", *words, "output_dir=whole")
+    assert (status, err) == (0, "")
+    folder = only(Path("whole/fit"))
+    blocks = yaml.safe_load((folder / "config.yaml").read_text())["backward"]["blocks"]
+    assert len(blocks) == 8 and len(set(blocks)) > 1
+    assert re.search(r"autograd; [\d.]+ MiB of 26 MiB", out)
+    figures = plan_of(holotrain, *PLANNED, "backward=auto", f"backward.blocks=[{','.join(blocks)}]", "memory=26MiB")
+    assert figures["fits"] and figures["footprints"]["auto"]["peak"] > figures["footprints"]["reversible"]["peak"]
+
+    status, _, _ = holotrain("fit", *words, "trainer.max_steps=3", "output_dir=cut")
+    assert status == 0
+    cut = only(Path("cut/fit"))
+    status, out, err = holotrain(
+        "fit", f"ckpt_path={cut}/checkpoints/last.ckpt", "trainer.max_steps=-1", "output_dir=on", "memory=1GiB"
+    )
+    assert (status, err) == (0, ""), err
+    assert "planning" not in out
+    assert (
+        yaml.safe_load((only(Path("on/fit")) / "config.yaml").read_text())["backward"]["blocks"]
+        == yaml.safe_load((cut / "config.yaml").read_text())["backward"]["blocks"]
+    )
+
+
+def test_auto_trains_as_reversible_does(holotrain):
+    for name, words in {"auto": ["backward=auto", "memory=52MiB"], "reversible": ["backward=reversible"]}.items():
+        assert holotrain("fit", *RUN, *words, "trainer.precision=64-true", f"output_dir={name}")[0] == 0
+    auto, reversible = (weights(only(Path(name) / "fit") / "checkpoints/last.ckpt") for name in ("auto", "reversible"))
+    assert all(torch.allclose(auto[name], reversible[name], atol=1e-9) for name in reversible)
+
+
+def test_the_largest_batch_is_chosen_and_written_down(holotrain):
+    status, out, err = holotrain("fit", *RUN, "data.batch_size=auto", "memory=10MiB")
+    assert (status, err) == (0, "")
+    folder = only(Path("runs/fit"))
+    size = yaml.safe_load((folder / "config.yaml").read_text())["data"]["batch_size"]
+    assert 1 < size < 128 and f"data.batch_size={size} of 10 MiB" in out
+    assert summary(folder)["steps"] == 2 * (128 // size)
+
+
+def test_no_more_is_taken_than_there_is(holotrain):
+    assert holotrain("fit", *RUN, "data.batch_size=auto", "memory=10GiB")[0] == 0
+    assert yaml.safe_load((only(Path("runs/fit")) / "config.yaml").read_text())["data"]["batch_size"] == 128
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["fit", "backward=auto", "memory=2MiB"],
+            "memory: 2 MiB is too little: with data.batch_size=64 this run needs at least",
+        ),
+        (["fit", "data.batch_size=auto", "memory=100KiB"], "memory: 100 KiB is too little for data.batch_size=1"),
+        (["fit", "data.batch_size=auto", "backward=auto"], "backward=auto wants the same memory"),
+        (["fit", "backward=auto", "backward.store=2"], "backward=auto: it decides what is stored"),
+        (["fit", "backward.blocks=[autograd]"], "backward.blocks: there are 1 schedules for 8 blocks"),
+        (["fit", "backward=auto", "backward.blocks=[x,x,x,x,x,x,x,x]"], "backward must be one of autograd, checkpoint"),
+        (["plan", "memory=lots"], "memory: 'lots' is no amount of memory; write 16GiB"),
+        (["plan", "memory=0"], "memory: '0' is no amount of memory"),
+        (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),
+        (["plan", "data.batch_size=many"], "data.batch_size: 'many' is neither a whole number nor auto"),
+        (["plan", "backward=auto", "device=cuda"], "memory: how much has the GPU?"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(holotrain, words, said):
+    command, *rest = words
+    status, _, err = holotrain(command, *(PLANNED if command == "plan" else RUN), *rest)
+    assert status == 2 and len(err.strip().splitlines()) == 1, err
+    assert said in err
+
+
+def test_a_model_that_cannot_be_planned_is_told_so(holotrain, monkeypatch):
+    from holotrain.models.vit import RevViT
+
+    ordinary = RevViT.forward
+    monkeypatch.setattr(RevViT, "forward", lambda self, images: ordinary(self, images) * images.sum().item())
+    for command, words in (("plan", PLANNED), ("fit", RUN)):
+        status, _, err = holotrain(command, *words, "backward=auto", "memory=1GiB")
+        assert status == 2 and len(err.strip().splitlines()) == 1 and "_local_scalar_dense.default asks for the value" in err
