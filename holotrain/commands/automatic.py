@@ -10,7 +10,7 @@ from holotrain.config.choose_backward import Settled, settle
 from holotrain.config.choose_batch import choose_batch
 from holotrain.config.schema import RunConfig
 from holotrain.errors import UserError
-from holotrain.planning import Unplannable
+from holotrain.planning import ALLOCATORS, Unplannable
 from holotrain.sizes import in_words
 
 
@@ -24,6 +24,8 @@ def chosen(config: RunConfig, data: pl.LightningDataModule, device: str) -> RunC
     Raises:
         UserError: nothing fits, or the model cannot be planned.
     """
+    if device not in ALLOCATORS and (config.batch_is_open or config.backward.open):
+        raise UserError(f"auto: nothing is known of the memory of {device}; choose backward and batch yourself")
     try:
         if config.batch_is_open:
             option, _ = config.batch_option

@@ -48,7 +48,8 @@ def run(config: FitConfig, run: Run) -> int:
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
     ]
-    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, len(data.train_dataloader()))
+    batches = len(data.train_dataloader())
+    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, batches, config.profiler)
     write_whole(
         run.folder / "config.yaml", yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config)), sort_keys=False)
     )

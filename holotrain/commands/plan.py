@@ -95,7 +95,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
     if plan.choice is not None:
         console.print(f"auto: {described(plan.choice)}")
     for limit in plan.limits:
-        found = f"up to {limit.value}" if limit.value else "none fits"
+        found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
     if plan.fits is False and plan.remedies:
         console.print(f"it would fit with {', or with '.join(plan.remedies)}")

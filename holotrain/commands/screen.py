@@ -19,7 +19,7 @@ PROFILES = {
     "memory": "trace-memory.svg",
     "allocations": "trace-allocations.pickle",
 }
-"""What trainer.profiler may have left."""
+"""What a profiler may have left."""
 
 console = Console(highlight=False)
 

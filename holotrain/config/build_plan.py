@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ class Planner:
     data: pl.LightningDataModule
     device: str
     _updates: dict[str, Update] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
 
     def footprint(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Footprint:
         """The memory of a step.
@@ -59,12 +60,25 @@ class Planner:
         Raises:
             Unplannable: an operation cannot be imagined.
         """
+        backward = backward or self.config.backward
+        if backward.kind == "pareprop" and not self.overlaps:
+            backward = replace(backward, kind="reversible")  # which it then is
+        asked = repr((batch, backward, sizes))
+        if asked not in self._known:
+            self._known[asked] = self._rehearsed(batch, backward, sizes)
+        return self._known[asked]
+
+    def _rehearsed(self, batch: int, backward: BackwardConfig, sizes: dict[str, Any]) -> Footprint:
         allocator = ALLOCATORS[self.device]
-        known = repr(sizes)
         with self.step(batch, backward, **sizes) as step:
-            if known not in self._updates:
-                self._updates[known] = rehearse_update(step, allocator)
-            return rehearse(step, allocator, self._updates[known])
+            if repr(sizes) not in self._updates:
+                self._updates[repr(sizes)] = rehearse_update(step, allocator)
+            return rehearse(step, allocator, self._updates[repr(sizes)])
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether pareprop may recompute beside the gradients."""
+        return self.device == "cuda" or may_overlap(torch.device("cpu"))
 
     @contextmanager
     def step(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Iterator[TrainingStep]:
@@ -77,8 +91,13 @@ class Planner:
             task = build_task(config, self.data)
         if config.trainer.precision == "64-true":
             task = task.double()
-        overlaps = assuming_overlap() if self.device == "cuda" or may_overlap(torch.device("cpu")) else nullcontext()
-        with overlaps, imagined(), selecting(_masked_share(config)):
+        masked = getattr(config.task, "mask_probability", None)
+        with ExitStack() as stack:
+            if self.overlaps:
+                stack.enter_context(assuming_overlap())
+            stack.enter_context(imagined())
+            if masked is not None:
+                stack.enter_context(selecting(masked))
             yield training_step(config, imagine(task, torch.device("cpu")), example_batch(self.data, batch), self.device)
 
 
@@ -123,10 +142,6 @@ def autocast(config: RunConfig, device: str = "cpu") -> Callable[[], AbstractCon
 def replace_sizes(config: RunConfig, backward: BackwardConfig, sizes: dict[str, Any]) -> RunConfig:
     """The same configuration with another backward and other sizes of the model."""
     return replace(config, model=replace(config.model, **sizes), backward=copy.copy(backward))
-
-
-def _masked_share(config: RunConfig) -> float:
-    return getattr(config.task, "mask_probability", 1.0)
 
 
 def _gathered(model: nn.Module) -> list[Tensor]:

@@ -45,18 +45,24 @@ from holotrain.tasks import Task
 
 
 def build_trainer(
-    config: TrainerConfig, folder: Path, callbacks: list[pl.Callback], logger: object, batches: int | None = None
+    config: TrainerConfig,
+    folder: Path,
+    callbacks: list[pl.Callback],
+    logger: object,
+    batches: int | None = None,
+    profiler: str | None = None,
 ) -> pl.Trainer:
     """A trainer that keeps its files in ``folder``.
 
     Args:
         batches: of an epoch; needed to train.
+        profiler: by name.
 
     Raises:
         UserError: the device is not there, or cannot run in that precision.
     """
     check_device(config)
-    changed: dict[str, Any] = {"profiler": _profiler(config.profiler, folder)}
+    changed: dict[str, Any] = {"profiler": _profiler(profiler, folder)}
     if batches is not None:
         changed |= validation(config, batches)
     return pl.Trainer(

@@ -15,17 +15,18 @@ from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardConfig, reversible
 from holotrain.planning import Footprint, largest
 
-DEPTHS_REHEARSED = 4
-"""How many times deeper than configured a model is rehearsed; beyond, its memory follows a straight line."""
+DEEPER = 4
+"""A model is rehearsed up to a quarter deeper than configured; beyond, its memory is taken to follow a straight line."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How far an option can go: ``value`` is the largest that fits, 0 if none does; None where no budget is known."""
+    """How far an option can go: ``value`` is the largest that fits, 0 if none does; not ``exact``: by a straight line."""
 
     option: str
     configured: int
     value: int
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,22 @@ def _depth(planner: Planner, backward: BackwardConfig, budget: int, begin: Calla
     stages = getattr(model, "depths", None)
     stage = None if stages is None else max(range(len(stages)), key=stages.__getitem__)
     configured = model.depth if stage is None else stages[stage]
+    deeper = configured + max(configured // DEEPER, 1)
     size = planner.config.batch_option[1]
-    known: dict[int, int] = {}
 
-    def at_depth(depth: int) -> int:
-        if depth > DEPTHS_REHEARSED * configured and len(known) > 1:
-            (a, below), (b, above) = sorted(known.items())[-2:]
-            return below + (above - below) * (depth - a) // (b - a)
+    def rehearsed(depth: int) -> int:
         begin(f"{depth} blocks")
+        if depth == configured:
+            return planner.footprint(size, backward).peak
         sizes = {"depth": depth} if stage is None else {"depths": [*stages[:stage], depth, *stages[stage + 1 :]]}
-        known[depth] = planner.footprint(size, backward, **sizes).peak
-        return known[depth]
+        return planner.footprint(size, backward, **sizes).peak
+
+    def peak(depth: int) -> int:
+        if depth <= deeper:
+            return rehearsed(depth)
+        a, b = rehearsed(configured), rehearsed(deeper)
+        return a + (b - a) * (depth - configured) // (deeper - configured)
 
     option = "model.depth" if stage is None else f"model.depths[{stage}]"
-    return Limit(option, configured, largest(at_depth, budget, configured))
+    found = largest(peak, budget, configured)
+    return Limit(option, configured, found, exact=found < deeper)

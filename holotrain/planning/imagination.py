@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,13 @@ class Unplannable(ValueError):
     """What happens depends on the values of tensors, or on an operation whose shapes PyTorch cannot foretell."""
 
 
+class _Imagination(FakeTensorMode):
+    @cached_property
+    def avoid_device_init(self) -> bool:
+        """Asked at every operation, and without a driver half a millisecond in coming."""
+        return super().avoid_device_init
+
+
 @contextmanager
 def imagined() -> Iterator[None]:
     """Inside, every new tensor is a fake one, on the device that it says it is on.
@@ -28,7 +36,7 @@ def imagined() -> Iterator[None]:
         Unplannable: an operation whose result cannot be imagined; it is named.
     """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _Imagination(allow_non_fake_inputs=True):
             yield
     except DataDependentOutputException as error:
         raise Unplannable(f"{error.func} asks for the value of a tensor, which a plan does not have") from error

@@ -343,7 +343,7 @@ def test_the_module_starts_and_prints_its_configuration(tmp_path):
 
 
 def test_a_trace_is_left_and_told_of(holotrain):
-    status, out, _ = holotrain("fit", *SMALL, "trainer.profiler=trace", "test=false")
+    status, out, _ = holotrain("fit", *SMALL, "profiler=trace", "test=false")
     assert status == 0
     folder = only(Path("runs/fit"))
     for name in ("trace.json", "trace-operators.txt", "trace-memory.svg"):

@@ -22,6 +22,15 @@ class FitConfig(RunConfig):
     test: bool = True
     """test the best checkpoint after training"""
 
+    profiler: str | None = None
+    """simple or advanced: a table of where the time went, as fit-profile.txt in the run's folder; trace: of a few training
+    batches, trace.json for ui.perfetto.dev, a table of the dearest operators, and memory over one batch as a picture"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.profiler is not None:
+            one_of("profiler", self.profiler, ("simple", "advanced", "trace"))
+
 
 @dataclass
 class ValidateConfig(RunConfig):

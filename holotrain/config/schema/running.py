@@ -76,16 +76,10 @@ class TrainerConfig:
     detect_anomaly: bool = False
     """find the operation that made a NaN (slow)"""
 
-    profiler: str | None = None
-    """simple or advanced: a table of where the time went, as fit-profile.txt in the run's folder; trace: of a few training
-    batches, trace.json for ui.perfetto.dev, a table of the dearest operators, and memory over one batch as a picture"""
-
     def __post_init__(self) -> None:
         one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu", "mps"))
         one_of("trainer.precision", self.precision, PRECISIONS)
         one_of("trainer.gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
-        if self.profiler is not None:
-            one_of("trainer.profiler", self.profiler, ("simple", "advanced", "trace"))
         if self.max_epochs != -1:
             at_least("trainer.max_epochs", self.max_epochs, 1)
         elif self.max_steps < 1 and self.max_time is None:

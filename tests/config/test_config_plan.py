@@ -1,0 +1,77 @@
+"""Plans of configured runs, task by task, against what PyTorch's allocator reports of the same step."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from holotrain.config.build import build_data, build_task
+from holotrain.config.build_plan import Planner, training_step
+from holotrain.config.checkpointed import typed
+from holotrain.config.composition import composed
+from holotrain.config.register import register
+from holotrain.data.example import example_batch
+from holotrain.planning.measured import measured_peak
+
+SMALL = ["model.dim=32", "model.heads=2", "model.depth=3"]
+TEXT = [*SMALL, "data.context=64"]
+CASES = {
+    "images": SMALL,
+    "images, mixed": [*SMALL, "data.mixup_alpha=0.2", "trainer.precision=bf16-mixed"],
+    "causal_lm, muon": ["task=causal_lm", *TEXT, "data.batch_size=16"],
+    "masked_lm": ["task=masked_lm", *TEXT, "data.max_tokens=2048"],
+    "masked_lm, plain": ["task=masked_lm", "model=roberta_tiny", *TEXT, "data.max_tokens=2048"],
+    "sequence_classification": ["task=sequence_classification", *TEXT, "data.max_tokens=2048"],
+    "in double precision": [*SMALL, "trainer.precision=64-true"],
+    "with an average": [*SMALL, "callbacks=ema"],
+    "with a hologram": [*SMALL, "synthesis=associative"],
+    "adapters alone": [*SMALL, "model.adapters=8", "model.trained=adapters"],
+    "exact": [*SMALL, "backward.exact=true"],
+    "a schedule a block": [*SMALL, "backward.blocks=[reversible+attention,checkpoint,autograd]"],
+}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokens")
+
+
+def configured(name, tokens):
+    words = ["trainer.accelerator=cpu", *CASES[name]]
+    if "lm" in name or "sequence" in name:
+        words.append(f"data.cache_dir={tokens}")
+    register()
+    config = typed("fit", OmegaConf.to_container(composed("fit", words), resolve=True))
+    data = build_data(config)
+    data.prepare_data()
+    data.setup("fit")
+    return config, data
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_of_each_task_comes_within_three_per_cent(name, tokens):
+    config, data = configured(name, tokens)
+    size = config.batch_option[1]
+    planned = Planner(config, data, "cpu").footprint(size)
+    task = build_task(config, data)
+    if name == "in double precision":
+        task = task.double()
+    taken = measured_peak(training_step(config, task, example_batch(data, size), "cpu"), torch.device("cpu"))
+    assert planned.peak == pytest.approx(taken, rel=0.03)
+    assert (planned.parts["average"] > 0) == (name == "with an average")
+    assert (planned.parts["hologram"] > 0) == (name == "with a hologram")
+
+
+def test_an_example_is_a_batch_such_as_the_data_give(tokens):
+    for name in ("images", "images, mixed", "causal_lm, muon", "sequence_classification"):
+        config, data = configured(name, tokens)
+        real, example = next(iter(data.train_dataloader())), example_batch(data, config.batch_option[1])
+        pairs = [(real[key], example[key]) for key in real] if isinstance(real, dict) else list(zip(real, example, strict=True))
+        for one, other in pairs:
+            assert one.dtype == other.dtype and one.ndim == other.ndim
+            assert one.numel() <= other.numel() or name == "sequence_classification"
+
+
+def test_the_largest_batch_of_documents_is_what_is_planned(tokens):
+    config, data = configured("masked_lm", tokens)
+    largest = max(batch["tokens"].numel() for batch in data.train_dataloader())
+    assert largest <= example_batch(data, config.batch_option[1])["tokens"].numel() <= 2048
