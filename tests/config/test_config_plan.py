@@ -12,11 +12,11 @@ from holotrain.config.register import register
 from holotrain.data.example import example_batch
 from holotrain.planning.measured import measured_peak
 
-SMALL = ["model.dim=32", "model.heads=2", "model.depth=3"]
+SMALL = ["model.dim=96", "model.heads=3", "model.depth=3"]
 TEXT = [*SMALL, "data.context=64"]
 CASES = {
-    "images": SMALL,
-    "images, mixed": [*SMALL, "data.mixup_alpha=0.2", "trainer.precision=bf16-mixed"],
+    "images": [*SMALL, "data.batch_size=128"],
+    "images, mixed": [*SMALL, "data.batch_size=128", "data.mixup_alpha=0.2", "trainer.precision=bf16-mixed"],
     "causal_lm, muon": ["task=causal_lm", *TEXT, "data.batch_size=16"],
     "masked_lm": ["task=masked_lm", *TEXT, "data.max_tokens=2048"],
     "masked_lm, plain": ["task=masked_lm", "model=roberta_tiny", *TEXT, "data.max_tokens=2048"],
@@ -62,7 +62,7 @@ def test_a_plan_of_each_task_comes_within_three_per_cent(name, tokens):
 
 
 def test_an_example_is_a_batch_such_as_the_data_give(tokens):
-    for name in ("images", "images, mixed", "causal_lm, muon", "sequence_classification"):
+    for name in ("images", "causal_lm, muon", "sequence_classification"):
         config, data = configured(name, tokens)
         real, example = next(iter(data.train_dataloader())), example_batch(data, config.batch_option[1])
         pairs = [(real[key], example[key]) for key in real] if isinstance(real, dict) else list(zip(real, example, strict=True))

@@ -82,7 +82,7 @@ def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotra
     folder = only(Path("whole/fit"))
     blocks = yaml.safe_load((folder / "config.yaml").read_text())["backward"]["blocks"]
     assert len(blocks) == 8 and len(set(blocks)) > 1
-    assert re.search(r"autograd; [\d.]+ MiB of 26 MiB", out)
+    assert re.search(r"\d (autograd|checkpoint|reversible)\S*; [\d.]+ MiB of 26 MiB", out)
     figures = plan_of(holotrain, *PLANNED, "backward=auto", f"backward.blocks=[{','.join(blocks)}]", "memory=26MiB")
     assert figures["fits"] and figures["footprints"]["auto"]["peak"] > figures["footprints"]["reversible"]["peak"]
 
