@@ -103,7 +103,7 @@ class Launch:
             raise UserError(str(error).splitlines()[0]) from error
         except OSError as error:
             raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror}") from error
-        if arguments.multirun and self.folders:
+        if arguments.multirun and self.folders and arguments.command != "plan":  # which leaves no summary
             from holotrain.commands.sweep import show_sweep
 
             show_sweep(self.folders)

@@ -31,7 +31,7 @@ def unit_of(size: float) -> tuple[str, int]:
     return ("bytes", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
 
 
-def in_words(size: float) -> str:
-    """In the unit that suits: ``"1.5 GiB"``."""
+def in_words(size: float, up: bool = False) -> str:
+    """In the unit that suits: ``"1.5 GiB"``; ``up``: never less than it is."""
     name, unit = unit_of(size)
-    return f"{size / unit:.4g} {name}"
+    return f"{math.ceil(100 * size / unit) / 100:.2f} {name}" if up else f"{size / unit:.4g} {name}"

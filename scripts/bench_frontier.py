@@ -63,7 +63,7 @@ def shape_of(options) -> Shape:
         make = functools.partial(RevGPT, vocab=options.vocab, context=options.tokens, positions="learned", **sizes)
         return Shape(make, lambda: (tokens(), tokens()))
     make = functools.partial(RevRoBERTa, vocab=options.vocab, context=options.tokens, **sizes)
-    return Shape(make, lambda: (tokens(), None, tokens()))
+    return Shape(make, lambda: (tokens(),))  # its logits: which words are masked would depend on values
 
 
 class Foreign(nn.Module):
@@ -256,9 +256,8 @@ def main() -> None:
         print(f"  {name}: {peaks[name] / 2**20:.1f} of {budget / 2**20:.1f} MiB", file=sys.stderr)
 
     contestants = {name: contestant(step, options.device) for name, step in steps.items()}
-    for name in ("pareprop",):
-        for _ in range(SETTLED_AFTER if name in contestants else 0):
-            contestants[name]()
+    for _ in range(SETTLED_AFTER if "pareprop" in contestants else 0):
+        contestants["pareprop"]()
     times = alternating(contestants, options.rounds)
 
     figures: dict[str, dict] = {}

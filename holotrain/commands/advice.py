@@ -7,7 +7,7 @@ from holotrain.config.make_plan import make_plan
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, reversible
 from holotrain.errors import UserError
-from holotrain.planning import Unplannable
+from holotrain.planning import ALLOCATORS, Unplannable
 
 
 def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
@@ -21,6 +21,8 @@ def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list
 
 
 def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
+    if device not in ALLOCATORS:
+        return []
     try:
         plan = make_plan(config, data, device, budget_of(config, device))
     except (UserError, Unplannable, RuntimeError, MemoryError):  # there is little memory even for a plan

@@ -1,9 +1,11 @@
 """What a training chooses by itself before it begins."""
 
+from collections.abc import Callable
 from itertools import groupby
 
 import lightning.pytorch as pl
 
+from holotrain.commands.out_of_memory import OutOfMemory, memory_errors_told_apart
 from holotrain.commands.screen import console
 from holotrain.config.budget import budget_of
 from holotrain.config.choose_backward import Settled, settle
@@ -14,31 +16,37 @@ from holotrain.planning import ALLOCATORS, Unplannable
 from holotrain.sizes import in_words
 
 
-def chosen(config: RunConfig, data: pl.LightningDataModule, device: str) -> RunConfig:
+def chosen(
+    config: RunConfig, data: pl.LightningDataModule, device: str, say: Callable[[str], object] = console.print
+) -> RunConfig:
     """The configuration with all that it left open filled in, and says what.
 
     Args:
         data: set up; where the batch is open, with the smallest one, which this changes.
-        device: ``"cuda"`` or ``"cpu"``.
+        device: what the run is for.
+        say: told what is being chosen, and the choice.
 
     Raises:
-        UserError: nothing fits, or the model cannot be planned.
+        UserError: nothing fits, the model cannot be planned, or nothing is known of the device.
     """
     if device not in ALLOCATORS and (config.batch_is_open or config.backward.open):
         raise UserError(f"auto: nothing is known of the memory of {device}; choose backward and batch yourself")
     try:
         if config.batch_is_open:
             option, _ = config.batch_option
-            console.print(f"{option}=auto: planning the largest batch ...")
+            say(f"{option}=auto: planning the largest batch ...")
             config = choose_batch(config, data, device)
-            console.print(f"  {option}={config.batch_option[1]} of {in_words(budget_of(config, device))}")
+            say(f"  {option}={config.batch_option[1]} of {in_words(budget_of(config, device))}")
         if config.backward.open:
-            console.print("backward=auto: planning what each block stores ...")
-            settled = settle(config, data, device)
-            console.print(f"  {described(settled)}")
+            say("backward=auto: planning what each block stores ...")
+            with memory_errors_told_apart():
+                settled = settle(config, data, device)
+            say(f"  {described(settled)}")
             config = settled.config
     except Unplannable as error:
         raise UserError(f"auto: {error}; choose backward and batch yourself") from error
+    except OutOfMemory as error:
+        raise UserError("auto: there was not even memory to time a block; take smaller batches") from error
     return config
 
 

@@ -1,5 +1,6 @@
 """Checkpoints on their way in and out of a run."""
 
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def check_origin(config: RunConfig, path: Path) -> None:
     kept = checkpointed.load(path)[checkpointed.KEY]["config"]
     if kept["task"]["kind"] != config.task.kind:
         raise UserError(f"task={config.task.kind}: {path} is of task={kept['task']['kind']}")
+
+
+def chosen_before(config: RunConfig, path: Path) -> RunConfig:
+    """The configuration of a run that goes on, what it left open filled in as it was when it began."""
+    kept = checkpointed.load(path)[checkpointed.KEY]["config"]
+    if config.batch_is_open:
+        config = config.with_batch(kept["data"][config.batch_option[0].removeprefix("data.")])
+    if config.backward.open:
+        config = replace(config, backward=replace(config.backward, blocks=list(kept["backward"]["blocks"])))
+    return config
 
 
 def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -> None:

@@ -12,7 +12,14 @@ from omegaconf import OmegaConf
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
 from holotrain.commands import screen
 from holotrain.commands.automatic import chosen
-from holotrain.commands.checkpoint import KeepConfiguration, check_classes, check_continuable, check_origin, tokenizer_for
+from holotrain.commands.checkpoint import (
+    KeepConfiguration,
+    check_classes,
+    check_continuable,
+    check_origin,
+    chosen_before,
+    tokenizer_for,
+)
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import log_options
@@ -33,6 +40,8 @@ def run(config: FitConfig, run: Run) -> int:
     origin = _origin(config, run)
     if origin is not None:
         check_origin(config, origin)
+    if origin is not None and config.resume:
+        config = chosen_before(config, origin)
     data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, origin))
     data.prepare_data()
     data.setup("fit")

@@ -33,12 +33,14 @@ def run(config: PlanConfig, run: Run) -> int:
         UserError: a step of it cannot be planned.
     """
     device = _device(config)
+    if device == "cpu" and config.trainer.precision == "16-mixed":
+        raise UserError("trainer.precision=16-mixed: a CPU cannot train so; take bf16-mixed or device=cuda")
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
     data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
     data.prepare_data()
     data.setup("fit")
     if config.batch_is_open:
-        config = chosen(config, data, device)
+        config = chosen(config, data, device, Console(stderr=True).print if config.json == "-" else console.print)
     budget = _budget(config, device)
     quiet = config.json == "-"
     try:
@@ -61,6 +63,8 @@ def run(config: PlanConfig, run: Run) -> int:
 def _device(config: PlanConfig) -> str:
     if config.device != "auto":
         return config.device
+    if config.trainer.accelerator == "mps":
+        raise UserError("plan: nothing is known of Apple's GPUs; give device=cpu or device=cuda")
     return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
 
@@ -93,7 +97,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
         table.add_row(name, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     Console(highlight=False, width=max(console.width, 120)).print(table)  # a row stays a line
     if plan.choice is not None:
-        console.print(f"auto: {described(plan.choice)}")
+        console.print(f"auto, by FLOPs where fit takes time: {described(plan.choice)}")
     for limit in plan.limits:
         found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")

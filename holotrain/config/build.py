@@ -43,13 +43,17 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
     Args:
         tokenizer: of the checkpoint that the run starts from, as its ``to_json`` gave it.
     """
-    if config.batch_is_open:
-        raise UserError(f"{config.batch_option[0]}=auto: fit and plan can choose it; here give a number")
+    _require_a_batch(config)
     arguments = _arguments(config.data)
     if isinstance(config.data, TextDataConfig):
         arguments |= _of_text(config, tokenizer)
     with described_by("data"):
         return DATA[config.data.kind](**arguments, seed=config.seed)
+
+
+def _require_a_batch(config: RunConfig) -> None:
+    if config.batch_is_open:
+        raise UserError(f"{config.batch_option[0]}=auto: fit and plan can choose it; here give a number")
 
 
 def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
@@ -165,6 +169,7 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
     Raises:
         UserError: there is nothing at ``path`` that can be read.
     """
+    _require_a_batch(config)
     loading = {"num_workers": config.data.num_workers}
     arguments = described["arguments"]
     if "tokenizer" not in described:

@@ -23,6 +23,7 @@ from holotrain.planning import (
     Footprint,
     TrainingStep,
     Update,
+    fused_dropout,
     imagine,
     imagined,
     rehearse,
@@ -93,6 +94,8 @@ class Planner:
             task = task.double()
         masked = getattr(config.task, "mask_probability", None)
         with ExitStack() as stack:
+            if self.device == "cuda":
+                stack.enter_context(fused_dropout())
             if self.overlaps:
                 stack.enter_context(assuming_overlap())
             stack.enter_context(imagined())
@@ -119,13 +122,15 @@ def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> Tra
         held["average"] = [torch.empty_like(tensor) for tensor in task.model.state_dict().values()]
     rewrite = None
     if config.synthesis.kind != "none":
-        held["hologram"] = built_synthesis(config.synthesis, task).state_tensors
+        offloaded = device == "cuda" and getattr(config.synthesis, "offload", False)
+        held["hologram"] = [] if offloaded else built_synthesis(config.synthesis, task).state_tensors
         rewrite = partial(_gathered, task.model) if device == "cuda" else None
     return TrainingStep(
         model=task.model,
         loss=lambda: task.loss(*task.inputs(batch)),
         optimizer=optimizer,
         autocast=autocast(config),
+        accumulates=config.trainer.accumulate_grad_batches > 1,
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",
         rewrite=rewrite,

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from holotrain.callbacks import (
     training_flops,
 )
 from holotrain.checks import one_of
-from holotrain.config.build import model_arguments
+from holotrain.config.build import build_model
 from holotrain.config.build_synthesis import build_synthesis
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
@@ -40,7 +41,6 @@ from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
-from holotrain.models import registry
 from holotrain.tasks import Task
 
 
@@ -243,8 +243,7 @@ def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMo
     with torch.device("meta"):
         sample = torch.zeros(1, data.context, dtype=torch.long) if is_text else torch.empty(1, *data.image_shape)
         stored, run = (
-            registry.build(config.model.kind, model_arguments(config, data, way))
-            for way in (BackwardConfig("autograd"), config.backward)
+            build_model(replace(config, backward=way), data) for way in (BackwardConfig("autograd"), config.backward)
         )
     return ThroughputMonitor(
         model_flops_per_sample=training_flops(stored, (sample,)),

@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 import lightning.pytorch as pl
 import torch
 
-from holotrain.config.budget import budget_of
+from holotrain.config.budget import budget_of, too_little
 from holotrain.config.build import build_task
 from holotrain.config.build_plan import Planner, autocast, doubled
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import PLAIN, reversible
 from holotrain.data.example import example_batch
-from holotrain.errors import UserError
 from holotrain.models.schedules import sequences
 from holotrain.planning import ALLOCATORS, Choice, TooSmall, choose, flops, seconds, stage_of, visited
-from holotrain.sizes import in_words
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,14 @@ def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure
     """
     budget = budget_of(config, device)
     planner = Planner(config, data, device)
-    size = config.batch_option[1]
+    option, size = config.batch_option
     context = autocast(config)
     names = ways(config, device)
+    least = planner.footprint(size, replace(config.backward, kind=thriftiest(config, device))).peak
+    if least > budget:  # said before anything is run
+        raise too_little(budget, least, f"{option}={size}")
     costs = _seconds(config, data, size, names, device) if measure else None
-    with planner.step(size, _open(config)) as step:
+    with planner.step(size, config.backward) as step:
         with visited(sequences(step.model)) as visits, torch.no_grad(), context():
             step.loss()
         if costs is None:
@@ -63,11 +64,13 @@ def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure
     try:
         choice = choose(stages, peak, budget)
     except TooSmall as error:
-        option, value = config.batch_option
-        raise UserError(
-            f"memory: {in_words(budget)} is too little: with {option}={value} this run needs at least {in_words(error.least)}"
-        ) from error
+        raise too_little(budget, error.least, f"{option}={size}") from error
     return Settled(replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice, budget)
+
+
+def thriftiest(config: RunConfig, device: str) -> str:
+    """The schedule under which all blocks take least memory."""
+    return ways(config, device)[0] if reversible(config.model.kind) else PLAIN[1]
 
 
 def ways(config: RunConfig, device: str) -> list[str]:
@@ -79,18 +82,13 @@ def ways(config: RunConfig, device: str) -> list[str]:
     return [recomputing, *keeping, *PLAIN]
 
 
-def _open(config: RunConfig):
-    """The base of every choice, before anything is chosen."""
-    return replace(config.backward, blocks=[])
-
-
 def _seconds(
     config: RunConfig, data: pl.LightningDataModule, size: int, names: list[str], device: str
 ) -> list[dict[str, float]]:
     """Of each way, for each sequence of the model, on the device."""
     place = torch.device(device)
     with torch.random.fork_rng():
-        task = build_task(replace(config, compile=False, backward=_open(config)), data).to(place)
+        task = build_task(replace(config, compile=False), data).to(place)
         batch = example_batch(data, size)
         if config.trainer.precision == "64-true":
             task, batch = task.double(), doubled(batch)

@@ -10,14 +10,12 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
-from holotrain.config.budget import budget_of
+from holotrain.config.budget import budget_of, too_little
 from holotrain.config.build_plan import Planner
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.data.example import batch_unit
-from holotrain.errors import UserError
 from holotrain.planning import MARGIN, largest
-from holotrain.sizes import in_words
 
 
 def largest_batch(
@@ -41,7 +39,7 @@ def largest_batch(
 
     size = planner.config.batch_option[1]
     start = unit if size == "auto" else max(size // unit, 1) * unit
-    return largest(peak, int(budget * (1 - MARGIN)), min(start, most) if most else start, unit, most)
+    return largest(peak, budget, min(start, most) if most else start, unit, most)
 
 
 def smallest_batch(config: RunConfig) -> RunConfig:
@@ -62,8 +60,9 @@ def choose_batch(config: RunConfig, data: pl.LightningDataModule, device: str) -
     option, _ = config.batch_option
     most = len(data.train_dataloader()) if option == "data.batch_size" else None
     budget = budget_of(config, device)
-    size = largest_batch(Planner(config, data, device), config.backward, budget, most)
-    if not size:
-        raise UserError(f"memory: {in_words(budget)} is too little for {option}={smallest_batch(config).batch_option[1]}")
+    planner, least = Planner(config, data, device), smallest_batch(config).batch_option[1]
+    size = largest_batch(planner, config.backward, int(budget * (1 - MARGIN)), most)
+    if size < least:  # of documents: no batch may be smaller than the longest that may come
+        raise too_little(budget, planner.footprint(least, config.backward).peak, f"{option}={least}")
     setattr(data, option.removeprefix("data."), size)
     return config.with_batch(size)

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from holotrain.config.build_plan import Planner
-from holotrain.config.choose_backward import Settled, settle
+from holotrain.config.choose_backward import Settled, settle, thriftiest
 from holotrain.config.choose_batch import largest_batch
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardConfig, reversible
@@ -38,7 +38,8 @@ class Plan:
         backward: the configured one, by its name in ``footprints``.
         footprints: of the step under each backward there is.
         choice: what ``backward=auto`` comes to, where it is configured.
-        limits: the largest batch and depth under the configured backward.
+        limits: the largest batch and depth under the configured backward; none without a budget.
+        resets: options of the configured backward that another one cannot keep, undone.
     """
 
     device: str
@@ -47,6 +48,7 @@ class Plan:
     footprints: dict[str, Footprint]
     choice: Settled | None
     limits: list[Limit]
+    resets: str = ""
 
     @property
     def configured(self) -> Footprint:
@@ -58,15 +60,12 @@ class Plan:
 
     @property
     def remedies(self) -> list[str]:
-        """Overrides under which the run would fit, one of them being enough; the fastest first."""
+        """Overrides under which the run would fit, each by itself; those that store most first."""
         if self.budget is None:
             return []
-        others = (
-            name for name, footprint in self.footprints.items() if name != self.backward and footprint.peak <= self.budget
-        )
-        return [f"backward={name}" for name in others] + [
-            f"{limit.option}={limit.value}" for limit in self.limits if limit.value
-        ]
+        fitting = [name for name, footprint in self.footprints.items() if footprint.peak <= self.budget]
+        sizes = [f"{limit.option}={limit.value}" for limit in self.limits if limit.value]
+        return [f"backward={name}{self.resets}" for name in fitting if name != self.backward] + sizes
 
     def as_json(self) -> dict[str, Any]:
         """Plain containers; bytes throughout."""
@@ -113,8 +112,15 @@ def make_plan(
     if name not in footprints:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(size, backward)
+    if backward.kind == AUTO:  # which could choose anew for another batch, down to what takes least
+        backward = BackwardConfig(thriftiest(config, device), exact=config.backward.exact)
     limits = [] if budget is None else _limits(planner, backward, budget, begin)
-    return Plan(device, budget, name, footprints, choice, limits)
+    return Plan(device, budget, name, footprints, choice, limits, _resets(config.backward))
+
+
+def _resets(backward: BackwardConfig) -> str:
+    undone = {"store": "0", "keep": "[]", "blocks": "[]"}
+    return "".join(f" backward.{name}={value}" for name, value in undone.items() if getattr(backward, name))
 
 
 def _backwards(config: RunConfig) -> dict[str, BackwardConfig]:
@@ -126,11 +132,11 @@ def _backwards(config: RunConfig) -> dict[str, BackwardConfig]:
 
 
 def _limits(planner: Planner, backward: BackwardConfig, budget: int, begin: Callable[[str], object]) -> list[Limit]:
-    """The largest batch; the largest depth, unless each block has a schedule of its own."""
+    """The largest batch; the largest depth, unless blocks are named one by one."""
     option, configured = planner.config.batch_option
     size = largest_batch(planner, backward, budget, begin=lambda size: begin(f"{option}={size}"))
     found = [Limit(option, configured, size)]
-    if not backward.blocks:
+    if not backward.store:
         found.append(_depth(planner, backward, budget, begin))
     return found
 
@@ -156,6 +162,6 @@ def _depth(planner: Planner, backward: BackwardConfig, budget: int, begin: Calla
         a, b = rehearsed(configured), rehearsed(deeper)
         return a + (b - a) * (depth - configured) // (deeper - configured)
 
-    option = "model.depth" if stage is None else f"model.depths[{stage}]"
+    option = "model.depth" if stage is None else f"model.depths.{stage}"
     found = largest(peak, budget, configured)
     return Limit(option, configured, found, exact=found < deeper)

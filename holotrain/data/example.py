@@ -9,7 +9,7 @@ from holotrain.data.text import TextDataModule
 
 
 def example_batch(data: pl.LightningDataModule, size: int) -> Any:
-    """A training batch of zeros: the largest that ``data``, which is set up, can give.
+    """A training batch of zeros, no smaller than the largest that ``data``, which is set up, can give.
 
     Args:
         size: images, packed blocks or documents; tokens, where documents are batched by ``max_tokens``.
@@ -21,7 +21,7 @@ def example_batch(data: pl.LightningDataModule, size: int) -> Any:
     if data.layout == "packed":
         return {"tokens": torch.zeros(size, data.context + 1, dtype=torch.int64)}
     longest = data.longest
-    documents = max(1, size // longest) if data.max_tokens else size
+    documents = -(-size // longest) if data.max_tokens else size
     batch = {
         "tokens": torch.zeros(documents, longest, dtype=torch.int64),
         "lengths": torch.full((documents,), longest, dtype=torch.int64),

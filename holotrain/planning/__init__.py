@@ -15,7 +15,8 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, Option, Stage, TooSmall, choose
 from holotrain.planning.costs import flops, seconds, stage_of, visited
 from holotrain.planning.footprint import Footprint
-from holotrain.planning.imagination import Unplannable, imagine, imagined, selecting
+from holotrain.planning.imagination import Unplannable, fused_dropout, imagine, imagined, selecting
+from holotrain.planning.measured import measured_peak
 from holotrain.planning.rehearsal import TrainingStep, Update, rehearse, rehearse_update
 from holotrain.planning.search import largest
 
@@ -32,9 +33,11 @@ __all__ = [
     "Update",
     "choose",
     "flops",
+    "fused_dropout",
     "imagine",
     "imagined",
     "largest",
+    "measured_peak",
     "rehearse",
     "rehearse_update",
     "seconds",

@@ -31,6 +31,8 @@ class Allocator:
         """Bytes that an operation takes and gives back before it returns, as far as they are worth counting."""
         if function is torch.ops.aten.logsumexp.default:
             return self.rounded(args[0].nbytes)  # the exponentials, before they are summed
+        if function is torch.ops.aten._safe_softmax.default:
+            return self.rounded(args[0].numel())  # which entries are masked
         if self.copies_operands and function in MIXING and isinstance(result, Tensor):
             operands = (arg for arg in args if isinstance(arg, Tensor) and arg.ndim and arg.dtype != result.dtype)
             return sum(self.rounded(operand.numel() * result.element_size()) for operand in operands)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 CELLS = 2000
 """Into how many parts the memory to give out is divided; what a block takes is rounded up to whole ones."""
 
-MARGIN = 0.005
+MARGIN = 0.002
 """Of a budget, left free for what operations hold within themselves, which no plan sees."""
 
 ROUNDS = 6
@@ -93,7 +93,7 @@ def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: in
     beyond: list[list[Option]] | None = None
     for _ in range(1 + ROUNDS if rehearsed(least) < room else 0):
         if rehearsed(chosen) <= room:
-            best = chosen
+            best = min(best, chosen, key=_cost)
         else:
             beyond, high = chosen, min(high, _held(chosen) - _held(least))
         if beyond is None:

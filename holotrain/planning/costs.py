@@ -18,11 +18,15 @@ from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.choice import Option, Stage
 from holotrain.planning.ledger import Ledger
 from holotrain.reversible.clock import clock_of
+from holotrain.reversible.trial import SETTLED_AFTER
 
 CPU = ALLOCATORS["cpu"]
 
 ROUNDS = 5
-"""Measurements of each option, in turn with the others, after one that does not count."""
+"""Measurements of each option, in turn with the others, after those that do not count."""
+
+BLOCKS = 2
+"""Are timed in a row, so that recomputation can run ahead from one to the other."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +109,20 @@ def seconds(
     """Of one block's forward and backward, where the visit's tensors are: medians of a few, taken in turn."""
     device = visit.args[0].device
     block = copy.deepcopy(visit.sequence.blocks[0])
-    sequences = {name: type(visit.sequence)([block], backward=[name]) for name in names}
+    sequences = {name: type(visit.sequence)([block] * BLOCKS, backward=[name] * BLOCKS) for name in names}
+    warm = SETTLED_AFTER if any(name.startswith("pareprop") for name in names) else 1
     clock = clock_of(device)
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for _ in range(1 + ROUNDS):
+        for _ in range(warm + ROUNDS):
             for name, sequence in sequences.items():
                 begun = clock.mark()
                 _run(sequence, visit, autocast)
                 marks[name].append((begun, clock.mark()))
-    return {name: statistics.median(clock.seconds(*pair, wait=True) for pair in pairs[1:]) for name, pairs in marks.items()}
+    return {
+        name: statistics.median(clock.seconds(*pair, wait=True) for pair in pairs[warm:]) / BLOCKS
+        for name, pairs in marks.items()
+    }
 
 
 def _run(sequence: nn.Module, visit: Visit, autocast: Callable[[], AbstractContextManager] = nullcontext) -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -85,6 +86,17 @@ class selecting(TorchDispatchMode):
             return [index]
         selected = round(self._share * index.numel())
         return [torch.empty(selected, dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
+
+
+class fused_dropout(TorchFunctionMode):
+    """Inside, attention drops within its kernel, as CUDA's does: nothing of the size of its weights is made."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention:
+            kwargs = kwargs | {"dropout_p": 0.0}
+            args = args[:4]
+        return function(*args, **kwargs)
 
 
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default}

@@ -27,6 +27,7 @@ class TrainingStep:
         loss: of one batch.
         optimizer: of the model's parameters.
         autocast: gives the context of the forward.
+        accumulates: gradients of several batches add up: those of the ones before stay.
         clip: the largest norm of the gradient, or its largest value where ``clip_value`` is true; None: any.
         rewrite: done to the gradients before they are clipped.
         held: what else stays all along, by kind: the batch above all.
@@ -36,6 +37,7 @@ class TrainingStep:
     loss: Callable[[], Tensor]
     optimizer: Optimizer
     autocast: Callable[[], AbstractContextManager] = nullcontext
+    accumulates: bool = False
     clip: float | None = None
     clip_value: bool = False
     rewrite: Callable[[], object] | None = None
@@ -48,7 +50,7 @@ class TrainingStep:
                 parameter.grad = torch.zeros_like(parameter)
 
     def differentiate(self, enter: Callable[[str], object] = lambda phase: None) -> None:
-        """The loss first, then old gradients go, then come new ones: Lightning's order.
+        """The loss first, then old gradients go, unless they add up, then come new ones: Lightning's order.
 
         Args:
             enter: told each phase as it begins.
@@ -56,7 +58,8 @@ class TrainingStep:
         enter("forward")
         with self.autocast():
             loss = self.loss()
-        self.optimizer.zero_grad()
+        if not self.accumulates:
+            self.optimizer.zero_grad()
         enter("backward")
         loss.backward()
 

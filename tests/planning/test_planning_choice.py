@@ -40,7 +40,7 @@ def test_no_choice_that_fits_is_cheaper(seed):
     fitting = [
         sum(option.cost for option in options)
         for options in itertools.product(*each)
-        if sum(option.held for option in options) <= (budget * 0.995 - weights) * (1 - len(each) / 2000)
+        if sum(option.held for option in options) <= (budget * 0.998 - weights) * (1 - len(each) / 2000)
     ]
     assert choice.peak == peak(choice.blocks) <= budget
     # Cells of the knapsack may round away what would fit by a hair.
@@ -54,15 +54,15 @@ def test_what_is_left_over_is_given_out_again():
     def peak(blocks):
         return 1000 + 500 + max(0, 100 * blocks.count("autograd") - 500)
 
-    assert choose([stage], peak, 1510).blocks.count("autograd") == 5
-    assert choose([stage], peak, 1815).blocks.count("autograd") == 8
-    assert choose([stage], peak, 2100).blocks.count("autograd") == 10
+    assert choose([stage], peak, 1505).blocks.count("autograd") == 5
+    assert choose([stage], peak, 1805).blocks.count("autograd") == 8
+    assert choose([stage], peak, 2008).blocks.count("autograd") == 10
 
 
 def test_those_that_hold_most_come_last():
     stage = Stage(6, [Option("reversible", 0, 4.0), Option("checkpoint", 10, 3.8), Option("autograd", 100, 3.0)])
     blocks = choose(
-        [stage], lambda blocks: 100_000 + 100 * blocks.count("autograd") + 10 * blocks.count("checkpoint"), 100_900
+        [stage], lambda blocks: 100_000 + 100 * blocks.count("autograd") + 10 * blocks.count("checkpoint"), 100_640
     ).blocks
     assert blocks == sorted(blocks, key=["reversible", "checkpoint", "autograd"].index)
     assert "checkpoint" in blocks and "autograd" in blocks

@@ -6,8 +6,18 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from holotrain.models import GPT, MViT, RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
-from holotrain.planning import ALLOCATORS, TrainingStep, Unplannable, imagine, imagined, rehearse, selecting
-from holotrain.planning.measured import measured_peak
+from holotrain.planning import (
+    ALLOCATORS,
+    TrainingStep,
+    Unplannable,
+    fused_dropout,
+    imagine,
+    imagined,
+    measured_peak,
+    rehearse,
+    selecting,
+)
+from holotrain.planning.ledger import Ledger
 
 CPU = torch.device("cpu")
 REVERSIBLE = ("autograd", "checkpoint", "reversible", "pareprop")
@@ -144,3 +154,17 @@ def test_a_mask_selects_its_share():
         assert chosen.shape == (2, 5)
         chosen.sum().backward()
         assert x.grad.shape == (8, 5)
+
+
+def test_cudas_attention_drops_within_its_kernel():
+    def attended(dropout):
+        ledger = Ledger()
+        q = torch.zeros(2, 4, 256, 16, requires_grad=True)
+        with ledger.watching():
+            nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
+        return ledger.peak()
+
+    with imagined():
+        assert attended(0.1) > 4 * attended(0.0)  # a CPU makes all weights, to drop some
+        with fused_dropout():
+            assert attended(0.1) == attended(0.0)

@@ -48,6 +48,10 @@ class BackwardConfig:
             raise UserError(f"backward.exact: {self.exact!r} is neither true, false nor a number of bits after the point")
         if stored != [0] and self.kind == "autograd":
             raise UserError("backward.store: backward=autograd stores every block; take backward=reversible or pareprop")
+        if self.blocks and self.kind != AUTO:
+            raise UserError("backward.blocks: schedules block by block go with backward=auto")
+        for words in self.blocks:
+            one_of("backward.blocks", words.partition("+")[0], SCHEDULES)
         if self.kind == AUTO and (stored != [0] or self.keep):
             raise UserError("backward=auto: it decides what is stored and kept by itself; leave out backward.store and keep")
         if self.keep and self.kind not in ("reversible", "pareprop"):

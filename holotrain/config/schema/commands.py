@@ -155,8 +155,6 @@ class PlanConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("device", self.device, ("auto", "cuda", "cpu"))
-        if self.trainer.precision == "16-mixed" and self.device == "cpu":
-            raise UserError("trainer.precision=16-mixed: a CPU cannot train so; take bf16-mixed or device=cuda")
 
 
 @dataclass

@@ -121,6 +121,10 @@ class RunConfig:
         if backward.engine() and not rebuilds:
             option = next(iter(backward.engine()))
             raise UserError(f"backward.{option}: model kind {self.model.kind!r} is not reversible and has no use for it")
+        if self.compile and any("+" in words for words in backward.blocks):
+            raise UserError("backward.blocks: nothing can be kept within compiled blocks; leave out what follows the plus")
+        if backward.cuda_graph and backward.kind == AUTO and not rebuilds:
+            raise UserError("backward.cuda_graph: a plain model's checkpoints cannot be captured; take backward=autograd")
         if self.compile and backward.keep:
             raise UserError("backward.keep: it cannot reach into compiled blocks; take compile=false")
         if backward.cuda_graph and backward.kind == "checkpoint" and not rebuilds:
