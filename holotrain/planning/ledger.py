@@ -92,6 +92,10 @@ class Ledger:
         weakref.finalize(storage, freed, None).atexit = False
         return allocation
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made in this phase, and is no view of another."""
+        return self.count(tensor).kind == self.phase and not tensor._is_view()
+
     def _note(self, allocation: Allocation, made: bool) -> None:
         self.alive += allocation.bytes if made else -allocation.bytes
         self.events.append(Event(allocation, made, self.alive, self.phase))
@@ -124,7 +128,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         ledger = self._ledger
-        if function is torch.ops.aten.add.Tensor and _engine_adds() and ledger.count(args[0]).kind == ledger.phase:
+        if function is torch.ops.aten.add.Tensor and _engine_adds() and ledger.owns(args[0]):
             # Fake tensors keep autograd from adding up gradients in place, as it does with real ones.
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:

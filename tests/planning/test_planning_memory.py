@@ -168,3 +168,38 @@ def test_cudas_attention_drops_within_its_kernel():
         assert attended(0.1) > 4 * attended(0.0)  # a CPU makes all weights, to drop some
         with fused_dropout():
             assert attended(0.1) == attended(0.0)
+
+
+class Tied(nn.Module):
+    """Two gradients of one weight: whether autograd adds them up in place depends on how the first was made."""
+
+    def __init__(self, by_hand):
+        super().__init__()
+        self.words = nn.Embedding(20_000, 32)
+        self.by_hand = by_hand
+
+    def forward(self, tokens):
+        hidden = self.words(tokens)
+        return self.by_hand(hidden, self.words.weight)
+
+
+def first_through_linear(hidden, weight):
+    return nn.functional.linear(hidden, weight).square().mean()
+
+
+def first_through_a_sum(hidden, weight):
+    return (weight.square().sum() + hidden.sum()).square()
+
+
+@pytest.mark.parametrize("head", [first_through_linear, first_through_a_sum])
+def test_gradients_that_add_up_in_a_leaf_take_what_they_take(head):
+    def step(imaginary):
+        with torch.device("meta" if imaginary else "cpu"):
+            model = Tied(head)
+        model = imagine(model, CPU) if imaginary else model
+        tokens = torch.zeros(4, dtype=torch.int64)
+        return TrainingStep(model, lambda: model(tokens), torch.optim.SGD(model.parameters()), held={"batch": [tokens]})
+
+    with imagined():
+        planned = rehearse(step(imaginary=True))
+    assert planned.peak == pytest.approx(measured_peak(step(imaginary=False), CPU), rel=0.01)
