@@ -6,18 +6,19 @@ from holotrain.config.budget import budget_of
 from holotrain.config.make_plan import make_plan
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, reversible
-from holotrain.errors import UserError
-from holotrain.planning import ALLOCATORS, Unplannable
+from holotrain.planning import ALLOCATORS
 
 
 def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
-    """Overrides under which a training would fit, by its plan; where the plan knows none, such as take less memory.
+    """Overrides under which a training would fit, by its plan, and such of other options as take less memory.
 
     Args:
         data: set up.
         device: ``"cuda"`` or ``"cpu"``.
     """
-    return _planned(config, data, device) or rules(config)
+    planned = _planned(config, data, device)
+    settled = {override.partition("=")[0] for override in planned}
+    return planned + [override for override in rules(config) if override.partition("=")[0] not in settled]
 
 
 def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
@@ -25,7 +26,7 @@ def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> li
         return []
     try:
         plan = make_plan(config, data, device, budget_of(config, device))
-    except (UserError, Unplannable, RuntimeError, MemoryError):  # there is little memory even for a plan
+    except Exception:  # of any kind: there may be too little memory even for a plan
         return []
     if plan.fits:  # then something else has taken the memory
         return []

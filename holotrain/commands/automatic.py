@@ -31,12 +31,16 @@ def chosen(
     """
     if device not in ALLOCATORS and (config.batch_is_open or config.backward.open):
         raise UserError(f"auto: nothing is known of the memory of {device}; choose backward and batch yourself")
+    if config.memory is not None and not (config.batch_is_open or config.backward.open):
+        say(f"memory={config.memory} binds nothing here: only backward=auto and a batch of auto choose by it")
     try:
         if config.batch_is_open:
             option, _ = config.batch_option
             say(f"{option}=auto: planning the largest batch ...")
             config = choose_batch(config, data, device)
-            say(f"  {option}={config.batch_option[1]} of {in_words(budget_of(config, device))}")
+            say(
+                f"  {option}={config.batch_option[1]} is the most that {in_words(budget_of(config, device))}, or the data, hold"
+            )
         if config.backward.open:
             say("backward=auto: planning what each block stores ...")
             with memory_errors_told_apart():

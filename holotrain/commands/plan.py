@@ -86,6 +86,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
     title = f"holotrain plan: {model}, {config.trainer.precision}, on {place}{within}; figures in {unit}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("backward", no_wrap=True)
+    table.add_column("peak in", no_wrap=True)
     for name in ("peak", *SHOWN, "other"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits" if plan.budget else "", no_wrap=True)
@@ -94,7 +95,8 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
         figures = [footprint.peak, *(footprint.parts[kind] for kind in SHOWN), other]
         fits = ("yes" if footprint.peak <= plan.budget else "no") if plan.budget else ""
         style = "bold" if name == plan.backward else ""
-        table.add_row(name, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
+        name = f"{name} *" if name == plan.backward else name
+        table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     Console(highlight=False, width=max(console.width, 120)).print(table)  # a row stays a line
     if plan.choice is not None:
         console.print(f"auto, by FLOPs where fit takes time: {described(plan.choice)}")

@@ -59,7 +59,8 @@ def show_end(summary: Summary, folder: Path) -> None:
         tokens = f"{summary.tokens_per_second:.0f} tokens/s, " if summary.tokens_per_second is not None else ""
         rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms a step"
     if summary.peak_memory_bytes is not None:
-        rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB"
+        of = " of the whole process" if summary.device.startswith("cpu") else ""
+        rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB{of}"
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
     rows |= {name: next(folder.glob(files), None) for name, files in PROFILES.items()}

@@ -26,7 +26,7 @@ def show_sweep(folders: list[Path]) -> None:
     """Prints the table of the jobs in ``folders`` and writes it as sweep.csv above them."""
     rows = [_row(folder) for folder in folders]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    constant = {name for name in columns if name.startswith("train/") or len({row.get(name) for row in rows}) == 1}
+    constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
     path = folders[0].parent / "sweep.csv"
     write_whole(path, _csv(columns, rows))
     table = Table(title=f"sweep of {len(rows)} jobs", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

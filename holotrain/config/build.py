@@ -110,9 +110,11 @@ def build_model(config: RunConfig, data: pl.LightningDataModule) -> nn.Module:
     """The model for ``data``, which is set up; without pretrained weights and adapters."""
     with described_by("model"):
         model = registry.build(config.model.kind, model_arguments(config, data))
-    with described_by("backward.blocks"):
-        if config.backward.blocks:
+    if config.backward.blocks:
+        try:
             schedule_blocks(model, config.backward.blocks)
+        except ValueError as error:
+            raise UserError(f"backward.blocks: {error}; with backward.blocks=[] they are chosen anew") from error
     return model
 
 

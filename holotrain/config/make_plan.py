@@ -13,6 +13,7 @@ from holotrain.config.choose_backward import Settled, settle, thriftiest
 from holotrain.config.choose_batch import largest_batch
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardConfig, reversible
+from holotrain.errors import UserError
 from holotrain.planning import Footprint, largest
 
 DEEPER = 4
@@ -96,7 +97,6 @@ def make_plan(
 
     Raises:
         Unplannable: an operation cannot be imagined.
-        UserError: ``backward=auto``, and nothing fits.
     """
     planner = Planner(config, data, device)
     size = config.batch_option[1]
@@ -107,8 +107,12 @@ def make_plan(
     choice, backward, name = None, config.backward, config.backward.kind
     if config.backward.open:
         begin("backward=auto")
-        choice = settle(replace(config, memory=str(budget)), data, device, measure=False)
-        backward = choice.config.backward
+        try:
+            choice = settle(replace(config, memory=str(budget)), data, device, measure=False)
+            backward = choice.config.backward
+        except UserError:  # nothing fits: the table says by how much
+            name = thriftiest(config, device)
+            backward = BackwardConfig(name, exact=config.backward.exact)
     if name not in footprints:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(size, backward)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -88,15 +88,20 @@ class selecting(TorchDispatchMode):
         return [torch.empty(selected, dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
 
 
-class fused_dropout(TorchFunctionMode):
+@contextmanager
+def fused_dropout() -> Iterator[None]:
     """Inside, attention drops within its kernel, as CUDA's does: nothing of the size of its weights is made."""
+    ordinary = functional.scaled_dot_product_attention
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is nn.functional.scaled_dot_product_attention:
-            kwargs = kwargs | {"dropout_p": 0.0}
-            args = args[:4]
-        return function(*args, **kwargs)
+    def without(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, *rest, **options) -> Tensor:
+        return ordinary(query, key, value, attn_mask, 0.0, *rest, **options)
+
+    # Replaced, not watched by a mode: a recomputation in the backward runs outside of modes.
+    functional.scaled_dot_product_attention = without
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = ordinary
 
 
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default}

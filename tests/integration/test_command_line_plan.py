@@ -79,6 +79,20 @@ def test_a_remedy_undoes_what_another_backward_cannot_keep(holotrain):
     assert plan_of(holotrain, *asked, *remedy.split())["fits"]
 
 
+def test_auto_that_cannot_fit_is_shown_all_the_same(holotrain):
+    figures = plan_of(holotrain, *PLANNED, "memory=10MiB", "backward=auto")
+    assert (figures["fits"], figures["backward"], figures["blocks"]) == (False, "reversible", None)
+    assert [word for word in figures["remedies"] if word.startswith("data.batch_size=")]
+
+
+def test_attention_with_dropout_is_planned_for_a_gpu_too(holotrain):
+    peaks = [
+        {name: found["peak"] for name, found in plan_of(holotrain, *PLANNED[:-1], "device=cuda", dropout)["footprints"].items()}
+        for dropout in ("model.attention_dropout=0", "model.attention_dropout=0.1")
+    ]
+    assert peaks[0] == peaks[1]
+
+
 def test_plain_models_have_two_ways(holotrain):
     figures = plan_of(holotrain, "model=swin_nano", *FAKE, "device=cuda")
     assert list(figures["footprints"]) == ["autograd", "checkpoint"] and figures["budget_bytes"] is None
@@ -121,7 +135,7 @@ def test_the_largest_batch_is_chosen_and_written_down(holotrain):
     assert (status, err) == (0, "")
     folder = only(Path("runs/fit"))
     size = yaml.safe_load((folder / "config.yaml").read_text())["data"]["batch_size"]
-    assert 1 < size < 128 and f"data.batch_size={size} of 10 MiB" in out
+    assert 1 < size < 128 and f"data.batch_size={size} is the most that 10 MiB" in out
     assert summary(folder)["steps"] == 2 * (128 // size)
 
 

@@ -1,5 +1,6 @@
 """How a run goes: Lightning's Trainer, callbacks, loggers."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,8 @@ class TrainerConfig:
             at_least("trainer.max_epochs", self.max_epochs, 1)
         elif self.max_steps < 1 and self.max_time is None:
             raise UserError("trainer.max_epochs=-1: then trainer.max_steps or trainer.max_time must end the training")
+        if self.max_time is not None and not re.fullmatch(r"\d+:\d+:\d+:\d+", self.max_time):
+            raise UserError(f"trainer.max_time: {self.max_time!r} is no time; write DD:HH:MM:SS, as in 00:12:00:00")
         at_least("trainer.max_steps", self.max_steps, -1)
         at_least("trainer.num_sanity_val_steps", self.num_sanity_val_steps, -1)
         for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps"):
