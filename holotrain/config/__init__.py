@@ -2,7 +2,6 @@
 
 arguments      the command line taken apart
 schema         every option, typed and explained
-checks         the checks that schemas are made of
 register       tells Hydra of the schemas
 composition    where the configuration lies, composing it
 folders        where runs go
@@ -11,4 +10,11 @@ explain        Hydra's complaints in one line
 help           --help
 build          configurations to data, models, tasks
 build_trainer  configurations to trainers, callbacks, loggers
+
+What a configured training will take, and what it leaves open:
+budget           the memory that a run may take
+build_plan       a configuration to the step that a plan rehearses
+make_plan        every backward, and how far the run can grow
+choose_backward  backward=auto
+choose_batch     a batch of auto
 """
