@@ -32,7 +32,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save
+from bench_common import alternating, machine, median_ratio, save, settings_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -342,7 +342,7 @@ def main() -> None:
     described = machine()
     print(json.dumps(described))
     points = [{"batch": batch, "engines": measured(batch, options)} for batch in options.batch]
-    settings = {key: value for key, value in vars(options).items() if key not in ("json", "picture", "measure")}
+    settings = settings_of(options)
     settings["minrev"] = bool(options.minrev)
     save({"machine": described, "options": settings, "points": points}, options.json)
     if options.picture:

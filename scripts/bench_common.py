@@ -1,5 +1,6 @@
 """What the benches share: a description of the machine, medians, JSON. Needs torch alone."""
 
+import argparse
 import json
 import os
 import platform
@@ -47,6 +48,11 @@ def alternating(contestants: dict[str, Callable[[], float]], rounds: int) -> dic
 def median_ratio(over: list[float], under: list[float]) -> float:
     """The median of the ratios round by round, which a drifting machine disturbs least."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, object]:
+    """What was measured, without where the figures go."""
+    return {key: value for key, value in vars(options).items() if key not in ("json", "picture", "measure")}
 
 
 def save(result: dict, path: Path | None) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from bench_backward import checkpointed, memcnn, offloaded, plain, revlib, selectively_checkpointed
-from bench_common import alternating, machine, median_ratio, save
+from bench_common import alternating, machine, median_ratio, save, settings_of
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -297,8 +297,7 @@ def main() -> None:
     print(f"least throughput over an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
     print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in autos):.2%}")
     print(machine())
-    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    save({"machine": machine(), "options": described, "engines": figures}, options.json)
+    save({"machine": machine(), "options": settings_of(options), "engines": figures}, options.json)
     if options.picture:
         draw(figures, options.picture, f"{options.model}, batches of {options.batch}, {options.device}")
 

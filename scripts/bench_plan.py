@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_common import machine, save
+from bench_common import machine, save, settings_of
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -125,8 +125,7 @@ def main() -> None:
     worst = max(rows, key=lambda row: abs(row["error"]))
     print(f"largest error: {worst['error']:.2%} ({worst['model']}, {worst['precision']}, {worst['backward']})")
     print(machine())
-    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    save({"machine": machine(), "options": described, "plans": rows}, options.json)
+    save({"machine": machine(), "options": settings_of(options), "plans": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save
+from bench_common import alternating, machine, median_ratio, save, settings_of
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -210,7 +210,7 @@ def main() -> None:
     options = parser.parse_args()
     described = machine()
     print(json.dumps(described))
-    result = {"machine": described, "options": {key: value for key, value in vars(options).items() if key != "json"}}
+    result = {"machine": described, "options": settings_of(options)}
     result["vectors"] = vectors(options)
     result["models"] = {size: model_rows(size, options) for size in options.models}
     save(result, options.json)

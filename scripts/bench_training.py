@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from bench_common import machine, save
+from bench_common import machine, save, settings_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -333,7 +333,7 @@ def main() -> None:
     described = machine()
     print(json.dumps(described))
     print(f"{'task':<9}{'optimizer':<10}{'synthesis':<28}{'rate':<9}{'test':<18}{'cosine':>9}{'state':>8}")
-    settings = {key: value for key, value in vars(options).items() if key not in ("json", "picture")}
+    settings = settings_of(options)
     rows, states = [], []
     with ProcessPoolExecutor(options.workers) as pool:
         for task in options.tasks:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from holotrain.commands.out_of_memory import OutOfMemory, memory_errors_told_apart
 from holotrain.commands.screen import console
 from holotrain.config.budget import budget_of
+from holotrain.config.build_plan import Planner
 from holotrain.config.choose_backward import Settled, settle
 from holotrain.config.choose_batch import choose_batch
 from holotrain.config.schema import RunConfig
@@ -44,7 +45,7 @@ def chosen(
         if config.backward.open:
             say("backward=auto: planning what each block stores ...")
             with memory_errors_told_apart():
-                settled = settle(config, data, device)
+                settled = settle(Planner(config, data, device), budget_of(config, device))
             say(f"  {described(settled)}")
             config = settled.config
     except Unplannable as error:

@@ -10,7 +10,7 @@ from holotrain.config.folders import LAST_CHECKPOINT
 class Run:
     """
     Args:
-        command: fit, validate, test, predict, generate or export.
+        command: fit, validate, test, predict, generate, export or plan.
         folder: where it leaves its files; it exists.
         overrides: what the command line changed, as written there.
         choices: the option of each configuration group, for checkpoints to keep.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from holotrain.config.build import build_task
 from holotrain.config.build_synthesis import built_synthesis
+from holotrain.config.build_trainer import autocast_of
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.data.example import example_batch
@@ -129,19 +130,13 @@ def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> Tra
         model=task.model,
         loss=lambda: task.loss(*task.inputs(batch)),
         optimizer=optimizer,
-        autocast=autocast(config),
+        autocast=partial(autocast_of, config.trainer, "cpu"),
         accumulates=config.trainer.accumulate_grad_batches > 1,
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",
         rewrite=rewrite,
         held=held,
     )
-
-
-def autocast(config: RunConfig, device: str = "cpu") -> Callable[[], AbstractContextManager]:
-    """Gives the precision of the run's forwards."""
-    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.trainer.precision)
-    return partial(torch.autocast, device, dtype) if dtype else nullcontext
 
 
 def replace_sizes(config: RunConfig, backward: BackwardConfig, sizes: dict[str, Any]) -> RunConfig:

@@ -125,10 +125,10 @@ def device_name(accelerator: str) -> str:
     return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
 
 
-def autocast_of(config: TrainerConfig) -> AbstractContextManager:
-    """The precision of a run outside of a Trainer."""
+def autocast_of(config: TrainerConfig, device: str | None = None) -> AbstractContextManager:
+    """The precision of a run outside of a Trainer; ``device``: in the place of the accelerator's."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
-    return torch.autocast(device_kind(config.accelerator), dtype) if dtype else nullcontext()
+    return torch.autocast(device or device_kind(config.accelerator), dtype) if dtype else nullcontext()
 
 
 def check_device(config: TrainerConfig) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import lightning.pytorch as pl
 import torch
 
-from holotrain.config.budget import budget_of, too_little
+from holotrain.config.budget import too_little
 from holotrain.config.build import build_task
-from holotrain.config.build_plan import Planner, autocast, doubled
+from holotrain.config.build_plan import Planner, doubled
+from holotrain.config.build_trainer import autocast_of
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import PLAIN, reversible
 from holotrain.data.example import example_batch
@@ -31,26 +33,26 @@ class Settled:
     budget: int
 
 
-def settle(config: RunConfig, data: pl.LightningDataModule, device: str, measure: bool = True) -> Settled:
+def settle(planner: Planner, budget: int, measure: bool = True) -> Settled:
     """Chooses, for a configuration whose backward is open.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``.
+        planner: of that configuration.
+        budget: bytes to keep within.
         measure: time each way on the device, which must then be here; False: count FLOPs.
 
     Raises:
         UserError: nothing fits; the least that would is named.
         Unplannable: an operation cannot be imagined.
     """
-    budget = budget_of(config, device)
-    planner = Planner(config, data, device)
+    config, device = planner.config, planner.device
     option, size = config.batch_option
-    context = autocast(config)
+    context = partial(autocast_of, config.trainer, "cpu")
     names = ways(config, device)
     least = planner.footprint(size, replace(config.backward, kind=thriftiest(config, device))).peak
     if least > budget:  # said before anything is run
         raise too_little(budget, least, f"{option}={size}")
-    costs = _seconds(config, data, size, names, device) if measure else None
+    costs = _seconds(planner, size, names) if measure else None
     with planner.step(size, config.backward) as step:
         with visited(sequences(step.model)) as visits, torch.no_grad(), context():
             step.loss()
@@ -82,18 +84,16 @@ def ways(config: RunConfig, device: str) -> list[str]:
     return [recomputing, *keeping, *PLAIN]
 
 
-def _seconds(
-    config: RunConfig, data: pl.LightningDataModule, size: int, names: list[str], device: str
-) -> list[dict[str, float]]:
+def _seconds(planner: Planner, size: int, names: list[str]) -> list[dict[str, float]]:
     """Of each way, for each sequence of the model, on the device."""
-    place = torch.device(device)
+    config, place = planner.config, torch.device(planner.device)
     with torch.random.fork_rng():
-        task = build_task(replace(config, compile=False), data).to(place)
-        batch = example_batch(data, size)
+        task = build_task(replace(config, compile=False), planner.data).to(place)
+        batch = example_batch(planner.data, size)
         if config.trainer.precision == "64-true":
             task, batch = task.double(), doubled(batch)
         batch = pl.utilities.move_data_to_device(batch, place)
-        context = autocast(config, device)
+        context = partial(autocast_of, config.trainer, planner.device)
         with visited(sequences(task.model)) as visits, torch.no_grad(), context():
             task.loss(*task.inputs(batch))
         return [seconds(visit, names, context) for visit in visits]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -108,7 +108,7 @@ def make_plan(
     if config.backward.open:
         begin("backward=auto")
         try:
-            choice = settle(replace(config, memory=str(budget)), data, device, measure=False)
+            choice = settle(planner, budget, measure=False)
             backward = choice.config.backward
         except UserError:  # nothing fits: the table says by how much
             name = thriftiest(config, device)
@@ -136,7 +136,7 @@ def _backwards(config: RunConfig) -> dict[str, BackwardConfig]:
 
 
 def _limits(planner: Planner, backward: BackwardConfig, budget: int, begin: Callable[[str], object]) -> list[Limit]:
-    """The largest batch; the largest depth, unless blocks are named one by one."""
+    """The largest batch; the largest depth, unless ``store`` names blocks of the depth that there is."""
     option, configured = planner.config.batch_option
     size = largest_batch(planner, backward, budget, begin=lambda size: begin(f"{option}={size}"))
     found = [Limit(option, configured, size)]

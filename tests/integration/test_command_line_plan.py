@@ -11,6 +11,8 @@ import yaml
 from left_by_runs import only, summary, weights
 from small_run import SMALL
 
+from holotrain.planning import flops
+
 FAKE = ["data=fake", "data.image_size=32", "data.batch_size=64", "data.train_size=128", "data.val_size=64", "data.test_size=64"]
 RUN = [*FAKE, "model.dim=48", "model.depth=8", "trainer.accelerator=cpu", "trainer.max_epochs=2", "test=false"]
 
@@ -98,7 +100,9 @@ def test_plain_models_have_two_ways(holotrain):
     assert list(figures["footprints"]) == ["autograd", "checkpoint"] and figures["budget_bytes"] is None
 
 
-def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain):
+def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain, monkeypatch):
+    # By FLOPs: times of a busy machine may well make one schedule the best for every block.
+    monkeypatch.setattr("holotrain.config.choose_backward.seconds", lambda visit, names, autocast: flops(visit, names))
     words = [*RUN, "backward=auto", "memory=26MiB", "callbacks.checkpoint.every_n_train_steps=1"]
     status, out, err = holotrain("fit", *words, "output_dir=whole")
     assert (status, err) == (0, "")
