@@ -1,0 +1,43 @@
+"""What goes on in a network that learns by error diffusion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from holotrain.error_diffusion.network import ErrorDiffusionNetwork
+from holotrain.error_diffusion.rules import BACKPROPAGATION, slope
+
+FLAT = 1e-3
+"""A slope |o| (1 - |o|), of at most 1/4, below which a cell's weights hardly change any more."""
+
+
+def sign_violations(network: ErrorDiffusionNetwork) -> Tensor:
+    """The share of weights whose sign is not that of their cells: of magnitudes below 0. A scalar."""
+    parameters = list(network.parameters())
+    wrong = sum((parameter.detach() < 0).sum() for parameter in parameters)
+    return wrong / sum(parameter.numel() for parameter in parameters)
+
+
+def dead_cells(network: ErrorDiffusionNetwork, x: Tensor) -> Tensor:
+    """The share of hidden cells that lie flat for every sample of (B, I), and so learn nothing from it. A scalar."""
+    return (slope(network.activities(x)).amax(dim=2) < FLAT).float().mean()
+
+
+def alignment(network: ErrorDiffusionNetwork, loss: Callable[[], Tensor]) -> Tensor:
+    """The cosine between the network's update and that of gradient descent, over all its weights. A scalar.
+
+    Args:
+        loss: computes it anew, by a forward of the network each time.
+    """
+    by_rule = _gradient(network, loss)
+    with network.ruled_by(BACKPROPAGATION):
+        return torch.cosine_similarity(by_rule, _gradient(network, loss), dim=0)
+
+
+def _gradient(network: ErrorDiffusionNetwork, loss: Callable[[], Tensor]) -> Tensor:
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(loss(), tuple(network.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])

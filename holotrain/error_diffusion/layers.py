@@ -1,0 +1,43 @@
+"""The pass through the layers, in signed activities.
+
+A target of sign s has the output sigmoid(2 u / u0), where u = s v and v sums over sources their signed activities times
+magnitudes: the sources' signs are in the activities already. As sigmoid(-v) = 1 - sigmoid(v), its signed activity is
+sigmoid(2 v / u0) for an excitatory cell and sigmoid(2 v / u0) - 1 for an inhibitory one: no weight needs a sign.
+
+Shapes: magnitudes are matrices from all source cells to all target cells: incoming (D, 2 I, C), hidden (L - 1, D, C, C),
+outgoing (D, C, 1); ``offset`` (C,) is 0 of excitatory and 1 of inhibitory cells; ``gain`` is 2 / u0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def input_cells(x: Tensor, outputs: int) -> Tensor:
+    """Every input drives an excitatory and an inhibitory cell: (B, I) -> signed activities (D, B, 2 I)."""
+    return torch.cat([x, -x], dim=1).expand(outputs, -1, -1)
+
+
+def propagate(x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, offset: Tensor, gain: float) -> Tensor:
+    """The outputs (B, D) of inputs (B, I). Nothing is kept but what autograd keeps."""
+    activities = torch.sigmoid(_drive(input_cells(x, len(incoming)), incoming, gain)) - offset
+    for magnitudes in hidden:
+        activities = torch.sigmoid(_drive(activities, magnitudes, gain)) - offset
+    return torch.sigmoid(_drive(activities, outgoing, gain))[..., 0].T
+
+
+def record(x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, offset: Tensor, gain: float) -> tuple[Tensor, Tensor]:
+    """The same, and the signed activities of all hidden layers: (L, D, B, C), written where they will be read."""
+    outputs, batch = len(incoming), len(x)
+    activities = x.new_empty(1 + len(hidden), outputs, batch, len(offset))
+    _drive(input_cells(x, outputs), incoming, gain, out=activities[0]).sigmoid_().sub_(offset)
+    # A thousand small layers are bound by launches: three a layer, and none of them allocates.
+    for sources, magnitudes, targets in zip(activities[:-1], hidden, activities[1:], strict=True):
+        _drive(sources, magnitudes, gain, out=targets).sigmoid_().sub_(offset)
+    return activities, torch.sigmoid_(_drive(activities[-1], outgoing, gain))[..., 0].T
+
+
+def _drive(activities: Tensor, magnitudes: Tensor, gain: float, out: Tensor | None = None) -> Tensor:
+    """gain x activities @ magnitudes."""
+    return torch.baddbmm(activities.new_zeros(()), activities, magnitudes, beta=0, alpha=gain, out=out)

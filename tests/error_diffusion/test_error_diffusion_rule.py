@@ -1,0 +1,197 @@
+"""The rule against Kaneko's formula in plain loops, and what it promises."""
+
+import pytest
+import torch
+from kaneko_loops import PlainNetwork, signed, signed_out
+
+from holotrain.error_diffusion import (
+    BACKPROPAGATION,
+    RULES,
+    ErrorDiffusionNetwork,
+    alignment,
+    contract,
+    dead_cells,
+    sign_violations,
+)
+from holotrain.error_diffusion.rules import slope
+
+
+def half_squares(network, x, targets):
+    return 0.5 * (network(x) - targets).square().sum(1).mean()
+
+
+def example(outputs=3, depth=3, batch=6, inputs=5, width=4, rule="kaneko", dtype=torch.float64):
+    torch.manual_seed(0)
+    network = ErrorDiffusionNetwork(inputs, outputs, width, depth, rule).to(dtype)
+    return network, torch.rand(batch, inputs, dtype=dtype), torch.randint(2, (batch, outputs)).to(dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("outputs", [1, 10])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_an_update_is_that_of_plain_loops(depth, outputs, rule):
+    network, x, targets = example(outputs, depth, rule=rule)
+    plain = [PlainNetwork(network, d, u0=0.4) for d in range(outputs)]
+    expected = [[net.updates(x[b].tolist(), targets[b, d].item(), rule) for b in range(len(x))] for d, net in enumerate(plain)]
+    answers = torch.tensor([[net.outputs(sample)[-1][0] for net in plain] for sample in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(network(x), answers, rtol=0, atol=1e-12)
+    half_squares(network, x, targets).backward()
+    for d in range(outputs):
+        updates = [
+            signed(-network.incoming.grad[d]),
+            *(signed(-grad) for grad in network.hidden.grad[d]),
+            signed_out(-network.outgoing.grad[d]),
+        ]
+        for layer, found in enumerate(updates):
+            summed = sum(torch.tensor(sample[layer], dtype=torch.float64) for sample in expected[d])
+            assert summed.abs().max() > 1e-9
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), summed / len(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("inputs_from", [0.0, -1.0])
+def test_signs_never_change_under_kanekos_rule(inputs_from):
+    torch.manual_seed(0)
+    network = ErrorDiffusionNetwork(6, 2, 4, 3)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9)
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    for _ in range(1000):
+        x = torch.rand(8, 6) * (1 - inputs_from) + inputs_from
+        optimizer.zero_grad()
+        half_squares(network, x, torch.randint(2, (8, 2)).float()).backward()
+        optimizer.step()
+        assert sign_violations(network) == 0
+    for parameter, start in zip(network.parameters(), before, strict=True):
+        assert (parameter >= start).all()
+        assert (parameter > start).float().mean() > 0.9
+
+
+def test_the_articles_rule_breaks_signs_and_clamping_restores_them():
+    network, x, targets = example(rule="article", width=8, batch=64)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    for _ in range(50):
+        optimizer.zero_grad()
+        half_squares(network, x, targets).backward()
+        optimizer.step()
+    assert sign_violations(network) > 0.01
+    kept = [parameter.detach().clone() for parameter in network.parameters()]
+    network.clamp_signs()
+    assert sign_violations(network) == 0
+    for parameter, before in zip(network.parameters(), kept, strict=True):
+        assert torch.equal(parameter, before.clamp(min=0))
+
+
+def test_backpropagation_differentiates_the_same_network():
+    network, x, targets = example(outputs=2, depth=2)
+    diffused = network(x)
+    with network.ruled_by(BACKPROPAGATION):
+        assert torch.equal(network(x), diffused)
+        assert torch.autograd.gradcheck(lambda *weights: network(x), tuple(network.parameters()))
+    assert network.rule == "kaneko"
+    with torch.no_grad():
+        assert torch.equal(network(x), diffused)
+
+
+def test_alignment_is_the_cosine_of_the_two_gradients():
+    network, x, targets = example()
+
+    def gradient():
+        network.zero_grad()
+        half_squares(network, x, targets).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+
+    by_rule = gradient()
+    with network.ruled_by(BACKPROPAGATION):
+        true = gradient()
+    found = alignment(network, lambda: half_squares(network, x, targets))
+    torch.testing.assert_close(found, by_rule @ true / by_rule.norm() / true.norm())
+    assert 0.05 < found < 0.999
+
+
+def test_dead_cells_are_those_that_lie_flat_for_all_samples():
+    network, x, _ = example(outputs=1, depth=1, width=2)
+    assert dead_cells(network, x) == 0
+    with torch.no_grad():
+        network.incoming.zero_()
+        network.incoming[0, 0, 0, :, 0] = 100  # the first excitatory cell is driven to its limit
+    assert dead_cells(network, x) == 0.25
+    assert dead_cells(network, torch.cat([x, torch.zeros(1, 5, dtype=x.dtype)])) == 0  # where nothing drives it, it could learn
+
+
+def test_an_update_weighs_every_sample_alike():
+    network, x, targets = example(batch=8)
+    half_squares(network, x, targets).backward()
+    whole = [parameter.grad.clone() for parameter in network.parameters()]
+    network.zero_grad()
+    for part in range(2):
+        (half_squares(network, x[part::2], targets[part::2]) / 2).backward()
+    for parameter, grad in zip(network.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("layers", "workspace"), [(2, 1), (7, 1), (7, 3 * 2 * 2 * 6 * 8 * 8), (7, 2**20), (1, 1)])
+def test_the_contraction_sums_each_samples_update(monkeypatch, rule, layers, workspace):
+    monkeypatch.setitem(contract.__globals__["WORKSPACE"], "cpu", workspace)
+    torch.manual_seed(0)
+    activities = torch.rand(layers, 2, 6, 8, dtype=torch.float64) * torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
+    error = torch.randn(2, 6, 1, dtype=torch.float64)
+    learnt = RULES[rule](activities[:-1], error)
+    each = learnt[..., :, None] * slope(activities[1:])[..., None, :]  # a matrix for each sample
+    torch.testing.assert_close(contract(activities, error, rule), each.sum(2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["incoming", "hidden", "outgoing"])
+def test_frozen_weights_have_no_gradient(frozen):
+    network, x, targets = example()
+    half_squares(network, x, targets).backward()
+    whole = {name: parameter.grad for name, parameter in network.named_parameters()}
+    network.zero_grad()
+    getattr(network, frozen).requires_grad_(False)
+    half_squares(network, x, targets).backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is None if name == frozen else torch.equal(parameter.grad, whole[name])
+
+
+def test_gradients_lie_in_memory_as_weights_do():
+    network, x, targets = example()
+    half_squares(network, x, targets).backward()
+    for parameter in network.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+
+
+def test_under_autocast_layers_are_in_its_type():
+    network, x, targets = example(dtype=torch.float32, width=8, batch=32)
+    half_squares(network, x, targets).backward()
+    whole = [parameter.grad.clone() for parameter in network.parameters()]
+    network.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = network(x)
+        assert outputs.dtype == torch.bfloat16
+        loss = 0.5 * (outputs.float() - targets).square().sum(1).mean()
+    loss.backward()
+    for parameter, grad in zip(network.parameters(), whole, strict=True):
+        assert parameter.grad.dtype == torch.float32
+        assert torch.cosine_similarity(parameter.grad.flatten(), grad.flatten(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"depth": 0}, "at least 1"),
+        ({"width": 0}, "at least 1"),
+        ({"u0": 0.0}, "above 0"),
+        ({"rule": "hebb"}, "kaneko, article or backpropagation, not 'hebb'"),
+    ],
+)
+def test_impossible_networks_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        ErrorDiffusionNetwork(4, 1, **arguments)
+
+
+def test_inputs_cannot_ask_for_a_gradient():
+    network, x, _ = example()
+    with pytest.raises(ValueError, match="no gradient for its inputs"):
+        network(x.requires_grad_())
+    with network.ruled_by(BACKPROPAGATION):
+        network(x).sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,66 @@
+"""Kaneko's program as loops over single cells: outputs |o| in (0, 1), signed weights, one number after the other."""
+
+import math
+
+from torch import Tensor
+
+from holotrain.error_diffusion import ErrorDiffusionNetwork
+
+
+class PlainNetwork:
+    """The network of output ``d`` of an ErrorDiffusionNetwork: ``weights[layer][k][m]`` goes from m to k and has its sign."""
+
+    def __init__(self, network: ErrorDiffusionNetwork, d: int, u0: float) -> None:
+        self.u0 = u0
+        inputs, width = network.incoming.shape[3:]
+        self.signs = [_signs(inputs), *(_signs(width) for _ in range(1 + network.hidden.shape[1])), [1]]
+        self.weights = [signed(network.incoming[d]), *map(signed, network.hidden[d]), signed_out(network.outgoing[d])]
+
+    def outputs(self, x: list[float]) -> list[list[float]]:
+        """Of every layer of cells, the inputs' first: each input drives two."""
+        found = [[*x, *x]]
+        for weights in self.weights:
+            totals = [sum(w * o for w, o in zip(row, found[-1], strict=True)) for row in weights]
+            found.append([1 / (1 + math.exp(-2 * u / self.u0)) for u in totals])
+        return found
+
+    def updates(self, x: list[float], target: float, rule: str) -> list[list[list[float]]]:
+        """Of every signed weight, with alpha = 1."""
+        outputs = self.outputs(x)
+        error = target - outputs[-1][0]
+        d_plus, d_minus = max(error, 0.0), max(-error, 0.0)
+        changes = []
+        for layer, weights in enumerate(self.weights):
+            sources, targets = self.signs[layer], self.signs[layer + 1]
+            changes.append([])
+            for k in range(len(weights)):
+                slope = outputs[layer + 1][k] * (1 - outputs[layer + 1][k])
+                row = []
+                for o_m, s_m in zip(outputs[layer], sources, strict=True):
+                    if rule == "kaneko":
+                        row.append(o_m * slope * (d_plus if s_m > 0 else d_minus) * s_m * targets[k])
+                    else:
+                        row.append(o_m * slope * targets[k] * (d_plus - d_minus))
+                changes[-1].append(row)
+        return changes
+
+
+def _signs(pairs: int) -> list[int]:
+    return [1] * pairs + [-1] * pairs
+
+
+def signed(magnitudes: Tensor) -> list[list[float]]:
+    """Magnitudes by the signs of source and target, (2, 2, sources, targets) -> signed weights [(q, o)][(p, i)]."""
+    p_q_i_o, signs = magnitudes.tolist(), (1, -1)
+    _, _, sources, targets = magnitudes.shape
+    return [
+        [signs[p] * signs[q] * p_q_i_o[p][q][i][o] for p in (0, 1) for i in range(sources)]
+        for q in (0, 1)
+        for o in range(targets)
+    ]
+
+
+def signed_out(magnitudes: Tensor) -> list[list[float]]:
+    """The same to the one excitatory output cell, (2, sources)."""
+    excitatory, inhibitory = magnitudes.tolist()
+    return [[*excitatory, *(-weight for weight in inhibitory)]]
