@@ -3,6 +3,7 @@
 memory        MemoryMonitor: peak memory phase by phase
 probe         where its figures come from
 drift         DriftMonitor: how far rebuilt activations are from the true ones
+diffusion     ErrorDiffusionMonitor: signs, dead cells, alignment with the true gradient
 synthesis     SynthesisCallback: gradients rewritten before each optimizer step
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
 trace         TraceProfiler: a few batches as a trace for Perfetto
@@ -15,6 +16,7 @@ exact_resume ExactResume: what Lightning leaves out of a checkpoint
 epoch_log     EpochLog: a line an epoch
 """
 
+from holotrain.callbacks.diffusion import ErrorDiffusionMonitor
 from holotrain.callbacks.drift import DriftMonitor
 from holotrain.callbacks.epoch_log import EpochLog
 from holotrain.callbacks.exact_checkpoint import ExactCheckpoint, last_checkpoint
@@ -30,6 +32,7 @@ from holotrain.callbacks.trace import TraceProfiler
 __all__ = [
     "DriftMonitor",
     "EpochLog",
+    "ErrorDiffusionMonitor",
     "ExactCheckpoint",
     "ExactResume",
     "Interrupted",

@@ -3,7 +3,14 @@
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from holotrain.callbacks import DriftMonitor, MemoryMonitor, PaddingMonitor, SynthesisCallback, ThroughputMonitor
+from holotrain.callbacks import (
+    DriftMonitor,
+    ErrorDiffusionMonitor,
+    MemoryMonitor,
+    PaddingMonitor,
+    SynthesisCallback,
+    ThroughputMonitor,
+)
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import PLAIN
 from holotrain.dashboard.charts import tensorboard_layout
@@ -35,6 +42,8 @@ def tags(trainer: pl.Trainer, task: Task, config: RunConfig) -> set[str]:
             found.add("reversible/drift")
         elif isinstance(callback, SynthesisCallback):
             found |= {f"synthesis/{name}" for name in ("milliseconds", "gradient_cosine", "update_norm", "skipped")}
+        elif isinstance(callback, ErrorDiffusionMonitor):
+            found |= {f"error_diffusion/{name}" for name in ("alignment", "dead_cells", "sign_violations")}
         elif isinstance(callback, PaddingMonitor):
             found.add("padding/fraction")
     return found

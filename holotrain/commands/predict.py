@@ -17,6 +17,7 @@ from holotrain.commands.summary import Summary
 from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.schema import PredictConfig
+from holotrain.config.schema.task import of_images
 
 PREDICTIONS = "predictions.csv"
 
@@ -44,7 +45,7 @@ def run(config: PredictConfig, run: Run) -> int:
     if config.task.kind == "causal_lm":
         columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
     else:
-        columns = ("image" if config.task.kind == "image_classification" else "text", "class", "probability")
+        columns = ("image" if of_images(config.task.kind) else "text", "class", "probability")
         rows = [(name, described["class_names"][of["class"]], f"{of['probability']:.6f}") for name, of in named]
     text = io.StringIO()
     writer = csv.writer(text)

@@ -16,7 +16,8 @@ from holotrain.config.build_weights import prepare_weights
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.data import TextDataConfig
-from holotrain.config.schema.model import BEYOND
+from holotrain.config.schema.model import BEYOND, TransformerConfig
+from holotrain.config.schema.task import tells_classes
 from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks, registry
@@ -85,7 +86,8 @@ def model_arguments(config: RunConfig, data: pl.LightningDataModule, backward: B
     """
     backward = backward or config.backward
     arguments = {name: value for name, value in vars(config.model).items() if name not in BEYOND}
-    arguments |= {"backward": backward.schedule(config.model.kind), **backward.engine()}
+    if isinstance(config.model, TransformerConfig):
+        arguments |= {"backward": backward.schedule(config.model.kind), **backward.engine()}
     if isinstance(data, datasets.TextDataModule):
         arguments |= {"vocab": data.vocab_size, "context": data.context}
         if config.task.kind == "sequence_classification":
@@ -125,7 +127,8 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
         begin: read pretrained weights, if the configuration names any; a checkpoint brings its own.
     """
     model = build_model(config, data)
-    prepare_weights(model, config.model, begin)
+    if isinstance(config.model, TransformerConfig):
+        prepare_weights(model, config.model, begin)
     if config.compile:
         compile_blocks(model)
     return task_of(model, config, description(config, data))
@@ -162,7 +165,7 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
 
 def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
     """What the task tells apart, by name; None where it tells no classes apart."""
-    return list(data.class_names) if config.task.kind.endswith("classification") else None
+    return list(data.class_names) if tells_classes(config.task.kind) else None
 
 
 def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
@@ -193,6 +196,11 @@ def _classifier(make: type[tasks.Task], model: nn.Module, config: RunConfig, des
     return make(model, classes=classes, label_smoothing=config.task.label_smoothing, **options)
 
 
+def _error_diffusion(model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
+    options = options | {"clamp_signs": config.task.clamp_signs}
+    return _classifier(tasks.ErrorDiffusionClassifier, model, config, described, options)
+
+
 def _causal_lm(model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
     tokenizer = tokenizer_from_json(described["tokenizer"])
     return tasks.CausalLM(model, token_bytes=torch.from_numpy(tokenizer.byte_lengths), **options)
@@ -207,6 +215,7 @@ def _masked_lm(model: nn.Module, config: RunConfig, described: dict, options: di
 TASKS = {
     "image_classification": partial(_classifier, tasks.ImageClassifier),
     "sequence_classification": partial(_classifier, tasks.SequenceClassifier),
+    "error_diffusion": _error_diffusion,
     "causal_lm": _causal_lm,
     "masked_lm": _masked_lm,
 }

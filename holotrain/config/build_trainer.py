@@ -21,6 +21,7 @@ from torch import Tensor
 from holotrain.callbacks import (
     DriftMonitor,
     EpochLog,
+    ErrorDiffusionMonitor,
     ExactCheckpoint,
     ExactResume,
     MemoryMonitor,
@@ -202,6 +203,8 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
         callbacks.append(MemoryMonitor())
     if settings.drift.enabled and not config.backward.cuda_graph:  # a replay runs no Python that could look
         callbacks.append(DriftMonitor(threshold=settings.drift.threshold))
+    if config.task.kind == "error_diffusion" and not config.backward.cuda_graph:
+        callbacks.append(ErrorDiffusionMonitor())
     if config.synthesis.kind != "none":
         callbacks.append(build_synthesis(config.synthesis, task))
     if settings.throughput.enabled:

@@ -5,12 +5,12 @@ import sys
 from torch import nn
 
 from holotrain.checks import described_by
-from holotrain.config.schema.model import ModelConfig
+from holotrain.config.schema.model import TransformerConfig
 from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.pretrained import load_pretrained, read_weights
 
 
-def prepare_weights(model: nn.Module, config: ModelConfig, read: bool) -> None:
+def prepare_weights(model: nn.Module, config: TransformerConfig, read: bool) -> None:
     """Gives a new model what its configuration names beside its shape, in place, and says what of the weights was used.
 
     Args:

@@ -53,6 +53,13 @@ CHARTS = (
     Chart("Synthesis", "Time of synthesis", {"synthesis/milliseconds": "a step"}, "milliseconds"),
     Chart("Synthesis", "Norm of the update", {"synthesis/update_norm": "norm"}, logarithmic=True),
     Chart("Synthesis", "Skipped steps", {"synthesis/skipped": "skipped"}),
+    Chart("Error diffusion", "Cosine of update to gradient descent", {"error_diffusion/alignment": "alignment"}),
+    Chart(
+        "Error diffusion",
+        "Dead cells and lost signs",
+        {"error_diffusion/dead_cells": "dead cells", "error_diffusion/sign_violations": "lost signs"},
+        "fraction",
+    ),
     Chart("Learning rate", "Learning rate", {"train/lr": "rate"}),
 )
 """Every chart there is, in order."""

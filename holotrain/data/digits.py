@@ -1,5 +1,6 @@
 """scikit-learn's handwritten digits: real 8x8 images that ship with a dependency."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.transforms import v2
 
+from holotrain.data.classes import OfClasses, chosen_classes
 from holotrain.data.images import ImageDataModule, held_out
 
 
@@ -18,6 +20,7 @@ class Digits(ImageDataModule):
 
     Args:
         val_fraction: share of the rest that validates.
+        classes: digits to keep, such as [0, 1]; none: all.
         options: those of :class:`ImageDataModule`.
     """
 
@@ -26,8 +29,11 @@ class Digits(ImageDataModule):
     class_names = [str(digit) for digit in range(10)]
     statistics = ((0.3053,), (0.3761,))
 
-    def __init__(self, val_fraction: float = 0.1, **options: Any) -> None:
+    def __init__(self, val_fraction: float = 0.1, classes: Sequence[str | int] = (), **options: Any) -> None:
         super().__init__(**options)
+        self._kept = chosen_classes(classes, self.class_names)
+        self.class_names = [self.class_names[index] for index in self._kept]
+        self.num_classes = len(self._kept)
         self.val_fraction = val_fraction
 
     def geometry(self) -> list[v2.Transform]:
@@ -37,8 +43,9 @@ class Digits(ImageDataModule):
         digits = load_digits()
         images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
         labels = torch.from_numpy(digits.target).long()
-        rest, test = held_out(TensorDataset(images, labels), labels, 0.2)
-        train, val = held_out(rest, labels[torch.tensor(rest.indices)], self.val_fraction)
+        whole = OfClasses(TensorDataset(images, labels), labels, self._kept)
+        rest, test = held_out(whole, whole.labels, 0.2)
+        train, val = held_out(rest, whole.labels[torch.tensor(rest.indices)], self.val_fraction)
         self._splits = {"train": train, "val": val, "test": test}
 
     def split(self, name: str) -> Dataset:

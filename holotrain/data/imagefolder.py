@@ -1,5 +1,6 @@
 """Images in folders by class, as ImageNet is laid out."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from holotrain.data.augment import IMAGENET, coloured, cropped_at_random, resized
+from holotrain.data.classes import chosen_classes
 from holotrain.data.files import LabelledFiles, image_paths
 from holotrain.data.images import ImageDataModule
 from holotrain.errors import UserError
@@ -19,6 +21,7 @@ class ImageFolder(ImageDataModule):
         root: the folder.
         image_size: pixels along an image after cropping.
         on_corrupt: ``"error"`` or ``"skip"``; see :class:`LabelledFiles`.
+        classes: those to keep, by name or number; none: all.
         options: those of :class:`ImageDataModule`.
 
     Raises:
@@ -28,12 +31,20 @@ class ImageFolder(ImageDataModule):
 
     statistics = IMAGENET
 
-    def __init__(self, root: str, image_size: int = 224, on_corrupt: str = "error", **options: Any) -> None:
+    def __init__(
+        self,
+        root: str,
+        image_size: int = 224,
+        on_corrupt: str = "error",
+        classes: Sequence[str | int] = (),
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.root = Path(root)
         self.on_corrupt = on_corrupt
         self.image_shape = (3, image_size, image_size)
-        self.class_names = self._classes(self._folder("train"))
+        self._known = self._classes(self._folder("train"))
+        self.class_names = [self._known[index] for index in chosen_classes(classes, self._known)]
         self.num_classes = len(self.class_names)
         if self.num_classes < 2:
             raise UserError(f"data.root: {self.root / 'train'} holds one class; at least two are needed to tell apart")
@@ -72,6 +83,8 @@ class ImageFolder(ImageDataModule):
         label = {known: index for index, known in enumerate(self.class_names)}
         samples = []
         for found in self._classes(folder):
+            if found in self._known and found not in label:
+                continue  # a class that was not chosen
             if found not in label:
                 raise UserError(f"data.root: {folder / found} is of a class that {self.root / 'train'} does not have")
             paths = image_paths(folder / found)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from holotrain.data.augment import cropped_at_random
+from holotrain.data.classes import OfClasses, chosen_classes
 from holotrain.data.images import ImageDataModule, held_out
 from holotrain.errors import UserError
 
@@ -21,14 +23,23 @@ class TorchvisionData(ImageDataModule):
         root: folder that holds it, or will.
         download: fetch it where it is missing.
         val_fraction: share of every class of the training part that validates.
+        classes: those to keep, by name or number; none: all.
         options: those of :class:`ImageDataModule`.
     """
 
     source: ClassVar[type]
     files: ClassVar[str]
 
-    def __init__(self, root: str = "data", download: bool = True, val_fraction: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = True,
+        val_fraction: float = 0.1,
+        classes: Sequence[str | int] = (),
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
+        self.asked = classes
         self.root = root
         self.download = download
         self.val_fraction = val_fraction
@@ -42,9 +53,17 @@ class TorchvisionData(ImageDataModule):
             self._load(train, self.download)
 
     def setup(self, stage: str | None = None) -> None:
-        train = self._load(True, False)
-        kept, val = held_out(train, torch.as_tensor(train.targets), self.val_fraction)
-        self._splits = {"train": kept, "val": val, "test": self._load(False, False)}
+        train, test = (self._load(part, False) for part in (True, False))
+        names = self.names_of(train)
+        kept = chosen_classes(self.asked, names)
+        self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
+        train, test = (OfClasses(part, torch.as_tensor(part.targets), kept) for part in (train, test))
+        train, val = held_out(train, train.labels, self.val_fraction)
+        self._splits = {"train": train, "val": val, "test": test}
+
+    def names_of(self, dataset: Dataset) -> list[str]:
+        """Those of all its classes."""
+        return type(self).class_names
 
     def split(self, name: str) -> Dataset:
         return self._splits[name]
@@ -93,6 +112,5 @@ class CIFAR100(TorchvisionData):
     class_names = [str(index) for index in range(100)]
     statistics = ((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762))
 
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        self.class_names = list(self.split("test").classes)
+    def names_of(self, dataset: Dataset) -> list[str]:
+        return list(dataset.classes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -26,18 +24,21 @@ def dead_cells(network: ErrorDiffusionNetwork, x: Tensor) -> Tensor:
     return (slope(network.activities(x)).amax(dim=2) < FLAT).float().mean()
 
 
-def alignment(network: ErrorDiffusionNetwork, loss: Callable[[], Tensor]) -> Tensor:
+def alignment(network: ErrorDiffusionNetwork, x: Tensor, grad: Tensor) -> Tensor:
     """The cosine between the network's update and that of gradient descent, over all its weights. A scalar.
 
     Args:
-        loss: computes it anew, by a forward of the network each time.
+        x: (B, I).
+        grad: (B, D), the gradient of the loss by the outputs.
     """
-    by_rule = _gradient(network, loss)
+    by_rule = _gradient(network, x, grad)
     with network.ruled_by(BACKPROPAGATION):
-        return torch.cosine_similarity(by_rule, _gradient(network, loss), dim=0)
+        return torch.cosine_similarity(by_rule, _gradient(network, x, grad), dim=0)
 
 
-def _gradient(network: ErrorDiffusionNetwork, loss: Callable[[], Tensor]) -> Tensor:
+def _gradient(network: ErrorDiffusionNetwork, x: Tensor, grad: Tensor) -> Tensor:
+    learning = tuple(parameter for parameter in network.parameters() if parameter.requires_grad)
     with torch.enable_grad():
-        gradients = torch.autograd.grad(loss(), tuple(network.parameters()))
+        outputs = network(x)
+        gradients = torch.autograd.grad(outputs, learning, grad.to(outputs.dtype))
     return torch.cat([gradient.flatten() for gradient in gradients])

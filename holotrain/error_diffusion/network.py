@@ -31,7 +31,7 @@ class ErrorDiffusionNetwork(nn.Module):
             network, differentiated by autograd.
         u0: cells answer with sigmoid(2 u / u0).
 
-    Shapes: (B, I) -> (B, D), each in (0, 1). Under autocast the layers are computed in its type.
+    Shapes: (B, I), or more dimensions, which are flattened -> (B, D), each in (0, 1). Under autocast layers are in its type.
 
     Attributes:
         incoming: (D, 2, 2, I, W) magnitudes, by the signs of source and target, then source and target.
@@ -58,15 +58,14 @@ class ErrorDiffusionNetwork(nn.Module):
         self.register_buffer("signs", torch.tensor([1.0, -1.0]), persistent=False)
         # In memory as the matrices that layers multiply by: a layer, then an output, then all sources by all targets.
         self.incoming = nn.Parameter(_uniform(outputs, 2, inputs, 2, width, sources=2 * inputs).transpose(2, 3))
-        self.hidden = nn.Parameter(
-            _uniform(depth - 1, outputs, 2, width, 2, width, sources=2 * width).permute(1, 0, 2, 4, 3, 5)
-        )
+        hidden = _uniform(depth - 1, outputs, 2, width, 2, width, sources=2 * width).permute(1, 0, 2, 4, 3, 5)
+        self.hidden = nn.Parameter(hidden, requires_grad=depth > 1)
         self.outgoing = nn.Parameter(_uniform(outputs, 2, width, sources=2 * width))
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.outgoing.dtype
-        arguments = [tensor.to(dtype) for tensor in (x, *self._matrices(), self._offset())]
+        arguments = [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), self._offset())]
         with torch.autocast(kind, enabled=False):
             if self.rule == BACKPROPAGATION or not torch.is_grad_enabled():
                 return propagate(*arguments, self.gain)
@@ -77,7 +76,7 @@ class ErrorDiffusionNetwork(nn.Module):
     @torch.no_grad()
     def activities(self, x: Tensor) -> Tensor:
         """Signed activities of all hidden layers, (L, D, B, C): a cell's sign times its output; excitatory cells first."""
-        return record(x, *self._matrices(), self._offset().to(x.dtype), self.gain)[0]
+        return record(x.flatten(1), *self._matrices(), self._offset().to(x.dtype), self.gain)[0]
 
     @torch.no_grad()
     def clamp_signs(self) -> None:

@@ -1,7 +1,10 @@
-"""Transformers, plain and reversible. They take plain arguments and know nothing of configuration or training.
+"""Transformers, plain and reversible, and a network that learns by error diffusion. They take plain arguments and know
+nothing of configuration or training.
 
 The families, each with its published sizes, plain and reversible:
 vit, swin, mvit, gpt, roberta
+
+What learns without a backward pass: error_diffusion
 
 What they are made of: layers
 
@@ -17,6 +20,7 @@ compiling       torch.compile, block by block
 
 from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.compiling import compile_blocks
+from holotrain.models.error_diffusion import ImageErrorDiffusion
 from holotrain.models.generation import generate
 from holotrain.models.gpt import GPT, GPT_SIZES, RevGPT
 from holotrain.models.int8 import quantise
@@ -34,6 +38,7 @@ __all__ = [
     "ROBERTA_SIZES",
     "SWIN_SIZES",
     "VIT_SIZES",
+    "ImageErrorDiffusion",
     "MViT",
     "RevGPT",
     "RevMViT",

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from holotrain.models.error_diffusion import ImageErrorDiffusion
 from holotrain.models.gpt import GPT, RevGPT
 from holotrain.models.mvit import MViT, RevMViT
 from holotrain.models.roberta import RevRoBERTa, RoBERTa
@@ -21,6 +22,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "rev_roberta": RevRoBERTa,
     "gpt": GPT,
     "rev_gpt": RevGPT,
+    "error_diffusion": ImageErrorDiffusion,
 }
 
 

@@ -45,7 +45,15 @@ class Classifier(Task):
 
     def loss(self, *inputs: Tensor | None) -> Tensor:
         *given, labels = inputs
-        return F.cross_entropy(self(*given), labels, label_smoothing=self.label_smoothing)
+        return self.criterion(self(*given), labels, self.label_smoothing)
+
+    def criterion(self, outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """The mean loss of what the model gives, (B, classes)."""
+        return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Of each class, (B, classes)."""
+        return outputs.float().softmax(-1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate("val", batch)
@@ -55,15 +63,15 @@ class Classifier(Task):
 
     def _evaluate(self, split: str, batch: Any) -> None:
         *given, labels = self.inputs(batch)
-        logits = self(*given)
+        outputs = self(*given)
         metrics = self.metrics[f"{split}_metrics"]
-        metrics.update(logits, labels)
+        metrics.update(self.probabilities(outputs), labels)
         shown = {"prog_bar": split == "val", "on_epoch": True, "sync_dist": True, "batch_size": len(labels)}
-        self.log(f"{split}/loss", F.cross_entropy(logits, labels), **shown)
+        self.log(f"{split}/loss", self.criterion(outputs, labels), **shown)
         self.log_dict(metrics, prog_bar=split == "val", batch_size=len(labels))
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Returns the likeliest class of each sample, ``class`` (B,), and its probability, ``probability`` (B,)."""
         *given, _ = self.inputs(batch)
-        probability, index = self(*given).float().softmax(-1).max(-1)
+        probability, index = self.probabilities(self(*given)).max(-1)
         return {"class": index, "probability": probability}

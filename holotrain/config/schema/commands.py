@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from holotrain.checks import at_least, one_of, within
 from holotrain.config.schema.run import RunConfig
+from holotrain.config.schema.task import of_images
 from holotrain.errors import UserError
 
 
@@ -68,7 +69,7 @@ class PredictConfig(RunConfig):
         _require_checkpoint("predict", self.ckpt_path)
         if self.task.kind == "masked_lm":
             raise UserError("predict: a masked_lm tells masked words alone; train sequence_classification or causal_lm from it")
-        wrong = "texts" if self.task.kind == "image_classification" else "images"
+        wrong = "texts" if of_images(self.task.kind) else "images"
         if getattr(self, wrong) is not None:
             right = "images" if wrong == "texts" else "texts"
             raise UserError(f"{wrong}: the checkpoint is of task={self.task.kind}; give {right}=...")
@@ -136,7 +137,7 @@ class ExportConfig(RunConfig):
         super().__post_init__()
         _require_checkpoint("export", self.ckpt_path)
         one_of("format", self.format, ("safetensors", "program", "onnx"))
-        if self.format != "safetensors" and self.task.kind != "image_classification":
+        if self.format != "safetensors" and not of_images(self.task.kind):
             raise UserError(f"format={self.format}: it is for image classifiers; the checkpoint is of task={self.task.kind}")
         if self.format != "safetensors" and self.int8:
             raise UserError(f"int8: format={self.format} holds full weights; take format=safetensors")

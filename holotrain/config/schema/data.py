@@ -56,6 +56,9 @@ class DigitsConfig(ImageDataConfig):
     val_fraction: float = 0.1
     """share of what is not held out for the test that validates"""
 
+    classes: list[Any] = field(default_factory=list)
+    """those to keep, by name or number, such as [0, 1]; []: all"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         within("data.val_fraction", self.val_fraction, 0, 1)
@@ -74,6 +77,9 @@ class TorchvisionConfig(ImageDataConfig):
     val_fraction: float = 0.1
     """share of the published training part that validates"""
 
+    classes: list[Any] = field(default_factory=list)
+    """those to keep, by name or number, such as [0, 1]; []: all"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         within("data.val_fraction", self.val_fraction, 0, 1)
@@ -91,6 +97,9 @@ class ImageFolderConfig(ImageDataConfig):
 
     on_corrupt: str = "error"
     """an unreadable image ends the run (error) or is named and left out (skip)"""
+
+    classes: list[Any] = field(default_factory=list)
+    """those to keep, by name or number, such as [0, 1]; []: all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

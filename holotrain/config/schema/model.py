@@ -15,6 +15,12 @@ class ModelConfig:
     kind: str = MISSING
     """its family; rev_ ones are reversible, the others their plain twins"""
 
+    def __post_init__(self) -> None:
+        one_of("model.kind", self.kind, MODELS)
+
+
+@dataclass
+class TransformerConfig(ModelConfig):
     dim: int = MISSING
     """width of a token (of the first stage, where there are several)"""
 
@@ -37,7 +43,7 @@ class ModelConfig:
     """width of an adapter behind each branch of each block; 0: none"""
 
     def __post_init__(self) -> None:
-        one_of("model.kind", self.kind, MODELS)
+        super().__post_init__()
         at_least("model.dim", self.dim, 1)
         at_least("model.mlp_ratio", self.mlp_ratio, 0.01)
         at_least("model.adapters", self.adapters, 0)
@@ -54,7 +60,7 @@ BEYOND = ("kind", "pretrained", "trained", "adapters")
 
 
 @dataclass
-class SingleStageConfig(ModelConfig):
+class SingleStageConfig(TransformerConfig):
     depth: int = MISSING
     """number of blocks"""
 
@@ -121,7 +127,7 @@ def _of_every_stage(name: str, numbers: list[int]) -> None:
 
 
 @dataclass
-class SwinConfig(ModelConfig):
+class SwinConfig(TransformerConfig):
     depths: list[int] = MISSING
     """blocks of each stage"""
 
@@ -147,7 +153,7 @@ class SwinConfig(ModelConfig):
 
 
 @dataclass
-class MViTConfig(ModelConfig):
+class MViTConfig(TransformerConfig):
     depths: list[int] = MISSING
     """blocks of each stage"""
 
@@ -164,8 +170,31 @@ class MViTConfig(ModelConfig):
         at_least("model.kv_stride", self.kv_stride, 1)
 
 
+@dataclass
+class ErrorDiffusionConfig(ModelConfig):
+    width: int = 32
+    """pairs of cells in a hidden layer: one excitatory, one inhibitory"""
+
+    depth: int = 1
+    """hidden layers"""
+
+    rule: str = "kaneko"
+    """kaneko: magnitudes only grow; article: they may shrink, and signs break; backpropagation: the true gradient"""
+
+    u0: float = 0.4
+    """cells answer with sigmoid(2 u / u0)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("model.width", self.width, 1)
+        at_least("model.depth", self.depth, 1)
+        at_least("model.u0", self.u0, 1e-6)
+        one_of("model.rule", self.rule, ("kaneko", "article", "backpropagation"))
+
+
 _FAMILIES = {"vit": ViTConfig, "swin": SwinConfig, "mvit": MViTConfig, "roberta": RoBERTaConfig, "gpt": GPTConfig}
 MODELS: dict[str, type[ModelConfig]] = _FAMILIES | {f"rev_{family}": schema for family, schema in _FAMILIES.items()}
+MODELS["error_diffusion"] = ErrorDiffusionConfig
 
 
 def family(kind: str) -> str:

@@ -8,11 +8,11 @@ from omegaconf import MISSING
 from holotrain.checks import described_by, within
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig, reversible
 from holotrain.config.schema.data import DATA, DataConfig
-from holotrain.config.schema.model import ModelConfig, family
+from holotrain.config.schema.model import ModelConfig, TransformerConfig, family
 from holotrain.config.schema.optimization import OptimizerConfig, SchedulerConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
 from holotrain.config.schema.synthesis import SynthesisConfig
-from holotrain.config.schema.task import FAMILIES, LEARNED_FROM, TaskConfig
+from holotrain.config.schema.task import FAMILIES, LEARNED_FROM, TaskConfig, tells_classes
 from holotrain.errors import UserError
 from holotrain.sizes import parse_bytes
 
@@ -62,6 +62,7 @@ class RunConfig:
             with described_by("memory"):
                 parse_bytes(self.memory)
         self._check_task()
+        self._check_error_diffusion()
         self._check_backward()
         self._check_batch()
 
@@ -83,8 +84,20 @@ class RunConfig:
             )
         if task == "sequence_classification" and getattr(self.data, "label", "given") is None:
             raise UserError("data.label: which field, or column, holds the class? Give data.label=..., or data.label=folder")
-        if self.model.trained == "head" and not task.endswith("classification"):
+        if isinstance(self.model, TransformerConfig) and self.model.trained == "head" and not tells_classes(task):
             raise UserError(f"model.trained=head: the head of task={task} is its embedding; take all or adapters")
+
+    def _check_error_diffusion(self) -> None:
+        if self.task.kind != "error_diffusion":
+            return
+        if self.backward.kind != PLAIN[0]:
+            raise UserError(f"backward={self.backward.kind}: error diffusion has no backward pass; leave it at {PLAIN[0]}")
+        if self.synthesis.kind != "none":
+            raise UserError(f"synthesis={self.synthesis.kind}: error diffusion has no gradients that could be bound")
+        if self.compile:
+            raise UserError("compile: error diffusion has no blocks to compile; on a GPU take backward.cuda_graph=true")
+        if self.task.clamp_signs and self.model.rule == "kaneko":
+            raise UserError("task.clamp_signs: model.rule=kaneko loses no sign; it is for article and backpropagation")
 
     @property
     def batch_option(self) -> tuple[str, Any]:

@@ -25,6 +25,14 @@ class ClassificationConfig(TaskConfig):
 
 
 @dataclass
+class ErrorDiffusionTaskConfig(ClassificationConfig):
+    kind: str = "error_diffusion"
+
+    clamp_signs: bool = False
+    """after every step, set weights to 0 that have lost the sign of their cells"""
+
+
+@dataclass
 class CausalLMConfig(TaskConfig):
     kind: str = "causal_lm"
 
@@ -43,6 +51,7 @@ class MaskedLMConfig(TaskConfig):
 TASKS: dict[str, type[TaskConfig]] = {
     "image_classification": ClassificationConfig,
     "sequence_classification": ClassificationConfig,
+    "error_diffusion": ErrorDiffusionTaskConfig,
     "causal_lm": CausalLMConfig,
     "masked_lm": MaskedLMConfig,
 }
@@ -50,6 +59,7 @@ TASKS: dict[str, type[TaskConfig]] = {
 FAMILIES = {
     "image_classification": ("vit", "swin", "mvit"),
     "sequence_classification": ("roberta",),
+    "error_diffusion": ("error_diffusion",),
     "causal_lm": ("gpt",),
     "masked_lm": ("roberta",),
 }
@@ -58,7 +68,18 @@ FAMILIES = {
 LEARNED_FROM: dict[str, type[DataConfig]] = {
     "image_classification": ImageDataConfig,
     "sequence_classification": TextDataConfig,
+    "error_diffusion": ImageDataConfig,
     "causal_lm": TextDataConfig,
     "masked_lm": TextDataConfig,
 }
 """The data of each task."""
+
+
+def of_images(task: str) -> bool:
+    """Whether that task learns from images."""
+    return LEARNED_FROM[task] is ImageDataConfig
+
+
+def tells_classes(task: str) -> bool:
+    """Whether that task tells classes apart."""
+    return issubclass(TASKS[task], ClassificationConfig)

@@ -1,0 +1,78 @@
+"""ErrorDiffusionMonitor: what goes on in networks that learn by error diffusion."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
+
+
+@dataclass
+class Pass:
+    """What went through one network in the step that is looked at."""
+
+    network: ErrorDiffusionNetwork
+    x: Tensor
+    grad: Tensor | None = None
+
+
+class ErrorDiffusionMonitor(pl.Callback):
+    """Looks at every ErrorDiffusionNetwork of a LightningModule, for any Lightning Trainer, in one step of every window.
+
+    Args:
+        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``.
+
+    Logs, of each network's last batch and the mean over networks, ``error_diffusion/sign_violations`` (share of weights whose
+    sign is not that of their cells), ``error_diffusion/dead_cells`` (share of hidden cells that learn from no sample) and,
+    unless the rule is back-propagation, ``error_diffusion/alignment`` (cosine between update and gradient descent). Such a step
+    takes about three times as long.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        self.every_n_steps = every_n_steps
+        self._passes: dict[ErrorDiffusionNetwork, Pass] = {}
+        self._hooks: list[Any] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._stop()
+        window = self.every_n_steps or trainer.log_every_n_steps
+        if window and (trainer.global_step + 1) % window == 0:
+            networks = [module for module in pl_module.modules() if isinstance(module, ErrorDiffusionNetwork)]
+            self._hooks = [network.register_forward_hook(self._watch) for network in networks]
+
+    def _watch(self, network: ErrorDiffusionNetwork, inputs: tuple[Tensor], outputs: Tensor) -> None:
+        if outputs.requires_grad:
+            seen = self._passes[network] = Pass(network, inputs[0].detach())
+            outputs.register_hook(lambda grad: setattr(seen, "grad", grad.detach()))
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        passes = [seen for seen in self._passes.values() if seen.grad is not None]
+        self._stop()
+        if not passes:
+            return
+        found = [_figures(seen) for seen in passes]
+        scalars = {f"error_diffusion/{name}": torch.stack([each[name] for each in found]).mean().item() for name in found[0]}
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step + 1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._passes = [], {}
+
+
+def _figures(seen: Pass) -> dict[str, Tensor]:
+    network = seen.network
+    figures = {"sign_violations": sign_violations(network), "dead_cells": dead_cells(network, seen.x)}
+    if network.rule != BACKPROPAGATION:
+        figures["alignment"] = alignment(network, seen.x, seen.grad)
+    return figures

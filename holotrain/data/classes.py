@@ -1,0 +1,61 @@
+"""A data set with some of its classes alone, such as two to be told apart."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from holotrain.checks import one_of
+from holotrain.errors import UserError
+
+
+def chosen_classes(asked: Sequence[str | int], names: Sequence[str]) -> list[int]:
+    """The indices of classes that were asked for by name, or by number where no class has that name; none asked for: all.
+
+    Raises:
+        UserError: there is no such class, one comes twice, or there is only one.
+    """
+    if not asked:
+        return list(range(len(names)))
+    found = [_index(one, names) for one in asked]
+    for index in found:
+        if found.count(index) > 1:
+            raise UserError(f"data.classes: {names[index]} is there twice")
+    if len(found) < 2:
+        raise UserError(f"data.classes: {names[found[0]]} alone has nothing to be told from; give at least two")
+    return found
+
+
+def _index(asked: str | int, names: Sequence[str]) -> int:
+    if isinstance(asked, int) and str(asked) not in names and 0 <= asked < len(names):
+        return asked
+    one_of("data.classes", str(asked), names)
+    return list(names).index(str(asked))
+
+
+class OfClasses(Dataset):
+    """The samples of some classes, labelled by their place among them.
+
+    Args:
+        dataset: of (image, label).
+        labels: (N,) the class of each sample.
+        classes: which to keep.
+
+    Attributes:
+        labels: the same of what is kept, in new numbers.
+    """
+
+    def __init__(self, dataset: Dataset, labels: Tensor, classes: Sequence[int]) -> None:
+        number = torch.full((int(labels.max()) + 1,), -1)
+        number[torch.tensor(classes)] = torch.arange(len(classes))
+        self.dataset = dataset
+        self.indices = (number[labels] >= 0).nonzero().flatten().tolist()
+        self.labels = number[labels][self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, _ = self.dataset[self.indices[index]]
+        return image, int(self.labels[index])
