@@ -22,12 +22,11 @@ import json
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save, settings_of
+from bench_common import alternating, machine, median_ratio, save, settings_of, timed, timed_as_published
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -37,43 +36,6 @@ from holotrain.synthesis import HolographicSynthesis, hadamard_bind, phasor_bind
 
 PARTS = 16
 """Gradients that the published form gathers into one vector."""
-
-
-def timed(work: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, repeats: int = 1) -> Callable:
-    """A function that runs ``before`` untimed, then ``work``, and returns the seconds of one repetition."""
-
-    def run() -> float:
-        before()
-        if device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(repeats):
-                work()
-            end.record()
-            torch.cuda.synchronize()
-            return begin.elapsed_time(end) / 1e3 / repeats
-        started = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        return (time.perf_counter() - started) / repeats
-
-    return run
-
-
-def timed_as_published(work: Callable[[], object], device: str) -> Callable[[], float]:
-    """The host's clock around one run, and the host's waiting for the device within."""
-
-    def run() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    return run
 
 
 def graphed(work: Callable[[], Tensor]) -> Callable[[], None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from holotrain.planning.rehearsal import TrainingStep
@@ -15,12 +17,25 @@ def measured_peak(step: TrainingStep, device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         _run(step)
         return torch.cuda.max_memory_allocated(device)
-    before = sum(_storages(step).values())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    def whole() -> None:
         _begin(step)  # in here: of what was made before, the profiler would not see that it is freed
         _run(step)
+
+    return sum(_storages(step).values()) + peak_of(whole, device)
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> int:
+    """Bytes at the peak of what ``work`` allocates, beside what was there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = peak = before
+    alive = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)

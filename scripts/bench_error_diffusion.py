@@ -1,0 +1,213 @@
+"""What error diffusion costs by depth: forward, update and memory, beside back-propagation in the same network.
+
+    python scripts/bench_error_diffusion.py                          # 2^4 to 2^12 hidden layers of 32 pairs, batch 64
+    python scripts/bench_error_diffusion.py --outputs 10 --json scripts/results/error_diffusion.json
+
+Torch alone is needed. Times are of alternating runs in one process, medians; ratios are medians of ratios round by round. On
+CUDA a time is what the GPU takes between two events.
+
+forward        with all activities kept, as a training needs them
+update         the whole backward of error diffusion: what every magnitude shall change by
+autograd       autograd's backward through the same network
+contracted     of the update, what belongs to the weights between hidden layers
+materialised   the same, each sample's update formed first and then summed over the batch
+floor          the time that this device takes to copy as many bytes as an update has to read and write
+
+With --device cuda also "as in the article": the clock of the host around the launches of an update, with no wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from bench_common import alternating, machine, median_ratio, save, settings_of, timed
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, contract
+from holotrain.error_diffusion.rules import kaneko, slope
+from holotrain.planning.measured import peak_of
+from holotrain.reversible import GraphedStep
+
+COLUMNS = ("forward", "update", "autograd", "contracted", "materialised", "floor")
+BATCHES = (16, 64, 256, 1024)
+
+
+def half_squares(network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (network(x) - targets).square().sum(1).mean()
+
+
+def materialised(activities: Tensor, error: Tensor) -> Tensor:
+    """What ``contract`` gives, by way of a matrix for each sample."""
+    each = kaneko(activities[:-1], error).unsqueeze(-1) * slope(activities[1:]).unsqueeze(-2)
+    return each.sum(2)
+
+
+def copied(size: int, device: str) -> tuple[Tensor, Tensor]:
+    """Two tensors of which copying one to the other moves ``size`` bytes."""
+    source = torch.ones(size // 8, device=device)
+    return torch.empty_like(source), source
+
+
+def examples(depth: int, batch: int, options) -> tuple[ErrorDiffusionNetwork, Tensor, Tensor]:
+    torch.manual_seed(0)
+    network = ErrorDiffusionNetwork(options.inputs, options.outputs, options.width, depth).to(options.device)
+    x = torch.rand(batch, options.inputs, device=options.device)
+    return network, x, torch.randint(2, (batch, options.outputs), device=options.device).float()
+
+
+def backward_timed(rule: str, network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor, device: str):
+    """The backward alone; its forward runs before, untimed."""
+    losses = []
+
+    def forward() -> None:
+        network.zero_grad()
+        with network.ruled_by(rule):
+            losses[:] = [half_squares(network, x, targets)]
+
+    return timed(lambda: losses.pop().backward(), device, forward)
+
+
+def launched(network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor):
+    """The article's way of timing: the host's clock around launches that are still to be carried out."""
+
+    def run() -> float:
+        network.zero_grad()
+        loss = half_squares(network, x, targets)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss.backward()
+        taken = time.perf_counter() - started
+        torch.cuda.synchronize()
+        return taken
+
+    return run
+
+
+def depth_row(depth: int, options) -> dict:
+    device = options.device
+    network, x, targets = examples(depth, options.batch, options)
+    activities, error = network.activities(x), torch.randn(options.outputs, options.batch, 1, device=device)
+    update_bytes = activities.nbytes + sum(parameter.nbytes for parameter in network.parameters())
+    target, source = copied(update_bytes, device)
+    contestants = {
+        "forward": timed(lambda: half_squares(network, x, targets), device),
+        "update": backward_timed("kaneko", network, x, targets, device),
+        "autograd": backward_timed(BACKPROPAGATION, network, x, targets, device),
+        "contracted": timed(lambda: contract(activities, error), device),
+        "floor": timed(lambda: target.copy_(source), device),
+    }
+    if depth <= options.materialise:
+        contestants["materialised"] = timed(lambda: materialised(activities, error), device)
+    if device == "cuda":
+        contestants["update, launched"] = launched(network, x, targets)
+        step = GraphedStep(lambda x, targets: half_squares(network, x, targets), network.parameters())
+        contestants["step"] = timed(lambda: half_squares(network, x, targets).backward(), device, network.zero_grad)
+        contestants["step, graphed"] = timed(lambda: step(x, targets), device)
+    seconds = alternating(contestants, options.rounds)
+    row = {"depth": depth, "milliseconds": {name: statistics.median(times) * 1e3 for name, times in seconds.items()}}
+    row["autograd_over_update"] = median_ratio(seconds["autograd"], seconds["update"])
+    if "materialised" in seconds:
+        row["materialised_over_contracted"] = median_ratio(seconds["materialised"], seconds["contracted"])
+    row["peak_bytes"] = step_peak(depth, options)
+    return row
+
+
+def step_peak(depth: int, options) -> int:
+    """Weights, activities, gradients and the update's workspace, at their peak; all of it is allocated in here."""
+
+    def whole() -> None:
+        half_squares(*examples(depth, options.batch, options)).backward()
+
+    return peak_of(whole, torch.device(options.device))
+
+
+def batch_rows(options) -> list[dict]:
+    """What the contraction takes beside its result, by batch."""
+    rows = []
+    for batch in BATCHES:
+        network, x, _ = examples(options.deep, batch, options)
+        activities, error = network.activities(x), torch.randn(options.outputs, batch, 1, device=options.device)
+        each = {}
+        for name, work in (("contracted", contract), ("materialised", materialised)):
+            if name == "contracted" or batch <= options.batch:
+                peak = peak_of(lambda work=work, a=activities, e=error: work(a, e), torch.device(options.device))
+                each[name] = peak - network.hidden.nbytes
+        rows.append({"depth": options.deep, "batch": batch, "activities": activities.nbytes, **each})
+    return rows
+
+
+def show(row: dict) -> None:
+    times = "".join(
+        f"{format(row['milliseconds'][name], '.2f') if name in row['milliseconds'] else '-':>14}" for name in COLUMNS
+    )
+    ratio = row.get("materialised_over_contracted")
+    print(f"{row['depth']:>6}{times}{'-' if ratio is None else format(ratio, '.1f'):>8}{row['peak_bytes'] / 2**20:>12.1f} MiB")
+    for name in row["milliseconds"].keys() - set(COLUMNS):
+        print(f"{'':>6}  {name}: {row['milliseconds'][name]:.3f} ms")
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.6))
+    for name in COLUMNS:
+        mine = [row for row in rows if name in row["milliseconds"]]
+        axes.plot([row["depth"] for row in mine], [row["milliseconds"][name] for row in mine], "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="hidden layers", ylabel="milliseconds")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    print(f"drawn to {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shallowest", type=int, default=4, help="power of two of the fewest hidden layers")
+    parser.add_argument("--deepest", type=int, default=12)
+    parser.add_argument("--width", type=int, default=32, help="pairs of cells a layer")
+    parser.add_argument("--inputs", type=int, default=64)
+    parser.add_argument("--outputs", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--materialise", type=int, default=512, help="the most layers to materialise each sample's update of")
+    parser.add_argument("--deep", type=int, default=512, help="layers at which memory is measured by batch")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    described = machine()
+    print(json.dumps(described))
+    print(
+        f"{'layers':>6}{''.join(f'{name:>14}' for name in COLUMNS)}{'m/c':>8}{'peak':>16}   milliseconds; m/c: materialised over contracted"
+    )
+    rows = []
+    for power in range(options.shallowest, options.deepest + 1):
+        rows.append(depth_row(2**power, options))
+        show(rows[-1])
+    batches = batch_rows(options)
+    print(
+        f"\nbytes beside the result, {options.deep} layers\n{'batch':>6}{'activities':>14}{'contracted':>14}{'materialised':>14}"
+    )
+    for row in batches:
+        print(f"{row['batch']:>6}{row['activities']:>14}{row['contracted']:>14}{row.get('materialised', '-'):>14}")
+    save({"machine": described, "options": settings_of(options), "rows": rows, "batches": batches}, options.json)
+    if options.picture:
+        draw(rows, options.picture)
+
+
+if __name__ == "__main__":
+    main()
