@@ -191,17 +191,15 @@ def main() -> None:
     options = parser.parse_args()
     described = machine()
     print(json.dumps(described))
-    print(
-        f"{'layers':>6}{''.join(f'{name:>14}' for name in COLUMNS)}{'m/c':>8}{'peak':>16}   milliseconds; m/c: materialised over contracted"
-    )
+    print("milliseconds; m/c: materialised over contracted")
+    print(f"{'layers':>6}{''.join(f'{name:>14}' for name in COLUMNS)}{'m/c':>8}{'peak':>16}")
     rows = []
     for power in range(options.shallowest, options.deepest + 1):
         rows.append(depth_row(2**power, options))
         show(rows[-1])
     batches = batch_rows(options)
-    print(
-        f"\nbytes beside the result, {options.deep} layers\n{'batch':>6}{'activities':>14}{'contracted':>14}{'materialised':>14}"
-    )
+    print(f"\nbytes beside the result, {options.deep} layers")
+    print(f"{'batch':>6}{'activities':>14}{'contracted':>14}{'materialised':>14}")
     for row in batches:
         print(f"{row['batch']:>6}{row['activities']:>14}{row['contracted']:>14}{row.get('materialised', '-'):>14}")
     save({"machine": described, "options": settings_of(options), "rows": rows, "batches": batches}, options.json)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -41,21 +40,16 @@ class OfClasses(Dataset):
         dataset: of (image, label).
         labels: (N,) the class of each sample.
         classes: which to keep.
-
-    Attributes:
-        labels: the same of what is kept, in new numbers.
     """
 
     def __init__(self, dataset: Dataset, labels: Tensor, classes: Sequence[int]) -> None:
-        number = torch.full((int(labels.max()) + 1,), -1)
-        number[torch.tensor(classes)] = torch.arange(len(classes))
+        number = {label: place for place, label in enumerate(classes)}
         self.dataset = dataset
-        self.indices = (number[labels] >= 0).nonzero().flatten().tolist()
-        self.labels = number[labels][self.indices]
+        self.kept = [(index, number[label]) for index, label in enumerate(labels.tolist()) if label in number]
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.kept)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, _ = self.dataset[self.indices[index]]
-        return image, int(self.labels[index])
+        place, label = self.kept[index]
+        return self.dataset[place][0], label

@@ -43,10 +43,15 @@ class Digits(ImageDataModule):
         digits = load_digits()
         images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
         labels = torch.from_numpy(digits.target).long()
-        whole = OfClasses(TensorDataset(images, labels), labels, self._kept)
-        rest, test = held_out(whole, whole.labels, 0.2)
-        train, val = held_out(rest, whole.labels[torch.tensor(rest.indices)], self.val_fraction)
-        self._splits = {"train": train, "val": val, "test": test}
+        rest, test = held_out(TensorDataset(images, labels), labels, 0.2)
+        of_rest = labels[rest.indices]
+        train, val = held_out(rest, of_rest, self.val_fraction)
+        parts = {
+            "train": (train, of_rest[train.indices]),
+            "val": (val, of_rest[val.indices]),
+            "test": (test, labels[test.indices]),
+        }
+        self._splits = {name: OfClasses(part, known, self._kept) for name, (part, known) in parts.items()}
 
     def split(self, name: str) -> Dataset:
         return self._splits[name]

@@ -57,9 +57,10 @@ class TorchvisionData(ImageDataModule):
         names = self.names_of(train)
         kept = chosen_classes(self.asked, names)
         self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
-        train, test = (OfClasses(part, torch.as_tensor(part.targets), kept) for part in (train, test))
-        train, val = held_out(train, train.labels, self.val_fraction)
-        self._splits = {"train": train, "val": val, "test": test}
+        labels, of_test = (torch.as_tensor(part.targets) for part in (train, test))
+        train, val = held_out(train, labels, self.val_fraction)
+        parts = {"train": (train, labels[train.indices]), "val": (val, labels[val.indices]), "test": (test, of_test)}
+        self._splits = {name: OfClasses(part, known, kept) for name, (part, known) in parts.items()}
 
     def names_of(self, dataset: Dataset) -> list[str]:
         """Those of all its classes."""

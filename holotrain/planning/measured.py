@@ -17,6 +17,7 @@ def measured_peak(step: TrainingStep, device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         _run(step)
         return torch.cuda.max_memory_allocated(device)
+
     def whole() -> None:
         _begin(step)  # in here: of what was made before, the profiler would not see that it is freed
         _run(step)

@@ -36,6 +36,8 @@ def needs(group, option):
     """What an option does not go without."""
     if group != "model":
         return NEEDS.get((group, option), [])
+    if option == "error_diffusion":
+        return ["task=error_diffusion"]
     family, _, size = option.removeprefix("rev_").partition("_")
     if family in ("gpt", "roberta"):
         return ["task=causal_lm" if family == "gpt" else "task=masked_lm"]

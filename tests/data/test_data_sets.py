@@ -34,7 +34,7 @@ def test_digits_are_split_the_same_for_every_seed():
     parts = {}
     for seed in (0, 7):
         data = ready(Digits(seed=seed))
-        parts[seed] = {name: set(data.split(name).indices) for name in ("train", "val", "test")}
+        parts[seed] = {name: [image.numpy().tobytes() for image, _ in data.split(name)] for name in ("train", "val", "test")}
         labels = torch.cat([labels for _, labels in data.test_dataloader()])
         counts = labels.bincount()
         assert abs(len(labels) - 1797 / 5) <= 5
@@ -272,3 +272,46 @@ def test_mixing_happens_in_training_alone(alphas):
     Trainer.training = False
     same_images, labels = data.on_after_batch_transfer(batch, 0)
     assert same_images is batch[0] and labels is batch[1]
+
+
+def test_some_classes_of_digits_are_numbered_anew():
+    data, whole = ready(Digits(classes=[7, "2"])), ready(Digits())
+    assert (data.num_classes, data.class_names) == (2, ["7", "2"])
+    for part in ("train", "val", "test"):
+        mine = [(image, label) for image, label in data.split(part)]
+        assert {label for _, label in mine} == {0, 1}
+        for label, digit in ((0, 7), (1, 2)):
+            there = [image for image, of in whole.split(part) if of == digit]
+            assert torch.equal(torch.stack([image for image, of in mine if of == label]), torch.stack(there))
+
+
+def test_some_classes_of_files_by_name_or_number(tmp_path, monkeypatch):
+    write_cifar(tmp_path, 10, monkeypatch)
+    data = ready(CIFAR10(root=str(tmp_path), classes=["frog", 0], val_fraction=0.25, mixup_alpha=0.2))
+    assert (data.num_classes, data.class_names) == (2, ["frog", "airplane"])
+    assert [len(data.split(part)) for part in ("train", "val", "test")] == [16, 4, 4]
+    assert [label for _, label in data.split("test")] == [1, 0, 1, 0]
+    write_cifar(tmp_path / "hundred", 100, monkeypatch)
+    hundred = ready(CIFAR100(root=str(tmp_path / "hundred"), classes=["c3", "c19"]))
+    assert (hundred.class_names, len(hundred.split("test"))) == (["c3", "c19"], 2)
+
+
+def test_some_classes_of_a_folder(tmp_path):
+    write_folder(tmp_path, classes=("ant", "cat", "dog"), each=2)
+    data = ready(ImageFolder(str(tmp_path), image_size=8, classes=["dog", "ant"]))
+    assert (data.num_classes, data.class_names) == (2, ["dog", "ant"])
+    train = data.split("train")
+    assert sorted(train[index][1] for index in range(len(train))) == [0, 0, 1, 1]
+    write_folder(tmp_path / "more", parts=("train",), classes=("ant", "cat"), each=1)
+    write_folder(tmp_path / "more", parts=("val",), classes=("ant", "fox"), each=1)
+    with pytest.raises(UserError, match="fox"):
+        ready(ImageFolder(str(tmp_path / "more"), image_size=8, classes=["ant", "cat"]))
+
+
+@pytest.mark.parametrize(
+    ("classes", "says"), [([0, 11], "'11' is not one of"), (["3", 3], "3 is there twice"), ([5], "5 alone has nothing")]
+)
+def test_classes_that_cannot_be_are_named(classes, says):
+    with pytest.raises(UserError, match=says) as error:
+        Digits(classes=classes)
+    one_line(error)

@@ -1,0 +1,144 @@
+"""The task of error diffusion, and its monitor, in a bare Trainer."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from memo import Memo
+from torch.utils.data import DataLoader, TensorDataset
+
+from holotrain.callbacks import ErrorDiffusionMonitor
+from holotrain.error_diffusion import ErrorDiffusionNetwork, sign_violations
+from holotrain.models import ImageErrorDiffusion
+from holotrain.tasks import ErrorDiffusionClassifier
+
+
+def task_of(classes=3, clamp_signs=False, lr=0.3, **options):
+    torch.manual_seed(0)
+    model = ImageErrorDiffusion(4, 1, classes, **{"width": 8, "depth": 3, **options})
+    return ErrorDiffusionClassifier(model, classes, clamp_signs, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=lr))
+
+
+def batches(classes=3, count=24, batch=8):
+    torch.manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(count, 1, 4, 4), torch.arange(count) % classes), batch_size=batch)
+
+
+def fit(task, loader, *callbacks, **options):
+    memo = Memo()
+    trainer = pl.Trainer(
+        **{"max_epochs": 1, "log_every_n_steps": 1, **options},
+        accelerator="cpu",
+        logger=memo,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, loader)
+    return memo
+
+
+def test_the_loss_is_half_the_squared_error():
+    task = task_of()
+    outputs, labels = torch.tensor([[0.5, 0.0, 1.0], [1.0, 0.0, 0.0]]), torch.tensor([2, 0])
+    assert task.criterion(outputs, labels).item() == pytest.approx(0.5 * 0.25 / 2)
+    assert task.criterion(outputs, torch.eye(3)[labels]).item() == pytest.approx(0.5 * 0.25 / 2)
+    smoothed = torch.tensor([[0.1, 0.1, 0.8], [0.8, 0.1, 0.1]])
+    assert task.criterion(outputs, labels, 0.3).item() == pytest.approx(0.5 * (outputs - smoothed).square().sum().item() / 2)
+
+
+def test_two_classes_share_one_output():
+    task = task_of(classes=2)
+    assert task(torch.randn(5, 1, 4, 4)).shape == (5, 1)
+    outputs, labels = torch.tensor([[0.2], [0.9]]), torch.tensor([0, 1])
+    assert task.criterion(outputs, labels).item() == pytest.approx(0.5 * (0.04 + 0.01) / 2)
+    assert task.criterion(outputs, labels, 0.2).item() == pytest.approx(0.5 * 0.01 / 2)
+    assert task.probabilities(outputs).tolist() == [pytest.approx([0.8, 0.2]), pytest.approx([0.1, 0.9])]
+
+
+def test_several_outputs_are_shares():
+    assert task_of().probabilities(torch.tensor([[0.1, 0.1, 0.2], [0.0, 0.0, 0.0]])).tolist() == [
+        pytest.approx([0.25, 0.25, 0.5]),
+        [0.0, 0.0, 0.0],
+    ]
+
+
+@pytest.mark.parametrize(("options", "parts"), [({}, 1), ({"accumulate_grad_batches": 3}, 3)])
+def test_a_step_is_the_rules_update(options, parts):
+    task, loader = task_of(), batches()
+    before = [parameter.detach().clone() for parameter in task.parameters()]
+    seen = list(loader)[:parts]
+    loss = sum(task.criterion(task(images), labels) for images, labels in seen) / parts
+    expected = [b - 0.3 * g for b, g in zip(before, torch.autograd.grad(loss, list(task.parameters())), strict=True)]
+    fit(task, loader, max_steps=1, **options)
+    for parameter, wanted, start in zip(task.parameters(), expected, before, strict=True):
+        torch.testing.assert_close(parameter.detach(), wanted)
+        assert (parameter >= start).all() and (parameter > start).any()
+
+
+def test_updates_are_clipped_as_gradients_are():
+    moved = {}
+    for clip in (None, 1e-3):
+        task = task_of(lr=1.0)
+        before = torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+        fit(task, batches(), max_steps=1, gradient_clip_val=clip)
+        moved[clip] = torch.cat([parameter.detach().flatten() for parameter in task.parameters()]) - before
+    assert moved[1e-3].norm().item() == pytest.approx(1e-3, rel=1e-3)
+    assert moved[None].norm() > 2e-3
+    assert torch.cosine_similarity(moved[None], moved[1e-3], dim=0) > 0.999
+
+
+@pytest.mark.parametrize("rule", ["article", "backpropagation"])
+def test_clamping_keeps_signs_that_the_rule_breaks(rule):
+    broken, kept = task_of(rule=rule, lr=3.0), task_of(rule=rule, lr=3.0, clamp_signs=True)
+    for task in (broken, kept):
+        fit(task, batches(), max_epochs=5)
+    assert sign_violations(broken.model) > 0
+    assert sign_violations(kept.model) == 0
+    assert any((parameter == 0).any() for parameter in kept.model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}])
+def test_the_monitor_logs_signs_dead_cells_and_alignment(options):
+    memo = fit(task_of(), batches(count=64), ErrorDiffusionMonitor(every_n_steps=2), **options)
+    steps = [2, 4] if "accumulate_grad_batches" in options else [2, 4, 6, 8]
+    found = {name: memo.of(f"error_diffusion/{name}") for name in ("sign_violations", "dead_cells", "alignment")}
+    assert all([step for step, _ in rows] == steps for rows in found.values())
+    assert all(value == 0 for _, value in found["sign_violations"])
+    assert all(0 <= value < 1 for _, value in found["dead_cells"])
+    assert all(0 < value < 1 for _, value in found["alignment"])
+
+
+def test_the_monitor_changes_nothing():
+    tasks = task_of(), task_of()
+    fit(tasks[0], batches(), ErrorDiffusionMonitor(1))
+    fit(tasks[1], batches())
+    for mine, other in zip(*(task.parameters() for task in tasks), strict=True):
+        assert torch.equal(mine, other)
+    assert not tasks[0].model._forward_hooks
+
+
+def test_the_monitor_has_no_alignment_to_tell_of_back_propagation():
+    memo = fit(task_of(rule="backpropagation"), batches(), ErrorDiffusionMonitor(1))
+    assert memo.of("error_diffusion/sign_violations") and memo.of("error_diffusion/dead_cells")
+    assert not memo.of("error_diffusion/alignment")
+
+
+class Bare(pl.LightningModule):
+    """Somebody else's module, with another loss and no images."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = ErrorDiffusionNetwork(16, 3, 4, 2)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return torch.nn.functional.binary_cross_entropy(self.network(images), torch.eye(3)[labels])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_the_monitor_looks_into_any_module():
+    memo = fit(Bare(), batches(), ErrorDiffusionMonitor(1))
+    assert len(memo.of("error_diffusion/alignment")) == 3
