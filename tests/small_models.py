@@ -13,3 +13,5 @@ WINDOWS = {
 }
 POOLED = {"image_size": 8, "channels": 1, "classes": 5, "dim": 8, "depths": (2, 2), "heads": 1, "kv_stride": 2}
 TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
+
+CELLS = {"image_size": 8, "channels": 1, "classes": 5, "width": 4, "depth": 3}

@@ -5,7 +5,7 @@ import lightning.pytorch as pl
 from holotrain.config.budget import budget_of
 from holotrain.config.make_plan import make_plan
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.backward import AUTO, PLAIN, reversible
+from holotrain.config.schema.backward import AUTO, PLAIN, reversible, schedules_of
 from holotrain.planning import ALLOCATORS
 
 
@@ -45,6 +45,8 @@ def rules(config: RunConfig) -> list[str]:
 
 def _backward(config: RunConfig) -> list[str]:
     backward = config.backward
+    if len(schedules_of(config.model.kind)) == 1:
+        return []
     if reversible(config.model.kind):
         if backward.kind in (*PLAIN, AUTO):
             return ["backward=reversible (stores nothing between blocks)"]

@@ -103,8 +103,8 @@ def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         with described_by("ckpt_path"):
             return saved.load(path), described
     model = registry.build(described["kind"], described["arguments"])
-    if kept["config"]["model"]["adapters"]:
-        add_adapters(model, kept["config"]["model"]["adapters"])
+    if width := kept["config"]["model"].get("adapters"):
+        add_adapters(model, width)
     prefix = "model."
     weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
     model.load_state_dict(weights)
@@ -149,8 +149,9 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
     if path.is_dir():
         raise UserError(f"ckpt_path: {path} holds weights alone; begin with them by model.pretrained={path}")
     checkpoint = checkpointed.load(path)
-    for option in ("trained", "adapters"):
-        kept, wanted = checkpoint[checkpointed.KEY]["config"]["model"][option], getattr(config.model, option)
+    model = checkpoint[checkpointed.KEY]["config"]["model"]
+    for option in model.keys() & {"trained", "adapters"} & vars(config.model).keys():
+        kept, wanted = model[option], getattr(config.model, option)
         if kept != wanted:
             raise UserError(f"model.{option}={wanted}: {path} was trained with {kept}; begin anew by model.pretrained={path}")
     check_weights(task, checkpoint["state_dict"], path)

@@ -12,7 +12,7 @@ from holotrain.config.build_plan import Planner
 from holotrain.config.choose_backward import Settled, settle, thriftiest
 from holotrain.config.choose_batch import largest_batch
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardConfig, reversible
+from holotrain.config.schema.backward import AUTO, BackwardConfig, reversible, schedules_of
 from holotrain.errors import UserError
 from holotrain.planning import Footprint, largest
 
@@ -129,9 +129,8 @@ def _resets(backward: BackwardConfig) -> str:
 
 def _backwards(config: RunConfig) -> dict[str, BackwardConfig]:
     """Those that the model can have, the configured one as it is configured."""
-    names = SCHEDULES if reversible(config.model.kind) else PLAIN
     exact = config.backward.exact if reversible(config.model.kind) else False
-    plain = {name: BackwardConfig(name, exact=exact) for name in names}
+    plain = {name: BackwardConfig(name, exact=exact) for name in schedules_of(config.model.kind)}
     return plain | ({config.backward.kind: config.backward} if config.backward.kind != AUTO else {})
 
 

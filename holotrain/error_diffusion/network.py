@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +63,9 @@ class ErrorDiffusionNetwork(nn.Module):
         self.outgoing = nn.Parameter(_uniform(outputs, 2, width, sources=2 * width))
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.outgoing.dtype
+        dtype, outside = _autocast(x.device.type, self.outgoing.dtype)
         arguments = [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), self._offset())]
-        with torch.autocast(kind, enabled=False):
+        with outside:
             if self.rule == BACKPROPAGATION or not torch.is_grad_enabled():
                 return propagate(*arguments, self.gain)
             if x.requires_grad:
@@ -109,6 +108,13 @@ class ErrorDiffusionNetwork(nn.Module):
     def _offset(self) -> Tensor:
         """(C,): 0 of excitatory cells, 1 of inhibitory ones."""
         return (self.signs < 0).repeat_interleave(self.outgoing.shape[-1])
+
+
+def _autocast(device: str, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager]:
+    """The type that autocast asks for, ``dtype`` where it is off; and a context without it."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return dtype, nullcontext()
+    return torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
 
 
 def _uniform(*shape: int, sources: int) -> Tensor:

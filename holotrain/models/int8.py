@@ -20,11 +20,13 @@ def quantise(model: nn.Module) -> None:
     A head that is tied to the embedding reads the same int8 table.
 
     Raises:
-        ValueError: torchao is not installed; the model is int8 already.
+        ValueError: torchao is not installed; the model is int8 already, or has no layer that could be.
     """
     torchao = _torchao()
     if is_quantised(model):
         raise ValueError(f"this {type(model).__name__} is int8 already")
+    if not any(isinstance(module, nn.Linear | nn.Embedding) for module in model.modules()):
+        raise ValueError(f"this {type(model).__name__} has neither Linear layers nor tables of words to quantise")
     # The compiler's settings are the user's; torchao would change them for the whole process.
     config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     torchao.quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear | nn.Embedding))

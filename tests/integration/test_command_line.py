@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from left_by_runs import assert_same_weights, only, scalars, summary, weights
-from small_run import SMALL
+from small_run import KILLED, SMALL
 
 COMMON_KEYS = {
     "command", "status", "metrics", "steps", "samples_per_second", "peak_memory_bytes", "seconds", "checkpoint", "device",
@@ -149,19 +149,6 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, extra):
     assert only(Path("killed/fit")) == folder and "last.ckpt" in out
     assert_same_weights(only(Path("whole/fit")) / "checkpoints/last.ckpt", folder / "checkpoints/last.ckpt")
     assert summary(folder)["steps"] == 9
-
-
-KILLED = """
-import os, signal, sys
-import lightning.pytorch as pl
-from holotrain.callbacks import ExactResume
-def kill(self, trainer, module, outputs, batch, index):
-    if trainer.current_epoch == 1 and index == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-ExactResume.on_train_batch_end = kill
-from holotrain.cli import main
-main(["fit", *sys.argv[1:]])
-"""
 
 
 def test_sigterm_saves_says_how_to_resume_and_ends_a_sweep(holotrain, monkeypatch):

@@ -18,6 +18,13 @@ def reversible(model_kind: str) -> bool:
     return model_kind.startswith("rev_")
 
 
+def schedules_of(model_kind: str) -> tuple[str, ...]:
+    """Those that models of that kind can have."""
+    if model_kind == "error_diffusion":  # which has no backward pass that could be given another
+        return PLAIN[:1]
+    return SCHEDULES if reversible(model_kind) else PLAIN
+
+
 @dataclass
 class BackwardConfig:
     kind: str = MISSING

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from holotrain.checks import described_by, within
-from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig, reversible
+from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig, reversible, schedules_of
 from holotrain.config.schema.data import DATA, DataConfig
 from holotrain.config.schema.model import ModelConfig, TransformerConfig, family
 from holotrain.config.schema.optimization import OptimizerConfig, SchedulerConfig
@@ -90,7 +90,7 @@ class RunConfig:
     def _check_error_diffusion(self) -> None:
         if self.task.kind != "error_diffusion":
             return
-        if self.backward.kind != PLAIN[0]:
+        if self.backward.kind not in schedules_of(self.model.kind):
             raise UserError(f"backward={self.backward.kind}: error diffusion has no backward pass; leave it at {PLAIN[0]}")
         if self.synthesis.kind != "none":
             raise UserError(f"synthesis={self.synthesis.kind}: error diffusion has no gradients that could be bound")

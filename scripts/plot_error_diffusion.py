@@ -1,0 +1,80 @@
+"""Draws what a sweep of error diffusion came to: test accuracy by depth, for every rule and width; mean and range of seeds.
+
+    python -m holotrain fit -m task=error_diffusion sweep=error_diffusion
+    python scripts/plot_error_diffusion.py runs/fit/sweeps/... --json scripts/results/error_diffusion_digits_cpu.json \
+        --picture scripts/results/error_diffusion_digits_cpu.png
+
+Reads the sweep's sweep.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from bench_common import machine, save
+
+RULES = ("kaneko", "article", "backpropagation")
+
+
+def read(path: Path) -> list[dict]:
+    """A row for each rule, width and depth."""
+    accuracies = defaultdict(list)
+    with path.open() as file:
+        for job in csv.DictReader(file):
+            key = (job["model.rule"], int(job["model.width"]), int(job["model.depth"]))
+            accuracies[key].append(float(job["test/accuracy"]))
+    return [
+        {"rule": rule, "width": width, "depth": depth, "accuracy": found, "mean": statistics.mean(found)}
+        for (rule, width, depth), found in sorted(accuracies.items(), key=lambda entry: (RULES.index(entry[0][0]), entry[0]))
+    ]
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    widths = sorted({row["width"] for row in rows})
+    figure, panels = pyplot.subplots(1, len(widths), figsize=(4.6 * len(widths), 3.8), sharey=True, squeeze=False)
+    for axes, width in zip(panels[0], widths, strict=True):
+        for rule, marker in zip(RULES, "osx", strict=True):
+            mine = [row for row in rows if (row["rule"], row["width"]) == (rule, width)]
+            below = [row["mean"] - min(row["accuracy"]) for row in mine]
+            above = [max(row["accuracy"]) - row["mean"] for row in mine]
+            depths = [row["depth"] for row in mine]
+            axes.errorbar(depths, [row["mean"] for row in mine], [below, above], marker=marker, capsize=3, label=rule)
+        axes.set_xscale("log")
+        axes.set_xticks(depths, [str(depth) for depth in depths])
+        axes.minorticks_off()
+        axes.set(title=f"{width} pairs a layer", xlabel="hidden layers")
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("test accuracy")
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    print(f"drawn to {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", type=Path, help="its folder")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    rows = read(options.sweep / "sweep.csv")
+    print(f"{'rule':<16}{'width':>6}{'depth':>6}{'mean':>9}   of seeds")
+    for row in rows:
+        seeds = " ".join(f"{accuracy:.4f}" for accuracy in row["accuracy"])
+        print(f"{row['rule']:<16}{row['width']:>6}{row['depth']:>6}{row['mean']:>9.4f}   {seeds}")
+    save({"machine": machine(), "rows": rows}, options.json)
+    if options.picture:
+        draw(rows, options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""task=error_diffusion on the command line, and what it learns."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from left_by_runs import assert_same_weights, only, scalars, summary, weights
+from small_run import KILLED
+
+import holotrain as package
+
+TASK = ["task=error_diffusion", "trainer.accelerator=cpu"]
+SMALL = [
+    *TASK, "model.width=8", "model.depth=3", "trainer.max_epochs=2", "trainer.limit_train_batches=6",
+    "trainer.limit_val_batches=1", "trainer.log_every_n_steps=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("depth", "accuracy"), [(1, 0.97), (17, 0.95)])
+def test_ten_classes_of_digits(holotrain, depth, accuracy):
+    status, _, err = holotrain("fit", *TASK, f"model.depth={depth}")
+    assert (status, err) == (0, "")
+    folder = only(Path("runs/fit"))
+    assert summary(folder)["metrics"]["test/accuracy"] >= accuracy
+    assert all((tensor >= 0).all() for name, tensor in weights(folder / "checkpoints/last.ckpt").items() if "model." in name)
+    found = scalars(folder)
+    assert set(found["error_diffusion/sign_violations"]) == {0.0}
+    assert all(-1 <= value <= 1 for value in found["error_diffusion/alignment"])
+    assert len(found["error_diffusion/dead_cells"]) == len(found["error_diffusion/alignment"]) == 1600 // 20
+
+
+def test_two_classes_of_digits(holotrain):
+    assert holotrain("fit", *TASK, "data.classes=[0,1]")[0] == 0
+    folder = only(Path("runs/fit"))
+    assert summary(folder)["metrics"]["test/accuracy"] >= 0.995
+    checkpoint = folder / "checkpoints/last.ckpt"
+    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}")
+    assert (status, err) == (0, "")
+    rows = list(csv.DictReader((only(Path("runs/predict")) / "predictions.csv").open()))
+    assert len(rows) == 72 and {row["class"] for row in rows} == {"0", "1"}
+    assert all(0.5 <= float(row["probability"]) <= 1 for row in rows)
+
+
+def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path):
+    options = [*SMALL, "callbacks.checkpoint.every_n_train_steps=4", "trainer.max_epochs=3", "test=false"]
+    assert holotrain("fit", *options, "output_dir=whole")[0] == 0
+    process = subprocess.Popen([sys.executable, "-c", KILLED, *options, "output_dir=killed"], cwd=tmp_path, env=os.environ)
+    assert process.wait(200) == -signal.SIGKILL
+    assert holotrain("fit", "resume=true", "output_dir=killed")[0] == 0
+    last = Path("checkpoints/last.ckpt")
+    assert_same_weights(only(Path("whole/fit")) / last, only(Path("killed/fit")) / last)
+
+
+@pytest.mark.parametrize("options", [["trainer.precision=bf16-mixed"], ["trainer.precision=64-true", "data.mixup_alpha=0.2"]])
+def test_precisions_and_mixed_labels(holotrain, options):
+    status, _, err = holotrain("fit", *SMALL, *options)
+    assert (status, err) == (0, "")
+
+
+def test_a_checkpoint_is_exported_and_read_again(holotrain):
+    assert holotrain("fit", *SMALL, "test=false")[0] == 0
+    checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
+    status, _, err = holotrain("export", f"ckpt_path={checkpoint}", "to=mine", "format=program")
+    assert (status, err) == (0, "")
+    images = torch.randn(3, 1, 8, 8)
+    loaded, program = package.load("mine"), torch.export.load("mine/model.pt2").module()
+    with torch.no_grad():
+        expected = loaded(images)
+        torch.testing.assert_close(program(images), expected)
+    trained = {name.removeprefix("model."): tensor for name, tensor in weights(checkpoint).items() if name.startswith("model.")}
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_plan_and_its_depth(holotrain):
+    status, out, err = holotrain("plan", *SMALL, "memory=64MiB", "device=cpu")
+    assert (status, err) == (0, "")
+    assert "model.depth" in out and "checkpoint" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["backward=reversible"], "backward=reversible: error diffusion has no backward pass"),
+        (["backward=checkpoint"], "backward=checkpoint: error diffusion has no backward pass"),
+        (["synthesis=associative"], "synthesis=associative: error diffusion has no gradients"),
+        (["compile=true"], "compile: error diffusion has no blocks"),
+        (["task.clamp_signs=true"], "task.clamp_signs: model.rule=kaneko loses no sign"),
+        (["model.rule=kanek"], "Did you mean 'kaneko'?"),
+        (["model=rev_vit_tiny"], "task=error_diffusion trains error_diffusion, not rev_vit"),
+        (["data.classes=[1]"], "1 alone has nothing to be told from"),
+        (["model.depth=0"], "model.depth: 0 is out of range"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
+    status, out, err = holotrain("fit", *TASK, *words)
+    assert (status, out) == (2, "")
+    assert expected in err and err.count("\n") == 1
