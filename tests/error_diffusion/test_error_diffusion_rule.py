@@ -14,6 +14,8 @@ from holotrain.error_diffusion import (
     sign_violations,
 )
 from holotrain.error_diffusion.rules import slope
+from holotrain.reversible import GraphedStep
+from holotrain.reversible.graphs import WARM_UPS
 
 
 def half_squares(network, x, targets):
@@ -195,3 +197,29 @@ def test_inputs_cannot_ask_for_a_gradient():
     with network.ruled_by(BACKPROPAGATION):
         network(x).sum().backward()
     assert x.grad is not None
+
+
+class TestOnCuda:
+    pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+    @pytest.mark.parametrize("rule", RULES)
+    def test_updates_are_those_of_the_cpu(self, rule):
+        network, x, targets = example(outputs=3, depth=40, batch=64, width=32, rule=rule)
+        half_squares(network, x, targets).backward()
+        expected = [parameter.grad.clone() for parameter in network.parameters()]
+        network.zero_grad()
+        network.cuda()
+        half_squares(network, x.cuda(), targets.cuda()).backward()
+        for parameter, grad in zip(network.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.cpu(), grad, rtol=1e-10, atol=1e-12)
+
+    def test_a_captured_step_gives_the_same_updates(self):
+        network, x, targets = example(outputs=1, depth=100, batch=16, width=8, dtype=torch.float32)
+        network, x, targets = network.cuda(), x.cuda(), targets.cuda()
+        half_squares(network, x, targets).backward()
+        expected = [parameter.grad.clone() for parameter in network.parameters()]
+        step = GraphedStep(lambda x, targets: half_squares(network, x, targets), network.parameters())
+        for _ in range(WARM_UPS + 2):  # the last ones are replayed
+            step(x, targets)
+        for parameter, grad in zip(network.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, grad)
