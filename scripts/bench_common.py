@@ -68,21 +68,6 @@ def timed(work: Callable[[], object], device: str, before: Callable[[], object] 
     return run
 
 
-def timed_as_published(work: Callable[[], object], device: str) -> Callable[[], float]:
-    """The host's clock around one run, and the host's waiting for the device within."""
-
-    def run() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    return run
-
-
 def median_ratio(over: list[float], under: list[float]) -> float:
     """The median of the ratios round by round, which a drifting machine disturbs least."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))

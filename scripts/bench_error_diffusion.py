@@ -44,10 +44,9 @@ def half_squares(network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor) -> 
     return 0.5 * (network(x) - targets).square().sum(1).mean()
 
 
-def materialised(activities: Tensor, error: Tensor) -> Tensor:
-    """What ``contract`` gives, by way of a matrix for each sample."""
-    each = kaneko(activities[:-1], error).unsqueeze(-1) * slope(activities[1:]).unsqueeze(-2)
-    return each.sum(2)
+def materialised(activities: Tensor, error: Tensor, each: Tensor | None = None) -> Tensor:
+    """What ``contract`` gives, by way of a matrix for each sample; in ``each``, if given, (L - 1, D, B, C, C)."""
+    return torch.mul(kaneko(activities[:-1], error).unsqueeze(-1), slope(activities[1:]).unsqueeze(-2), out=each).sum(2)
 
 
 def copied(size: int, device: str) -> tuple[Tensor, Tensor]:
@@ -105,7 +104,9 @@ def depth_row(depth: int, options) -> dict:
         "floor": timed(lambda: target.copy_(source), device),
     }
     if depth <= options.materialise:
-        contestants["materialised"] = timed(lambda: materialised(activities, error), device)
+        # Its memory is there before: to get it anew each time would take longer than to use it.
+        each = activities.new_empty(*activities[1:].shape, activities.shape[-1])
+        contestants["materialised"] = timed(lambda: materialised(activities, error, each), device)
     if device == "cuda":
         contestants["update, launched"] = launched(network, x, targets)
         step = GraphedStep(lambda x, targets: half_squares(network, x, targets), network.parameters())
@@ -198,10 +199,11 @@ def main() -> None:
         rows.append(depth_row(2**power, options))
         show(rows[-1])
     batches = batch_rows(options)
-    print(f"\nbytes beside the result, {options.deep} layers")
+    print(f"\nMiB beside the result, {options.deep} layers")
     print(f"{'batch':>6}{'activities':>14}{'contracted':>14}{'materialised':>14}")
     for row in batches:
-        print(f"{row['batch']:>6}{row['activities']:>14}{row['contracted']:>14}{row.get('materialised', '-'):>14}")
+        sizes = (row.get(name) for name in ("activities", "contracted", "materialised"))
+        print(f"{row['batch']:>6}" + "".join(f"{'-' if size is None else format(size / 2**20, '.1f'):>14}" for size in sizes))
     save({"machine": described, "options": settings_of(options), "rows": rows, "batches": batches}, options.json)
     if options.picture:
         draw(rows, options.picture)

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import statistics
+import sys
 from collections import defaultdict
 from pathlib import Path
 
-from bench_common import machine, save
+from bench_common import save
 
-RULES = ("kaneko", "article", "backpropagation")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.error_diffusion import BACKPROPAGATION, RULES
+
+SHOWN = (*RULES, BACKPROPAGATION)
 
 
 def read(path: Path) -> list[dict]:
@@ -26,10 +32,11 @@ def read(path: Path) -> list[dict]:
     with path.open() as file:
         for job in csv.DictReader(file):
             key = (job["model.rule"], int(job["model.width"]), int(job["model.depth"]))
-            accuracies[key].append(float(job["test/accuracy"]))
+            if job["test/accuracy"]:  # a job that failed has none
+                accuracies[key].append(float(job["test/accuracy"]))
     return [
         {"rule": rule, "width": width, "depth": depth, "accuracy": found, "mean": statistics.mean(found)}
-        for (rule, width, depth), found in sorted(accuracies.items(), key=lambda entry: (RULES.index(entry[0][0]), entry[0]))
+        for (rule, width, depth), found in sorted(accuracies.items(), key=lambda entry: (SHOWN.index(entry[0][0]), entry[0]))
     ]
 
 
@@ -42,14 +49,15 @@ def draw(rows: list[dict], path: Path) -> None:
     widths = sorted({row["width"] for row in rows})
     figure, panels = pyplot.subplots(1, len(widths), figsize=(4.6 * len(widths), 3.8), sharey=True, squeeze=False)
     for axes, width in zip(panels[0], widths, strict=True):
-        for rule, marker in zip(RULES, "osx", strict=True):
+        for rule, marker in zip(SHOWN, "osx", strict=True):
             mine = [row for row in rows if (row["rule"], row["width"]) == (rule, width)]
             below = [row["mean"] - min(row["accuracy"]) for row in mine]
             above = [max(row["accuracy"]) - row["mean"] for row in mine]
             depths = [row["depth"] for row in mine]
             axes.errorbar(depths, [row["mean"] for row in mine], [below, above], marker=marker, capsize=3, label=rule)
         axes.set_xscale("log")
-        axes.set_xticks(depths, [str(depth) for depth in depths])
+        every = sorted({row["depth"] for row in rows})
+        axes.set_xticks(every, [str(depth) for depth in every])
         axes.minorticks_off()
         axes.set(title=f"{width} pairs a layer", xlabel="hidden layers")
         axes.grid(alpha=0.3)
@@ -66,12 +74,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    rows = read(options.sweep / "sweep.csv")
+    table = options.sweep / "sweep.csv"
+    if not table.is_file():
+        parser.error(f"{options.sweep} is no folder of a finished sweep: there is no sweep.csv in it")
+    rows = read(table)
     print(f"{'rule':<16}{'width':>6}{'depth':>6}{'mean':>9}   of seeds")
     for row in rows:
         seeds = " ".join(f"{accuracy:.4f}" for accuracy in row["accuracy"])
         print(f"{row['rule']:<16}{row['width']:>6}{row['depth']:>6}{row['mean']:>9.4f}   {seeds}")
-    save({"machine": machine(), "rows": rows}, options.json)
+    save({"device": json.loads((options.sweep / "0" / "summary.json").read_text())["device"], "rows": rows}, options.json)
     if options.picture:
         draw(rows, options.picture)
 

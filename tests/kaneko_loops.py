@@ -37,8 +37,9 @@ class PlainNetwork:
                 slope = outputs[layer + 1][k] * (1 - outputs[layer + 1][k])
                 row = []
                 for o_m, s_m in zip(outputs[layer], sources, strict=True):
+                    excites = s_m > 0 if o_m >= 0 else s_m < 0  # an input below 0 makes its cells change roles
                     if rule == "kaneko":
-                        row.append(o_m * slope * (d_plus if s_m > 0 else d_minus) * s_m * targets[k])
+                        row.append(abs(o_m) * slope * (d_plus if excites else d_minus) * s_m * targets[k])
                     else:
                         row.append(o_m * slope * targets[k] * (d_plus - d_minus))
                 changes[-1].append(row)

@@ -41,11 +41,14 @@ class ErrorDiffusionMonitor(pl.Callback):
         window = self.every_n_steps or trainer.log_every_n_steps
         if window and (trainer.global_step + 1) % window == 0:
             networks = [module for module in pl_module.modules() if isinstance(module, ErrorDiffusionNetwork)]
-            self._hooks = [network.register_forward_hook(self._watch) for network in networks]
+            self._hooks = [network.register_forward_hook(self._watch, with_kwargs=True) for network in networks]
 
-    def _watch(self, network: ErrorDiffusionNetwork, inputs: tuple[Tensor], outputs: Tensor) -> None:
+    def _watch(
+        self, network: ErrorDiffusionNetwork, given: tuple[Tensor, ...], named: dict[str, Tensor], outputs: Tensor
+    ) -> None:
         if outputs.requires_grad:
-            seen = self._passes[network] = Pass(network, inputs[0].detach())
+            (x,) = (*given, *named.values())
+            seen = self._passes[network] = Pass(network, x.detach())
             outputs.register_hook(lambda grad: setattr(seen, "grad", grad.detach()))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -53,7 +56,8 @@ class ErrorDiffusionMonitor(pl.Callback):
         self._stop()
         if not passes:
             return
-        found = [_figures(seen) for seen in passes]
+        with trainer.precision_plugin.forward_context():
+            found = [_figures(seen) for seen in passes]
         scalars = {f"error_diffusion/{name}": torch.stack([each[name] for each in found]).mean().item() for name in found[0]}
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step + 1)

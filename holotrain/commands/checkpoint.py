@@ -150,7 +150,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         raise UserError(f"ckpt_path: {path} holds weights alone; begin with them by model.pretrained={path}")
     checkpoint = checkpointed.load(path)
     model = checkpoint[checkpointed.KEY]["config"]["model"]
-    for option in model.keys() & {"trained", "adapters"} & vars(config.model).keys():
+    for option in [name for name in ("trained", "adapters") if name in model and hasattr(config.model, name)]:
         kept, wanted = model[option], getattr(config.model, option)
         if kept != wanted:
             raise UserError(f"model.{option}={wanted}: {path} was trained with {kept}; begin anew by model.pretrained={path}")

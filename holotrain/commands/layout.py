@@ -43,7 +43,9 @@ def tags(trainer: pl.Trainer, task: Task, config: RunConfig) -> set[str]:
         elif isinstance(callback, SynthesisCallback):
             found |= {f"synthesis/{name}" for name in ("milliseconds", "gradient_cosine", "update_norm", "skipped")}
         elif isinstance(callback, ErrorDiffusionMonitor):
-            found |= {f"error_diffusion/{name}" for name in ("alignment", "dead_cells", "sign_violations")}
+            found |= {"error_diffusion/dead_cells", "error_diffusion/sign_violations"}
+            if config.model.rule != "backpropagation":
+                found.add("error_diffusion/alignment")
         elif isinstance(callback, PaddingMonitor):
             found.add("padding/fraction")
     return found

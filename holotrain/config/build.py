@@ -110,8 +110,14 @@ def default_patch_size(kind: str, image_size: int) -> int:
 
 def build_model(config: RunConfig, data: pl.LightningDataModule) -> nn.Module:
     """The model for ``data``, which is set up; without pretrained weights and adapters."""
-    with described_by("model"):
-        model = registry.build(config.model.kind, model_arguments(config, data))
+    try:
+        with described_by("model"):
+            model = registry.build(config.model.kind, model_arguments(config, data))
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        refused = str(error).strip().splitlines()[-1]
+        raise UserError(f"model: its weights do not fit into memory; plan says what they take ({refused})") from error
     if config.backward.blocks:
         try:
             schedule_blocks(model, config.backward.blocks)

@@ -27,7 +27,7 @@ def chosen_classes(asked: Sequence[str | int], names: Sequence[str]) -> list[int
 
 
 def _index(asked: str | int, names: Sequence[str]) -> int:
-    if isinstance(asked, int) and str(asked) not in names and 0 <= asked < len(names):
+    if type(asked) is int and str(asked) not in names and 0 <= asked < len(names):
         return asked
     one_of("data.classes", str(asked), names)
     return list(names).index(str(asked))

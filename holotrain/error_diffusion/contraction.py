@@ -6,6 +6,8 @@ them up afterwards, as a loop over the formula suggests, takes B times the memor
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,18 +26,24 @@ def contract(activities: Tensor, error: Tensor, rule: str = "kaneko") -> Tensor:
         rule: one of :data:`~holotrain.error_diffusion.rules.RULES`.
 
     Returns:
-        (L - 1, D, C, C), from source to target. Beyond it this takes ``WORKSPACE`` bytes, or one layer's share where that is
-        more, whatever the batch and the depth.
+        (L - 1, D, C, C), from source to target. Beyond it this takes ``WORKSPACE`` bytes, whatever the batch and the depth (or
+        what one sample needs in one layer, where that is more).
     """
     layers, outputs, batch, cells = activities.shape
     updates = activities.new_empty(layers - 1, outputs, cells, cells)
-    bytes_a_layer = 2 * outputs * batch * cells * activities.element_size()
-    step = max(1, WORKSPACE.get(activities.device.type, WORKSPACE["cuda"]) // max(bytes_a_layer, 1))
-    # One allocation for all steps: on a CPU, fresh memory would cost as much as what is written to it.
-    learnt, slopes = activities.new_empty(2, min(step, layers - 1), outputs, batch, cells)
-    for begin in range(0, layers - 1, step):
-        end = min(begin + step, layers - 1)
-        sources = RULES[rule](activities[begin:end], error, out=learnt[: end - begin])
-        targets = slope(activities[begin + 1 : end + 1], out=slopes[: end - begin])
-        torch.bmm(sources.flatten(0, 1).mT, targets.flatten(0, 1), out=updates[begin:end].flatten(0, 1))
+    room = WORKSPACE.get(activities.device.type, WORKSPACE["cuda"]) // (2 * outputs * cells * activities.element_size())
+    rows = max(1, min(batch, room))
+    depth = max(1, min(layers - 1, room // rows))
+    # One allocation for all parts: on a CPU, fresh memory would cost as much as what is written to it.
+    learnt, slopes = activities.new_empty(2, depth * outputs * rows * cells)
+    for begin in range(0, layers - 1, depth):
+        end = min(begin + depth, layers - 1)
+        into = updates[begin:end].flatten(0, 1)
+        for first in range(0, batch, rows):
+            part = slice(first, first + rows)
+            shape = (end - begin, outputs, len(range(batch)[part]), cells)
+            sources, targets = (space[: math.prod(shape)].view(shape) for space in (learnt, slopes))
+            RULES[rule](activities[begin:end, :, part], error[:, part], out=sources)
+            slope(activities[begin + 1 : end + 1, :, part], out=targets)
+            torch.baddbmm(into, sources.flatten(0, 1).mT, targets.flatten(0, 1), beta=min(first, 1), out=into)
     return updates

@@ -21,23 +21,24 @@ def input_cells(x: Tensor, outputs: int) -> Tensor:
 
 def propagate(x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, offset: Tensor, gain: float) -> Tensor:
     """The outputs (B, D) of inputs (B, I). Nothing is kept but what autograd keeps."""
-    activities = torch.sigmoid(_drive(input_cells(x, len(incoming)), incoming, gain)) - offset
+    zero = x.new_zeros(())
+    activities = torch.sigmoid(_drive(zero, input_cells(x, len(incoming)), incoming, gain)) - offset
     for magnitudes in hidden:
-        activities = torch.sigmoid(_drive(activities, magnitudes, gain)) - offset
-    return torch.sigmoid(_drive(activities, outgoing, gain))[..., 0].T
+        activities = torch.sigmoid(_drive(zero, activities, magnitudes, gain)) - offset
+    return torch.sigmoid(_drive(zero, activities, outgoing, gain))[..., 0].T
 
 
 def record(x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, offset: Tensor, gain: float) -> tuple[Tensor, Tensor]:
     """The same, and the signed activities of all hidden layers: (L, D, B, C), written where they will be read."""
     outputs, batch = len(incoming), len(x)
-    activities = x.new_empty(1 + len(hidden), outputs, batch, len(offset))
-    _drive(input_cells(x, outputs), incoming, gain, out=activities[0]).sigmoid_().sub_(offset)
+    activities, zero = x.new_empty(1 + len(hidden), outputs, batch, len(offset)), x.new_zeros(())
+    _drive(zero, input_cells(x, outputs), incoming, gain, out=activities[0]).sigmoid_().sub_(offset)
     # A thousand small layers are bound by launches: three a layer, and none of them allocates.
     for sources, magnitudes, targets in zip(activities[:-1], hidden, activities[1:], strict=True):
-        _drive(sources, magnitudes, gain, out=targets).sigmoid_().sub_(offset)
-    return activities, torch.sigmoid_(_drive(activities[-1], outgoing, gain))[..., 0].T
+        _drive(zero, sources, magnitudes, gain, out=targets).sigmoid_().sub_(offset)
+    return activities, torch.sigmoid_(_drive(zero, activities[-1], outgoing, gain))[..., 0].T
 
 
-def _drive(activities: Tensor, magnitudes: Tensor, gain: float, out: Tensor | None = None) -> Tensor:
-    """gain x activities @ magnitudes."""
-    return torch.baddbmm(activities.new_zeros(()), activities, magnitudes, beta=0, alpha=gain, out=out)
+def _drive(zero: Tensor, activities: Tensor, magnitudes: Tensor, gain: float, out: Tensor | None = None) -> Tensor:
+    """gain x activities @ magnitudes. ``zero``: what the product is asked to add, and does not."""
+    return torch.baddbmm(zero, activities, magnitudes, beta=0, alpha=gain, out=out)

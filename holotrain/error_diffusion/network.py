@@ -17,6 +17,8 @@ from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES
 class ErrorDiffusionNetwork(nn.Module):
     """Layers of pairs of cells, a separate network for each output (Kaneko's ED method).
 
+    Without the published program's constant threshold inputs: a pair at rest answers with 1/2 and -1/2, which serves as one.
+
         network = ErrorDiffusionNetwork(inputs=64, outputs=10, width=32, depth=17)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
         (0.5 * (network(x) - targets).square().sum(1).mean()).backward()  # writes minus the updates
@@ -27,8 +29,8 @@ class ErrorDiffusionNetwork(nn.Module):
         outputs: D; the output cells are excitatory.
         width: W, pairs of cells in a hidden layer.
         depth: L, hidden layers, at least 1.
-        rule: ``"kaneko"``, whose updates never make a magnitude smaller, ``"article"``, or ``"backpropagation"``: the same
-            network, differentiated by autograd.
+        rule: ``"kaneko"``, whose updates never make a magnitude smaller (weight decay does, but not below 0), ``"article"``, or
+            ``"backpropagation"``: the same network, differentiated by autograd.
         u0: cells answer with sigmoid(2 u / u0).
 
     Shapes: (B, I), or more dimensions, which are flattened -> (B, D), each in (0, 1). Under autocast layers are in its type.
@@ -40,7 +42,8 @@ class ErrorDiffusionNetwork(nn.Module):
         signs: (2,), +1 and -1: those of the cells of a pair. A weight is its magnitude times the signs of its two cells.
 
     Raises:
-        ValueError: sizes below 1, another rule; at the call, an input that requires a gradient, which there is none of.
+        ValueError: sizes below 1, another rule; at the call, other than I numbers a sample, or inputs that require a gradient,
+            which there is none of.
     """
 
     def __init__(
@@ -63,8 +66,7 @@ class ErrorDiffusionNetwork(nn.Module):
         self.outgoing = nn.Parameter(_uniform(outputs, 2, width, sources=2 * width))
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype, outside = _autocast(x.device.type, self.outgoing.dtype)
-        arguments = [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), self._offset())]
+        arguments, outside = self._prepared(x)
         with outside:
             if self.rule == BACKPROPAGATION or not torch.is_grad_enabled():
                 return propagate(*arguments, self.gain)
@@ -75,7 +77,9 @@ class ErrorDiffusionNetwork(nn.Module):
     @torch.no_grad()
     def activities(self, x: Tensor) -> Tensor:
         """Signed activities of all hidden layers, (L, D, B, C): a cell's sign times its output; excitatory cells first."""
-        return record(x.flatten(1), *self._matrices(), self._offset().to(x.dtype), self.gain)[0]
+        arguments, outside = self._prepared(x)
+        with outside:
+            return record(*arguments, self.gain)[0]
 
     @torch.no_grad()
     def clamp_signs(self) -> None:
@@ -98,6 +102,16 @@ class ErrorDiffusionNetwork(nn.Module):
         return (
             f"inputs={inputs}, outputs={outputs}, width={width}, depth={between + 1}, rule={self.rule!r}, u0={2 / self.gain:g}"
         )
+
+    def _prepared(self, x: Tensor) -> tuple[list[Tensor], AbstractContextManager]:
+        """What the layers take, in autocast's type where it is on; and a context without it."""
+        inputs = self.incoming.shape[3]
+        if x.ndim < 2 or x[:1].numel() != inputs * len(x[:1]):
+            raise ValueError(
+                f"inputs must be (batch, {inputs}), or more dimensions of {inputs} numbers a sample: not {tuple(x.shape)}"
+            )
+        dtype, outside = _autocast(x.device.type, self.outgoing.dtype)
+        return [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), self._offset())], outside
 
     def _matrices(self) -> tuple[Tensor, Tensor, Tensor]:
         """Magnitudes from all source cells to all target cells: (D, 2 I, C), (L - 1, D, C, C), (D, C, 1)."""

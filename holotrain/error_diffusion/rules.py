@@ -5,7 +5,8 @@ source learns times the slope |o| (1 - |o|) of the target. With d+ = max(e, 0) a
 
     dw = alpha x |o| (1 - |o|) d(s_source) s_source s_target,    d of an excitatory source d+, of an inhibitory one d-,
 
-changes magnitudes by |x| d(s_source), which is max(z e, 0): never negative, so that no sign can change. The variant of a
+changes magnitudes by |x| d(s_source), which is max(z e, 0): never negative, so that no sign can change. An input drives both
+cells of a pair, z = x and z = -x; below 0, which the published program does not know, they change roles. The variant of a
 widely read article on GPUs, dw = alpha x |o| (1 - |o|) s_target e for all sources, changes them by z e, of either sign.
 """
 

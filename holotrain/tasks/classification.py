@@ -51,6 +51,10 @@ class Classifier(Task):
         """The mean loss of what the model gives, (B, classes)."""
         return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
 
+    def scores(self, outputs: Tensor) -> Tensor:
+        """Of each class, (B, classes): the highest is the likeliest."""
+        return outputs
+
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Of each class, (B, classes)."""
         return outputs.float().softmax(-1)
@@ -65,7 +69,7 @@ class Classifier(Task):
         *given, labels = self.inputs(batch)
         outputs = self(*given)
         metrics = self.metrics[f"{split}_metrics"]
-        metrics.update(self.probabilities(outputs), labels)
+        metrics.update(self.scores(outputs), labels)
         shown = {"prog_bar": split == "val", "on_epoch": True, "sync_dist": True, "batch_size": len(labels)}
         self.log(f"{split}/loss", self.criterion(outputs, labels), **shown)
         self.log_dict(metrics, prog_bar=split == "val", batch_size=len(labels))

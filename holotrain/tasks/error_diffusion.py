@@ -39,12 +39,14 @@ class ErrorDiffusionClassifier(ImageClassifier):
             targets = targets[:, 1:]
         return 0.5 * (outputs - targets).square().sum(1).mean()
 
+    def scores(self, outputs: Tensor) -> Tensor:
+        """The one output is the second class's."""
+        return torch.cat([1 - outputs, outputs], dim=1) if outputs.shape[1] == 1 else outputs
+
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """The one output is the second class's; of several, each one's share of their sum: they know nothing of each other."""
-        outputs = outputs.float()
-        if outputs.shape[1] == 1:
-            return torch.cat([1 - outputs, outputs], dim=1)
-        return outputs / outputs.sum(1, keepdim=True).clamp_min(torch.finfo(outputs.dtype).tiny)
+        """Each one's share of their sum, as outputs know nothing of each other."""
+        scores = self.scores(outputs.float())
+        return scores / scores.sum(1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)

@@ -309,7 +309,13 @@ def test_some_classes_of_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("classes", "says"), [([0, 11], "'11' is not one of"), (["3", 3], "3 is there twice"), ([5], "5 alone has nothing")]
+    ("classes", "says"),
+    [
+        ([0, 11], "'11' is not one of"),
+        (["3", 3], "3 is there twice"),
+        ([5], "5 alone has nothing"),
+        ([True, False], "'True' is not one of"),
+    ],
 )
 def test_classes_that_cannot_be_are_named(classes, says):
     with pytest.raises(UserError, match=says) as error:

@@ -10,26 +10,28 @@ from holotrain.error_diffusion.contraction import WORKSPACE
 FLOAT = 4
 
 
-def beside_the_result(layers: int, batch: int, cells: int = 64) -> int:
+def beside_the_result(layers: int, batch: int, outputs: int = 1, cells: int = 64) -> int:
     given = torch.nn.Module()
-    given.register_buffer("activities", torch.rand(layers, 1, batch, cells))
-    given.register_buffer("error", torch.randn(1, batch, 1))
+    given.register_buffer("activities", torch.rand(layers, outputs, batch, cells))
+    given.register_buffer("error", torch.randn(outputs, batch, 1))
     with TrackedMemory(given) as memory:
         updates = contract(given.activities, given.error)
     return memory.peak - updates.nbytes
 
 
-@pytest.mark.parametrize(("layers", "batch"), [(256, 32), (256, 256), (256, 1024), (1024, 32)])
-def test_the_contraction_takes_one_workspace_whatever_the_batch_and_the_depth(layers, batch):
-    assert beside_the_result(layers, batch) == WORKSPACE["cpu"]
+@pytest.mark.parametrize(
+    ("layers", "batch", "outputs"), [(256, 32, 1), (256, 1024, 1), (1024, 32, 1), (16, 4096, 1), (8, 64, 10), (4, 4096, 10)]
+)
+def test_the_contraction_takes_one_workspace_whatever_the_batch_and_the_depth(layers, batch, outputs):
+    assert 0.9 * WORKSPACE["cpu"] < beside_the_result(layers, batch, outputs) <= WORKSPACE["cpu"]
 
 
 def test_a_small_contraction_takes_no_more_than_it_needs():
     assert beside_the_result(4, 16) == 2 * 3 * 16 * 64 * FLOAT
 
 
-@pytest.mark.parametrize("batch", [8, 64])
-def test_a_step_keeps_activities_and_nothing_else_that_grows_with_the_batch(batch):
+def peak_of_a_step(batch: int) -> int:
+    """At the least workspace, so that what grows with the batch is the network's own."""
     network = ErrorDiffusionNetwork(16, 1, 8, 40)
     x, targets = torch.rand(batch, 16), torch.rand(batch, 1)
 
@@ -39,7 +41,11 @@ def test_a_step_keeps_activities_and_nothing_else_that_grows_with_the_batch(batc
     step()
     with TrackedMemory(network) as memory:
         step()
-    activities = 40 * batch * 16 * FLOAT
-    gradients = sum(parameter.nbytes for parameter in network.parameters())
-    workspace = 2 * 40 * batch * 16 * FLOAT
-    assert activities + gradients < memory.peak < 1.1 * (activities + gradients + workspace) + 16 * batch * 16 * FLOAT
+    return memory.peak
+
+
+def test_a_step_keeps_activities_and_nothing_else_that_grows_with_the_batch(monkeypatch):
+    monkeypatch.setitem(WORKSPACE, "cpu", 1)
+    growth = (peak_of_a_step(512) - peak_of_a_step(256)) / 256
+    activities, inputs = 40 * 16 * FLOAT, 2 * 16 * FLOAT
+    assert activities < growth < activities + 5 * inputs

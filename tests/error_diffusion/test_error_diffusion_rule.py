@@ -31,8 +31,10 @@ def example(outputs=3, depth=3, batch=6, inputs=5, width=4, rule="kaneko", dtype
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("outputs", [1, 10])
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_an_update_is_that_of_plain_loops(depth, outputs, rule):
+@pytest.mark.parametrize("signed_inputs", [False, True])
+def test_an_update_is_that_of_plain_loops(depth, outputs, rule, signed_inputs):
     network, x, targets = example(outputs, depth, rule=rule)
+    x = 2 * x - 1 if signed_inputs else x
     plain = [PlainNetwork(network, d, u0=0.4) for d in range(outputs)]
     expected = [[net.updates(x[b].tolist(), targets[b, d].item(), rule) for b in range(len(x))] for d, net in enumerate(plain)]
     answers = torch.tensor([[net.outputs(sample)[-1][0] for net in plain] for sample in x.tolist()], dtype=torch.float64)
@@ -130,8 +132,12 @@ def test_an_update_weighs_every_sample_alike():
         torch.testing.assert_close(parameter.grad, grad)
 
 
+SHARE = 2 * 2 * 8 * 8
+"""Bytes that the contraction below takes for a sample in a layer."""
+
+
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("layers", "workspace"), [(2, 1), (7, 1), (7, 3 * 2 * 2 * 6 * 8 * 8), (7, 2**20), (1, 1)])
+@pytest.mark.parametrize(("layers", "workspace"), [(2, 1), (7, 1), (7, 4 * SHARE), (7, 3 * 6 * SHARE), (7, 2**20), (1, 1)])
 def test_the_contraction_sums_each_samples_update(monkeypatch, rule, layers, workspace):
     monkeypatch.setitem(contract.__globals__["WORKSPACE"], "cpu", workspace)
     torch.manual_seed(0)
@@ -188,6 +194,14 @@ def test_under_autocast_layers_are_in_its_type():
 def test_impossible_networks_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         ErrorDiffusionNetwork(4, 1, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (3, 2, 3)])
+def test_other_inputs_are_refused(shape):
+    network, _, _ = example()
+    with pytest.raises(ValueError, match=r"\(batch, 5\)"):
+        network(torch.rand(shape))
+    assert network(torch.rand(2, 5, 1, dtype=torch.float64)).shape == (2, 3)
 
 
 def test_inputs_cannot_ask_for_a_gradient():

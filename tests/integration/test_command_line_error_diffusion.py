@@ -85,10 +85,12 @@ def test_a_plan_and_its_depth(holotrain):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["backward=reversible"], "backward=reversible: error diffusion has no backward pass"),
-        (["backward=checkpoint"], "backward=checkpoint: error diffusion has no backward pass"),
-        (["synthesis=associative"], "synthesis=associative: error diffusion has no gradients"),
-        (["compile=true"], "compile: error diffusion has no blocks"),
+        (["backward=reversible"], "backward=reversible: a network for error diffusion has no blocks"),
+        (["backward=checkpoint"], "backward=checkpoint: a network for error diffusion has no blocks"),
+        (["synthesis=associative"], "synthesis=associative: a network for error diffusion has no Linear layers"),
+        (["compile=true"], "compile: a network for error diffusion has no blocks"),
+        (["optimizer=muon"], "optimizer=muon: a network for error diffusion has no blocks"),
+        (["data=fake", "data.image_size=2048", "data.num_classes=9000"], "model: its weights do not fit into memory"),
         (["task.clamp_signs=true"], "task.clamp_signs: model.rule=kaneko loses no sign"),
         (["model.rule=kanek"], "Did you mean 'kaneko'?"),
         (["model=rev_vit_tiny"], "task=error_diffusion trains error_diffusion, not rev_vit"),

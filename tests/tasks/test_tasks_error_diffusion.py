@@ -133,7 +133,7 @@ class Bare(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
-        return torch.nn.functional.binary_cross_entropy(self.network(images), torch.eye(3)[labels])
+        return torch.nn.functional.binary_cross_entropy(self.network(x=images), torch.eye(3)[labels])
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)

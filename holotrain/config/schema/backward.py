@@ -20,7 +20,7 @@ def reversible(model_kind: str) -> bool:
 
 def schedules_of(model_kind: str) -> tuple[str, ...]:
     """Those that models of that kind can have."""
-    if model_kind == "error_diffusion":  # which has no backward pass that could be given another
+    if model_kind == "error_diffusion":  # whose layers are no blocks
         return PLAIN[:1]
     return SCHEDULES if reversible(model_kind) else PLAIN
 

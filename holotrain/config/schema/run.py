@@ -90,12 +90,15 @@ class RunConfig:
     def _check_error_diffusion(self) -> None:
         if self.task.kind != "error_diffusion":
             return
+        layers = "a network for error diffusion has no"
         if self.backward.kind not in schedules_of(self.model.kind):
-            raise UserError(f"backward={self.backward.kind}: error diffusion has no backward pass; leave it at {PLAIN[0]}")
+            raise UserError(f"backward={self.backward.kind}: {layers} blocks to rebuild; leave it at {PLAIN[0]}")
         if self.synthesis.kind != "none":
-            raise UserError(f"synthesis={self.synthesis.kind}: error diffusion has no gradients that could be bound")
+            raise UserError(f"synthesis={self.synthesis.kind}: {layers} Linear layers, which it works on")
         if self.compile:
-            raise UserError("compile: error diffusion has no blocks to compile; on a GPU take backward.cuda_graph=true")
+            raise UserError(f"compile: {layers} blocks; on a GPU take backward.cuda_graph=true")
+        if self.optimizer.kind == "muon":
+            raise UserError(f"optimizer=muon: {layers} blocks, which it is for; take error_diffusion, sgd or adamw")
         if self.task.clamp_signs and self.model.rule == "kaneko":
             raise UserError("task.clamp_signs: model.rule=kaneko loses no sign; it is for article and backpropagation")
 
