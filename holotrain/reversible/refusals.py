@@ -21,6 +21,9 @@ class Seen:
 def shards_itself(block: nn.Module, parts: Iterable[nn.Module]) -> bool:
     """Whether the block's parameters are gathered in its own call (FSDP2), or one of its parts talks to other processes.
 
+    A part whose parameters are DTensors (tensor parallelism) does. What talks is recomputed in turn: every process must start
+    its collectives in one order, and whether overlap pays is for each to measure.
+
     Raises:
         ValueError: f or g, or a part of them, is wrapped by something that acts in forwards and backwards of its own.
     """
@@ -37,8 +40,13 @@ def shards_itself(block: nn.Module, parts: Iterable[nn.Module]) -> bool:
                 "fully_shard was applied to f, g or a part of them; a recomputed block gathers its parameters as a whole: "
                 "apply fully_shard to the ReversibleBlock"
             )
-        found = found or habit is Habit.TALKS
+        found = found or habit is Habit.TALKS or _is_distributed(part)
     return found
+
+
+def _is_distributed(part: nn.Module) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in part._parameters.values())
 
 
 class Habit(enum.Enum):

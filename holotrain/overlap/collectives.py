@@ -1,0 +1,60 @@
+"""The collectives of a process group, launched and not waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective under way. After ``wait`` what is done next sees its result: on CUDA the stream waits, not the host."""
+
+    def wait(self) -> object: ...
+
+
+class Collectives:
+    """Of one process group; each is launched (``async_op=True``) behind what the current stream has been given so far.
+
+    Whoever launches keeps the tensors until it has waited. All ranks launch in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sums in place; contiguous."""
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def reduce_scatter(self, share: Tensor, parts: Tensor) -> Work:
+        """Writes the sum over ranks of ``parts[rank]`` to ``share``.
+
+        Args:
+            share: [rows, features], contiguous.
+            parts: [ranks, rows, features], contiguous.
+        """
+        return dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=self.group, async_op=True)
+
+    def all_gather(self, parts: Tensor, share: Tensor) -> Work:
+        """Writes the share of rank r to ``parts[r]``.
+
+        Args:
+            parts: [ranks, rows, features]; each rank's part contiguous.
+            share: [rows, features], contiguous.
+        """
+        if parts.is_contiguous():
+            return dist.all_gather_into_tensor(parts.flatten(0, 1), share, group=self.group, async_op=True)
+        return dist.all_gather(list(parts.unbind(0)), share, group=self.group, async_op=True)
+
+
+def collectives_of(group: dist.ProcessGroup | Collectives) -> Collectives:
+    return Collectives(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+def wait_for(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()

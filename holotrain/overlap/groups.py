@@ -1,0 +1,82 @@
+"""Rows cut into groups, and what is to be known of a product and its collective to choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
+COLLECTIVES = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A product ``[rows, inputs] x [inputs, outputs]`` whose rows travel in groups.
+
+    Args:
+        rows: to be cut into groups. With reduce_scatter and all_gather the rows of one rank's share of the sequence: the
+            product has ``ranks`` times as many.
+        inputs, outputs: the features that this rank contracts and computes.
+        collective: ``all_reduce`` or ``reduce_scatter`` of each group of the result, or ``all_gather`` of each group of the
+            rows before they are multiplied.
+        ranks: of the process group.
+        dtype: of what is multiplied and of what travels.
+        device: where.
+        covered: a product of the same size (the weight's gradient) follows, and covers what still travels.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    collective: str
+    ranks: int
+    dtype: torch.dtype
+    device: torch.device
+    covered: bool = False
+
+    def product_rows(self, rows: int) -> int:
+        """Rows of the product behind ``rows`` of the job."""
+        return rows if self.collective == ALL_REDUCE else rows * self.ranks
+
+    def message(self, rows: int) -> int:
+        """Bytes of the whole tensor (of all ranks) that is reduced or gathered for ``rows`` of the job."""
+        features = self.inputs if self.collective == ALL_GATHER else self.outputs
+        return self.product_rows(rows) * features * self.dtype.itemsize
+
+
+Grouping = int | Callable[[Job], Sequence[int]]
+"""How many groups of equal size, or what chooses the size of each: the same on every rank."""
+
+
+def group_sizes(groups: Grouping, job: Job) -> list[int]:
+    """Rows of each group, first to last. No group is empty: of fewer rows than groups each is a group of its own.
+
+    Raises:
+        ValueError: fewer groups than one, or chosen sizes that are not positive or do not add up to the rows.
+    """
+    if job.rows == 0:
+        return []
+    if not callable(groups):
+        return equal_sizes(job.rows, groups)
+    sizes = list(groups(job))
+    if sum(sizes) != job.rows or min(sizes) < 1:
+        raise ValueError(f"groups of {sizes} rows were chosen for {job.rows} rows; they must be positive and add up to them")
+    return sizes
+
+
+def equal_sizes(rows: int, groups: int) -> list[int]:
+    """Sizes that differ by one row at most, the larger ones first."""
+    if groups < 1:
+        raise ValueError(f"groups must be 1 or more, not {groups}")
+    groups = min(groups, rows)
+    return [rows // groups + (number < rows % groups) for number in range(groups)]
+
+
+def spans(sizes: Sequence[int]) -> Iterator[slice]:
+    """The rows of each group."""
+    start = 0
+    for size in sizes:
+        yield slice(start, start + size)
+        start += size

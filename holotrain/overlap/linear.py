@@ -1,0 +1,120 @@
+"""Row- and column-parallel linear layers as functions of local tensors, of any leading dimensions."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holotrain.overlap.collectives import Collectives, collectives_of
+from holotrain.overlap.column import ColumnAllReduce, ColumnReduceScatter
+from holotrain.overlap.groups import Grouping
+from holotrain.overlap.row import RowAllReduce, RowReduceScatter
+from holotrain.overlap.shares import Shares, rows_of
+
+GROUPS = 4
+"""Where nobody says how many."""
+
+
+def row_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | Collectives,
+    groups: Grouping = GROUPS,
+    sequence_dim: int | None = None,
+) -> Tensor:
+    """``linear(x, weight, bias)`` of the whole features, of which each rank holds a share; communication is overlapped.
+
+    Args:
+        x: [..., K], this rank's share of the input features; the same rows on every rank.
+        weight: [N, K], its columns that belong to those.
+        bias: [N], whole on every rank.
+        group: the ranks.
+        groups: how many groups the rows travel in, or what chooses them (:class:`~holotrain.overlap.Predictor`,
+            :class:`~holotrain.overlap.Tuner`); the same on every rank.
+        sequence_dim: the dimension of x that the output is shared out by (sequence parallel): a reduce-scatter in place of an
+            all-reduce. Where it does not divide, the shares are those of ``torch.chunk``.
+
+    Returns:
+        [..., N], whole on every rank; with ``sequence_dim`` this rank's share of it.
+
+    Under autocast it computes, and communicates, in autocast's dtype. Second derivatives are refused. Under torch.compile it is
+    a break in the graph.
+    """
+    link = collectives_of(group)
+    x, weight, bias = _as_autocast_would(x, weight, bias)
+    if sequence_dim is None:
+        return _apply(RowAllReduce, rows_of(x), weight, bias, link, groups).view(*x.shape[:-1], len(weight))
+    shares = Shares(_dimension(sequence_dim, x), x.shape[sequence_dim], link.ranks)
+    rows = _apply(RowReduceScatter, shares.side_by_side(x), weight, bias, link, groups)
+    return shares.share_of_rows(rows, link.rank, like=x)
+
+
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | Collectives,
+    groups: Grouping = GROUPS,
+    sequence_dim: int | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """This rank's features of ``linear(x, weight, bias)``; the gradient of x, a sum over ranks, is overlapped.
+
+    Args:
+        x: [..., K], whole on every rank; with ``sequence_dim`` this rank's share of it.
+        weight: [N, K], this rank's rows of the weight.
+        bias: [N], those of the bias.
+        group: the ranks.
+        groups: as in :func:`row_parallel_linear`.
+        sequence_dim: the dimension of x that is shared out among the ranks (sequence parallel): gathered in the forward, and
+            the gradient's sum scattered in the backward.
+        length: of that dimension in all, where it does not divide; by default ranks times the length of x.
+
+    Returns:
+        [..., N], with the whole sequence.
+
+    Raises:
+        ValueError: x is not the share that ``torch.chunk`` gives this rank of ``length``.
+    """
+    link = collectives_of(group)
+    x, weight, bias = _as_autocast_would(x, weight, bias)
+    if sequence_dim is None:
+        return _apply(ColumnAllReduce, rows_of(x), weight, bias, link, groups).view(*x.shape[:-1], len(weight))
+    own = x.shape[sequence_dim]
+    shares = Shares(_dimension(sequence_dim, x), link.ranks * own if length is None else length, link.ranks)
+    if own != shares.own(link.rank):
+        raise ValueError(
+            f"of a sequence of {shares.length} rank {link.rank} of {link.ranks} holds {shares.own(link.rank)}, not {own}"
+        )
+    rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, link, groups)
+    return shares.end_to_end(rows, like=x)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    if torch.compiler.is_compiling():  # asked first: to disable is to import the compiler
+        return torch.compiler.disable(function.apply)(*arguments)
+    return function.apply(*arguments)
+
+
+def _dimension(dim: int, x: Tensor) -> int:
+    """Counted from the front.
+
+    Raises:
+        ValueError: the features, or no dimension of x.
+    """
+    if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
+        raise ValueError(f"sequence_dim must be a dimension of the input other than the last of its {x.dim()}, not {dim}")
+    return dim % x.dim()
+
+
+def _as_autocast_would(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast as autocast casts the arguments of ``linear``: it does not reach into products with a place for their result."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -1,0 +1,67 @@
+"""Rows cut into groups, a sequence into shares, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from holotrain.overlap import OverlappedRowwise
+from holotrain.overlap.groups import Job, equal_sizes, group_sizes, spans
+from holotrain.overlap.shares import Shares
+
+
+def job(rows: int, collective: str = "all_reduce") -> Job:
+    return Job(rows, 4, 6, collective, 2, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("rows", "groups", "sizes"), [(8, 2, [4, 4]), (7, 3, [3, 2, 2]), (2, 5, [1, 1]), (0, 3, [])])
+def test_groups_are_as_equal_as_can_be(rows, groups, sizes):
+    assert group_sizes(groups, job(rows)) == sizes
+
+
+def test_spans_are_in_a_row():
+    assert list(spans([3, 2])) == [slice(0, 3), slice(3, 5)]
+
+
+@pytest.mark.parametrize("sizes", [[3, 3], [8, -1], [0, 7], []])
+def test_chosen_sizes_that_cannot_be_are_refused(sizes):
+    with pytest.raises(ValueError, match="were chosen for 7 rows"):
+        group_sizes(lambda job: sizes, job(7))
+
+
+def test_no_groups_are_refused():
+    with pytest.raises(ValueError, match="1 or more, not 0"):
+        equal_sizes(7, 0)
+
+
+def test_a_message_is_the_tensor_of_all_ranks():
+    assert job(5).message(3) == 3 * 6 * 4
+    assert job(5, "reduce_scatter").message(3) == 2 * 3 * 6 * 4
+    assert job(5, "all_gather").message(3) == 2 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 6, 7])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shares_are_those_of_chunk(length, dim):
+    shape = [2, 3, 2, 5]
+    shape[dim] = length
+    x = torch.randn(shape)
+    ranks = 4
+    shares = Shares(dim, length, ranks)
+    rows = shares.side_by_side(x)
+    chunks = x.chunk(ranks, dim)
+    for rank in range(ranks):
+        share = shares.share_of_rows(rows[rank], rank, like=x)
+        mine = chunks[rank] if rank < len(chunks) else x.narrow(dim, 0, 0)
+        assert torch.equal(share, mine)
+        assert torch.equal(shares.rows_of_share(mine), rows[rank])
+    assert torch.equal(shares.end_to_end(rows, like=x), x)
+
+
+def test_a_sequence_that_comes_first_is_not_copied():
+    x = torch.randn(6, 5)
+    assert Shares(0, 6, 3).side_by_side(x).data_ptr() == x.data_ptr()
+
+
+def test_a_style_takes_linear_layers_alone():
+    with pytest.raises(TypeError, match="OverlappedRowwise takes an nn.Linear as it is, not LayerNorm"):
+        OverlappedRowwise()._apply(nn.LayerNorm(3), None)

@@ -1,0 +1,164 @@
+"""One of two gloo processes: overlapped linear layers against plain ones on the whole, in fp64.
+
+    python two_processes.py RANK STORE RESULTS
+
+Not a test by itself: test_overlap_distributed.py starts it twice and reads what rank 0 wrote.
+"""
+
+import torch
+import torch.distributed as dist
+from gloo_pair import find_as_one_of_two
+from styled_cases import checkpointed, devices, mixed, reversible, sharded, styled
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holotrain.overlap import column_parallel_linear, row_parallel_linear
+
+INPUTS, OUTPUTS = 6, 10
+SHAPES = {"even": (8, INPUTS), "odd": (7, INPUTS), "one row": (1, INPUTS), "batches": (3, 5, INPUTS), "four": (2, 3, 2, INPUTS)}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def share(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    """As torch.chunk and DTensor's Shard cut it; of two ranks."""
+    chunks = tensor.chunk(2, dim)
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def worst(pairs) -> float:
+    """The largest difference; infinite where shapes differ."""
+    return max(float("inf") if a.shape != b.shape else (a - b).abs().max().item() if a.numel() else 0.0 for a, b in pairs)
+
+
+def everywhere(error: float) -> float:
+    """The largest of both ranks."""
+    errors = torch.tensor([error], dtype=torch.float64)
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    return errors.item()
+
+
+def uneven(job) -> list[int]:
+    return [job.rows] if job.rows < 3 else [1, job.rows - 2, 1]
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().requires_grad_()
+
+
+def linear_error(kind: str, shape: tuple[int, ...], groups, bias: bool, sequence_dim: int | None, rank: int) -> float:
+    x, weight, b = leaf(random(*shape)), leaf(random(OUTPUTS, INPUTS, seed=1)), leaf(random(OUTPUTS, seed=2))
+    y = linear(x, weight, b if bias else None)
+    grad = random(*y.shape, seed=3)
+    y.backward(grad)
+    row = kind == "row"
+    x_dim = x.dim() - 1 if row else sequence_dim
+    y_dim = sequence_dim if row else x.dim() - 1
+    ours_x = leaf(x.detach() if x_dim is None else share(x.detach(), x_dim, rank))
+    ours_w = leaf(share(weight.detach(), 1 if row else 0, rank))
+    ours_b = leaf(b.detach() if row else share(b.detach(), 0, rank))
+    keywords = {"group": dist.group.WORLD, "groups": groups, "sequence_dim": sequence_dim}
+    if row:
+        ours = row_parallel_linear(ours_x, ours_w, ours_b if bias else None, **keywords)
+    else:
+        length = None if sequence_dim is None else shape[sequence_dim]
+        ours = column_parallel_linear(ours_x, ours_w, ours_b if bias else None, length=length, **keywords)
+    cut = (lambda t: t) if y_dim is None else (lambda t: share(t, y_dim, rank))
+    ours.backward(cut(grad))
+    pairs = [(ours, cut(y)), (ours_x.grad, x.grad if x_dim is None else share(x.grad, x_dim, rank))]
+    pairs.append((ours_w.grad, share(weight.grad, 1 if row else 0, rank)))
+    if bias:
+        pairs.append((ours_b.grad, b.grad if row else share(b.grad, 0, rank)))
+    return everywhere(worst(pairs))
+
+
+def linear_errors(rank: int) -> dict[str, float]:
+    errors = {}
+    for kind in ("row", "column"):
+        for name, shape in SHAPES.items():
+            for dim in (None, *range(len(shape) - 1)):
+                for groups in (*range(1, 9), uneven):
+                    error = max(linear_error(kind, shape, groups, bias, dim, rank) for bias in (False, True))
+                    errors[f"{kind}, {name}, sequence {dim}, groups {getattr(groups, '__name__', groups)}"] = error
+    return errors
+
+
+class Log(TorchDispatchMode):
+    """Products and collectives by name, in the order of their launch."""
+
+    NAMES = {"mm": "product", "addmm": "product", "bmm": "product", "baddbmm": "product"}
+    NAMES |= {"allreduce_": "all-reduce", "_reduce_scatter_base_": "reduce-scatter"}
+    NAMES |= {"_allgather_base_": "all-gather", "allgather_": "all-gather"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1]
+        if name in self.NAMES:
+            self.order.append(self.NAMES[name])
+        return function(*args, **(kwargs or {}))
+
+
+def order(kind: str, sequence_dim: int | None) -> dict[str, list[str]]:
+    x = leaf(random(9, INPUTS))
+    run = row_parallel_linear if kind == "row" else column_parallel_linear
+    with Log() as forward:
+        y = run(x, leaf(random(OUTPUTS, INPUTS)), group=dist.group.WORLD, groups=3, sequence_dim=sequence_dim)
+    with Log() as backward:
+        y.backward(torch.ones_like(y))
+    return {"forward": forward.order, "backward": backward.order}
+
+
+def in_part(rank: int) -> dict[str, bool]:
+    """Only what is asked for is computed, and nothing travels for an input that needs no gradient."""
+    found = {}
+    for kind, run in (("row", row_parallel_linear), ("column", column_parallel_linear)):
+        for needed in ("x", "weight", "bias"):
+            for sequence_dim in (None, 0):
+                tensors = {"x": random(4, INPUTS), "weight": random(OUTPUTS, INPUTS), "bias": random(OUTPUTS)}
+                tensors[needed].requires_grad_()
+                y = run(**tensors, group=dist.group.WORLD, sequence_dim=sequence_dim)
+                with Log() as log:
+                    y.backward(torch.ones_like(y))
+                silent = kind == "column" and needed != "x" and not (needed == "weight" and sequence_dim == 0)
+                silent = silent or (kind == "row" and sequence_dim is None)
+                right = tensors[needed].grad.shape == tensors[needed].shape
+                quiet = not any("-" in name for name in log.order)
+                found[f"{kind}, {needed}, sequence {sequence_dim}"] = right and quiet == silent
+    return found
+
+
+def autocast(kind: str) -> dict[str, object]:
+    run = row_parallel_linear if kind == "row" else column_parallel_linear
+    x, weight, bias = (leaf(random(*shape).float()) for shape in ((7, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,)))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(x, weight, bias, group=dist.group.WORLD)
+        plain = linear(x, weight, bias)
+        double = run(x.double(), weight.double(), group=dist.group.WORLD)
+    y.sum().backward()
+    whole = 2 * linear(x, weight) + bias if kind == "row" else plain
+    dtypes = [str(tensor.dtype) for tensor in (y, x.grad, weight.grad, bias.grad, double)]
+    return {"dtypes": dtypes, "error": ((y - whole).abs().max() / whole.abs().max()).item()}
+
+
+def find(rank: int) -> dict:
+    mesh = devices()
+    return {
+        "linear": linear_errors(rank),
+        "orders": {f"{kind}, sequence {dim}": order(kind, dim) for kind in ("row", "column") for dim in (None, 0)},
+        "in part": in_part(rank),
+        "autocast": {kind: autocast(kind) for kind in ("row", "column")},
+        "styles": styled(mesh, everywhere),
+        "mixed": mixed(mesh, everywhere),
+        "checkpoint": everywhere(checkpointed(mesh)),
+        "reversible": {backward: reversible(mesh, backward, everywhere) for backward in ("reversible", "pareprop")},
+        "fsdp": sharded(everywhere),
+    }
+
+
+if __name__ == "__main__":
+    find_as_one_of_two(find)
