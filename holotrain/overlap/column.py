@@ -1,7 +1,7 @@
 """A linear layer whose output features are shared out: every rank's input gradient is a summand.
 
 Shape letters: R rows (tokens), P ranks, L rows of one rank's share of the sequence, K input features, N this rank's output
-features. In the backward a group's sum travels while the next group is computed, and the last ones behind the weight's gradient.
+features. In the backward a group's sum travels behind the next group, and the last ones behind the weight's gradient.
 """
 
 from __future__ import annotations

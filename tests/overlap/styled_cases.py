@@ -129,7 +129,7 @@ def reversible(mesh: DeviceMesh, backward: str, everywhere) -> dict[str, float]:
     """Three blocks, whole tokens between them or a share of the sequence, against autograd in one process."""
     trial._cores = lambda: 2
     trial.Trial.overlap = lambda self: True  # pareprop would use a thread, were there nothing to be kept in order
-    found = {}
+    found, threads = {}, set()
     reference, x = stack("autograd"), tokens(3, 6)
     sum((y * y).sum() for y in reference(x, x.tanh())).backward()
     for name in ("replicated", "sequence"):
@@ -137,7 +137,6 @@ def reversible(mesh: DeviceMesh, backward: str, everywhere) -> dict[str, float]:
         for block in net.blocks:
             for branch in (block.f, block.g):
                 parallel(branch, mesh, OVERLAPPED, LAYOUTS[name], groups=3)
-        threads = set()
         for block in net.blocks:
             block.g.register_forward_hook(lambda *_: threads.add(threading.current_thread().name))
         if name == "sequence":
