@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class Collectives:
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.name = dist.get_backend(group)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sums in place; contiguous."""
@@ -49,6 +51,18 @@ class Collectives:
         if parts.is_contiguous():
             return dist.all_gather_into_tensor(parts.flatten(0, 1), share, group=self.group, async_op=True)
         return dist.all_gather(list(parts.unbind(0)), share, group=self.group, async_op=True)
+
+    def agreed(self, value: object) -> object:
+        """What rank 0 says, on every rank; waits for them."""
+        said = [value]
+        dist.broadcast_object_list(said, group=self.group, group_src=0)
+        return said[0]
+
+    def slowest(self, seconds: Sequence[float], device: torch.device) -> list[float]:
+        """The largest of each over the ranks; waits for them."""
+        times = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
+        return times.tolist()
 
 
 def collectives_of(group: dist.ProcessGroup | Collectives) -> Collectives:

@@ -36,7 +36,7 @@ class ColumnAllReduce(torch.autograd.Function):
         if needs_x:
             grad_x = x.new_empty(x.shape)
             job = Job(*grad.shape, x.shape[1], ALL_REDUCE, ctx.link.ranks, grad.dtype, grad.device, covered=needs_weight)
-            for rows in spans(group_sizes(ctx.groups, job)):
+            for rows in spans(group_sizes(ctx.groups, job, ctx.link)):
                 product(grad[rows], weight, out=grad_x[rows])
                 works.append(ctx.link.all_reduce(grad_x[rows]))
         rest = weight_gradients(grad, x, needs_weight, needs_bias)
@@ -57,7 +57,7 @@ class ColumnReduceScatter(torch.autograd.Function):
         ctx.link, ctx.groups = link, groups
         job = Job(*x.shape, len(weight), ALL_GATHER, link.ranks, x.dtype, x.device)
         under_way = []
-        for rows in spans(group_sizes(groups, job)):
+        for rows in spans(group_sizes(groups, job, link)):
             parts = x.new_empty(link.ranks, *x[rows].shape)
             under_way.append((rows, parts, link.all_gather(parts, x[rows])))
         y = x.new_empty(link.ranks, len(x), len(weight))
@@ -79,7 +79,7 @@ class ColumnReduceScatter(torch.autograd.Function):
         if needs_x:
             grad_x = x.new_empty(x.shape)
             job = Job(len(x), grad.shape[2], x.shape[1], REDUCE_SCATTER, link.ranks, grad.dtype, grad.device, needs_weight)
-            for rows in spans(group_sizes(ctx.groups, job)):
+            for rows in spans(group_sizes(ctx.groups, job, link)):
                 parts = products(grad[:, rows], weight)
                 under_way.append((link.reduce_scatter(grad_x[rows], parts), parts))
         wait_for(gathering)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from holotrain.overlap.collectives import Collectives
+
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
 COLLECTIVES = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
@@ -46,11 +48,11 @@ class Job:
         return self.product_rows(rows) * features * self.dtype.itemsize
 
 
-Grouping = int | Callable[[Job], Sequence[int]]
+Grouping = int | Callable[[Job, Collectives], Sequence[int]]
 """How many groups of equal size, or what chooses the size of each: the same on every rank."""
 
 
-def group_sizes(groups: Grouping, job: Job) -> list[int]:
+def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> list[int]:
     """Rows of each group, first to last. No group is empty: of fewer rows than groups each is a group of its own.
 
     Raises:
@@ -60,7 +62,7 @@ def group_sizes(groups: Grouping, job: Job) -> list[int]:
         return []
     if not callable(groups):
         return equal_sizes(job.rows, groups)
-    sizes = list(groups(job))
+    sizes = list(groups(job, collectives))
     if sum(sizes) != job.rows or min(sizes) < 1:
         raise ValueError(f"groups of {sizes} rows were chosen for {job.rows} rows; they must be positive and add up to them")
     return sizes

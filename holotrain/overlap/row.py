@@ -28,7 +28,7 @@ class RowAllReduce(torch.autograd.Function):
         summand = bias if link.rank == 0 else None  # added once, within a product: no pass over the output of its own
         y = x.new_empty(len(x), len(weight))
         works = []
-        for rows in spans(group_sizes(groups, job)):
+        for rows in spans(group_sizes(groups, job, link)):
             product(x[rows], weight.t(), summand, out=y[rows])
             works.append(link.all_reduce(y[rows]))
         wait_for(works)
@@ -58,7 +58,7 @@ class RowReduceScatter(torch.autograd.Function):
         summand = bias if link.rank == 0 else None
         y = x.new_empty(x.shape[1], len(weight))
         under_way = []
-        for rows in spans(group_sizes(groups, job)):
+        for rows in spans(group_sizes(groups, job, link)):
             parts = products(x[:, rows], weight.t(), summand)
             under_way.append((link.reduce_scatter(y[rows], parts), parts))
         wait_for(work for work, _ in under_way)
@@ -69,10 +69,12 @@ class RowReduceScatter(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        link = ctx.link
         grad = grad.contiguous()
-        job = Job(*grad.shape, weight.shape[1], ALL_GATHER, ctx.link.ranks, grad.dtype, grad.device)
-        whole = grad.new_empty(ctx.link.ranks, *grad.shape)
-        under_way = [(rows, ctx.link.all_gather(whole[:, rows], grad[rows])) for rows in spans(group_sizes(ctx.groups, job))]
+        job = Job(*grad.shape, weight.shape[1], ALL_GATHER, link.ranks, grad.dtype, grad.device)
+        whole = grad.new_empty(link.ranks, *grad.shape)
+        cut = spans(group_sizes(ctx.groups, job, link))
+        under_way = [(rows, link.all_gather(whole[:, rows], grad[rows])) for rows in cut]
         grad_x = x.new_empty(x.shape) if needs_x else None
         for rows, work in under_way:
             work.wait()

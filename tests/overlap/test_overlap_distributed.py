@@ -78,3 +78,10 @@ def test_within_a_reversible_sequence(found, backward):
 @pytest.mark.parametrize("case", ["checkpoint", "fsdp"])
 def test_within_a_checkpoint_and_under_fully_shard(found, case):
     assert found[case] <= 1e-12
+
+
+def test_ranks_choose_alike(found):
+    (first, again), others = found["tuned"]["chosen"]
+    assert first == again and others == [first, again]
+    assert found["tuned"]["files"] == [1, 0]  # rank 0 alone keeps it
+    assert found["tuned"]["error"] <= 1e-12

@@ -15,7 +15,7 @@ def job(rows: int, collective: str = "all_reduce") -> Job:
 
 @pytest.mark.parametrize(("rows", "groups", "sizes"), [(8, 2, [4, 4]), (7, 3, [3, 2, 2]), (2, 5, [1, 1]), (0, 3, [])])
 def test_groups_are_as_equal_as_can_be(rows, groups, sizes):
-    assert group_sizes(groups, job(rows)) == sizes
+    assert group_sizes(groups, job(rows), None) == sizes
 
 
 def test_spans_are_in_a_row():
@@ -25,7 +25,7 @@ def test_spans_are_in_a_row():
 @pytest.mark.parametrize("sizes", [[3, 3], [8, -1], [0, 7], []])
 def test_chosen_sizes_that_cannot_be_are_refused(sizes):
     with pytest.raises(ValueError, match="were chosen for 7 rows"):
-        group_sizes(lambda job: sizes, job(7))
+        group_sizes(lambda job, collectives: sizes, job(7), None)
 
 
 def test_no_groups_are_refused():

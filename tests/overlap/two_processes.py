@@ -5,6 +5,10 @@
 Not a test by itself: test_overlap_distributed.py starts it twice and reads what rank 0 wrote.
 """
 
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import torch
 import torch.distributed as dist
 from gloo_pair import find_as_one_of_two
@@ -12,7 +16,7 @@ from styled_cases import checkpointed, devices, mixed, reversible, sharded, styl
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holotrain.overlap import column_parallel_linear, row_parallel_linear
+from holotrain.overlap import Tuner, column_parallel_linear, row_parallel_linear
 
 INPUTS, OUTPUTS = 6, 10
 SHAPES = {"even": (8, INPUTS), "odd": (7, INPUTS), "one row": (1, INPUTS), "batches": (3, 5, INPUTS), "four": (2, 3, 2, INPUTS)}
@@ -40,7 +44,7 @@ def everywhere(error: float) -> float:
     return errors.item()
 
 
-def uneven(job) -> list[int]:
+def uneven(job, collectives) -> list[int]:
     return [job.rows] if job.rows < 3 else [1, job.rows - 2, 1]
 
 
@@ -83,6 +87,22 @@ def linear_errors(rank: int) -> dict[str, float]:
                     error = max(linear_error(kind, shape, groups, bias, dim, rank) for bias in (False, True))
                     errors[f"{kind}, {name}, sequence {dim}, groups {getattr(groups, '__name__', groups)}"] = error
     return errors
+
+
+def tuned(rank: int) -> dict[str, object]:
+    """Each rank has a folder of its own, and rank 1 loses what is in its one: rank 0's choice counts."""
+    chosen = []
+    with TemporaryDirectory() as folder:
+        for _ in range(2):
+            tuner = Tuner(Path(folder))
+            x, weight = random(12, INPUTS), random(OUTPUTS, INPUTS)
+            y = row_parallel_linear(x, weight, group=dist.group.WORLD, groups=tuner)
+            error = worst([(y, 2 * linear(x, weight))])
+            chosen.append([kept.sizes for kept in tuner.tuned.values()])
+            files = len(os.listdir(folder))
+    everyone: list = [None, None]
+    dist.all_gather_object(everyone, [chosen, files])
+    return {"error": everywhere(error), "chosen": [choice for choice, _ in everyone], "files": [files for _, files in everyone]}
 
 
 class Log(TorchDispatchMode):
@@ -150,6 +170,7 @@ def find(rank: int) -> dict:
     return {
         "linear": linear_errors(rank),
         "orders": {f"{kind}, sequence {dim}": order(kind, dim) for kind in ("row", "column") for dim in (None, 0)},
+        "tuned": tuned(rank),
         "in part": in_part(rank),
         "autocast": {kind: autocast(kind) for kind in ("row", "column")},
         "styles": styled(mesh, everywhere),

@@ -1,0 +1,67 @@
+"""A link that is not there: collectives that take the time of a link and move nothing between processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from holotrain.overlap.links import Carrier
+
+SPIN = 2e-4
+"""Seconds before the end of a transfer at which waiting turns from sleep, which ends late, to asking the clock."""
+
+
+class EmulatedCollectives:
+    """In place of a process group on a machine without one: this process is rank 0 of ``ranks`` that have nothing to add.
+
+    A transfer takes ``link.seconds`` from its launch, or from the end of the one before it: a link carries one message at a
+    time. No core is busy with it, so that what is computed meanwhile is truly computed beside it. Of the CPU alone.
+
+    Args:
+        link: the time of a collective.
+        ranks: that there are said to be.
+    """
+
+    def __init__(self, link: Carrier, ranks: int) -> None:
+        self.link, self.ranks, self.rank = link, ranks, 0
+        self.name = f"emulated_{link}"
+        self._free_at = 0.0
+
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        return self._transfer(ALL_REDUCE, tensor.nbytes)
+
+    def reduce_scatter(self, share: Tensor, parts: Tensor) -> Transfer:
+        share.copy_(parts[0])
+        return self._transfer(REDUCE_SCATTER, parts.nbytes)
+
+    def all_gather(self, parts: Tensor, share: Tensor) -> Transfer:
+        parts.copy_(share)  # every part, or what is computed of them would be of whatever was in memory
+        return self._transfer(ALL_GATHER, parts.nbytes)
+
+    def agreed(self, value: object) -> object:
+        return value
+
+    def slowest(self, seconds: Sequence[float], device: torch.device) -> list[float]:
+        return list(seconds)
+
+    def _transfer(self, collective: str, size: int) -> Transfer:
+        begins = max(time.perf_counter(), self._free_at)
+        self._free_at = begins + self.link.seconds(collective, size, self.ranks)
+        return Transfer(self._free_at)
+
+
+class Transfer:
+    """A message under way until ``ends`` of ``time.perf_counter``."""
+
+    def __init__(self, ends: float) -> None:
+        self.ends = ends
+
+    def wait(self) -> None:
+        if (left := self.ends - time.perf_counter()) > SPIN:
+            time.sleep(left - SPIN)
+        while time.perf_counter() < self.ends:
+            pass

@@ -1,0 +1,101 @@
+"""How long a collective takes on a link: assumed of a table, or interpolated between what was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from holotrain.overlap.groups import ALL_REDUCE
+
+Points = Mapping[int, float]
+
+
+class Carrier(Protocol):
+    """What knows the time of collectives."""
+
+    def seconds(self, collective: str, size: int, ranks: int) -> float:
+        """Of one collective over a tensor of ``size`` bytes, that of all ranks together."""
+        ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between each rank and the next of a ring.
+
+    Args:
+        bandwidth: bytes a second that a long message reaches, in one direction.
+        latency: seconds of a collective of no bytes.
+        ramp: bytes of a message that reaches half the bandwidth.
+    """
+
+    bandwidth: float
+    latency: float
+    ramp: float = 0.0
+
+    def speed(self, size: int) -> float:
+        """bw(x): bytes a second that a message of ``size`` bytes reaches."""
+        return self.bandwidth * size / (size + self.ramp)
+
+    def seconds(self, collective: str, size: int, ranks: int) -> float:
+        """``k (ranks - 1) / ranks * x / bw(x)`` and the latency; k is 2 for an all-reduce, else 1 (FlashOverlap)."""
+        if size == 0 or ranks == 1:
+            return self.latency
+        rounds = 2 if collective == ALL_REDUCE else 1
+        return self.latency + rounds * (ranks - 1) / ranks * size / self.speed(size)
+
+
+LINKS: Mapping[str, Link] = {
+    "nvlink3": Link(0.8 * 300e9, 12e-6, 2**20),
+    "nvlink4": Link(0.8 * 450e9, 12e-6, 2**20),
+    "nvlink5": Link(0.8 * 900e9, 12e-6, 2**20),
+    "nvlink": Link(0.8 * 450e9, 12e-6, 2**20),
+    "pcie4": Link(0.7 * 32e9, 20e-6, 2**19),
+    "pcie5": Link(0.7 * 64e9, 20e-6, 2**19),
+    "pcie": Link(0.7 * 64e9, 20e-6, 2**19),
+    "infiniband": Link(0.9 * 50e9, 25e-6, 2**19),
+    "ethernet100": Link(0.8 * 12.5e9, 60e-6, 2**18),
+    "ethernet10": Link(0.8 * 1.25e9, 60e-6, 2**16),
+    "ethernet": Link(0.8 * 12.5e9, 60e-6, 2**18),
+}
+"""Assumptions, not measurements: data-sheet bandwidth in one direction times the share of it that collectives commonly reach;
+round latencies. NVLink 3, 4 and 5 are those of A100, H100 and H200, B200; PCIe has 16 lanes, InfiniBand is NDR, Ethernet has 10
+or 100 Gbit/s; a name without a number stands for what a server of today has."""
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """Times measured on a process group: seconds by bytes, for each collective."""
+
+    times: Mapping[str, Points]
+
+    def seconds(self, collective: str, size: int, ranks: int) -> float:
+        return interpolated(self.times[collective], size)
+
+
+def interpolated(points: Points, x: float) -> float:
+    """Between the two neighbours on a straight line; before the first its own value, after the last in proportion to it.
+
+    A time before the first is a latency; after the last it is all throughput.
+    """
+    sizes = sorted(points)
+    if x <= sizes[0]:
+        return points[sizes[0]]
+    if x >= sizes[-1]:
+        return points[sizes[-1]] * x / sizes[-1]
+    at = bisect_left(sizes, x)
+    low, high = sizes[at - 1], sizes[at]
+    share = (x - low) / (high - low)
+    return points[low] * (1 - share) + points[high] * share
+
+
+def link_named(name: str) -> Link:
+    """From the table.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in LINKS:
+        raise ValueError(f"no link {name!r}; there are {', '.join(sorted(LINKS))}")
+    return LINKS[name]

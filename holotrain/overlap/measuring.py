@@ -1,0 +1,122 @@
+"""Times of products, collectives and whole jobs on this device, each the median of several runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from holotrain.overlap.collectives import Collectives
+from holotrain.overlap.column import ColumnAllReduce, ColumnReduceScatter
+from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Grouping, Job
+from holotrain.overlap.links import MeasuredLink
+from holotrain.overlap.products import product, products
+from holotrain.overlap.row import RowAllReduce, RowReduceScatter
+
+Run = Callable[[], object]
+
+REPEATS = 7
+MOST_PLACES = 8
+"""Of the rows of a job at which a product is timed: it then finds its rows as cold as they will be."""
+
+
+def timed(run: Run, device: torch.device) -> float:
+    """Seconds of one run. On CUDA by events on the current stream, so that launching does not count; waits for them."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        begun.record()
+        run()
+        ended.record()
+        ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3
+
+
+def median_seconds(run: Run, device: torch.device, repeats: int = REPEATS) -> float:
+    """After one run that does not count."""
+    run()
+    return statistics.median(timed(run, device) for _ in range(repeats))
+
+
+def product_seconds(job: Job, rows: int, repeats: int = REPEATS) -> float:
+    """Of the product of ``rows`` of the job's rows, at several places among them."""
+    runs = _products_in_turn(job, rows)
+    next(runs)()
+    return statistics.median(timed(next(runs), job.device) for _ in range(repeats))
+
+
+def _products_in_turn(job: Job, rows: int) -> Iterator[Run]:
+    matrix = _filled(job, job.outputs, job.inputs).t()
+    x, y = _filled(job, *_leading(job), job.inputs), _filled(job, *_leading(job), job.outputs)
+    places = min(job.rows // rows, MOST_PLACES)
+    while True:
+        for place in range(places):
+            cut = slice(place * rows, (place + 1) * rows)
+            if job.collective == ALL_REDUCE:
+                yield lambda cut=cut: product(x[cut], matrix, out=y[cut])
+            elif job.collective == REDUCE_SCATTER:
+                yield lambda cut=cut: products(x[:, cut], matrix)
+            else:
+                yield lambda cut=cut: products(x[:, cut], matrix, out=y[:, cut])
+
+
+def collective_seconds(collectives: Collectives, collective: str, size: int, job: Job) -> float:
+    """Of one collective over ``size`` bytes of the job's dtype; every rank takes part."""
+    ranks = collectives.ranks
+    rows = max(size // job.dtype.itemsize // ranks, 1)
+    parts, share = _filled(job, ranks, rows, 1), _filled(job, rows, 1)
+    runs: dict[str, Run] = {
+        ALL_REDUCE: lambda: collectives.all_reduce(parts).wait(),
+        REDUCE_SCATTER: lambda: collectives.reduce_scatter(share, parts).wait(),
+        ALL_GATHER: lambda: collectives.all_gather(parts, share).wait(),
+    }
+    return median_seconds(runs[collective], job.device)
+
+
+def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
+    """Times of all collectives, at messages from 4 KiB to the job's own; every rank takes part, the slowest counts."""
+    whole = job.message(job.rows)
+    sizes = sorted({whole >> shift for shift in range(0, 20, 2) if whole >> shift >= 4096} | {whole})
+    times = {}
+    for collective in COLLECTIVES:
+        seconds = [collective_seconds(collectives, collective, size, job) for size in sizes]
+        times[collective] = dict(zip(sizes, collectives.slowest(seconds, job.device), strict=True))
+    return MeasuredLink(times)
+
+
+def job_seconds(job: Job, sizes: Sequence[int], collectives: Collectives, repeats: int = REPEATS) -> float:
+    """Of the whole job in groups of these sizes, communication and all; every rank takes part."""
+    return median_seconds(one_run(job, lambda *_: sizes, collectives), job.device, repeats)
+
+
+def one_run(job: Job, groups: Grouping, collectives: Collectives) -> Run:
+    """What runs the job once: the forward of a layer, or the backward where the weight's gradient follows."""
+    shared = job.collective == REDUCE_SCATTER
+    if job.covered:
+        function = ColumnReduceScatter if shared else ColumnAllReduce
+        x = _filled(job, job.rows, job.outputs).requires_grad_()
+        weight = _filled(job, job.inputs, job.outputs).requires_grad_()
+        y = function.apply(x, weight, None, collectives, groups)
+        grad = torch.ones_like(y)
+        return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
+    weight = _filled(job, job.outputs, job.inputs)
+    if job.collective == ALL_GATHER:
+        function, x = ColumnReduceScatter, _filled(job, job.rows, job.inputs)
+    else:
+        function, x = RowReduceScatter if shared else RowAllReduce, _filled(job, *_leading(job), job.inputs)
+    return lambda: function.apply(x, weight, None, collectives, groups)
+
+
+def _leading(job: Job) -> tuple[int, ...]:
+    return (job.rows,) if job.collective == ALL_REDUCE else (job.ranks, job.rows)
+
+
+def _filled(job: Job, *shape: int) -> torch.Tensor:
+    """Small numbers, not zeros: products of zeros draw less power, and clock higher, than those of a training."""
+    generator = torch.Generator(job.device).manual_seed(0)  # the training's own random numbers stay as they are
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device=job.device).to(job.dtype).sub_(0.5)

@@ -1,0 +1,57 @@
+"""Predicts the time of a product whose groups travel behind it, and chooses the groups that take the least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holotrain.overlap.collectives import Collectives
+from holotrain.overlap.groups import ALL_GATHER, REDUCE_SCATTER, Job
+from holotrain.overlap.links import Carrier
+from holotrain.overlap.pipeline import candidates, makespan
+from holotrain.overlap.waves import Waves, unit_of, waves_of
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Chooses groups from times that are known; to be given as ``groups``.
+
+    Args:
+        product_seconds: of a job's product over so many of its rows, with nothing beside it.
+        link: the time of a collective: one of :data:`~holotrain.overlap.LINKS`, or measured.
+
+    The recurrence is FlashOverlap's (:func:`~holotrain.overlap.pipeline.makespan`). On a GPU a group that is computed beside a
+    collective has two SMs less: its product takes ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)`` times as long.
+    """
+
+    product_seconds: Callable[[Job, int], float]
+    link: Carrier
+
+    def __call__(self, job: Job, collectives: Collectives | None = None) -> list[int]:
+        return self.best(job)[0]
+
+    def best(self, job: Job) -> tuple[list[int], float]:
+        """The sizes that take the least time, of those the fewest groups; and the seconds."""
+        unit = unit_of(job, waves_of(job.device))
+        chosen = min(candidates(job.rows, unit), key=lambda sizes: (self.seconds(job, sizes), len(sizes)))
+        return chosen, self.seconds(job, chosen)
+
+    def seconds(self, job: Job, sizes: Sequence[int]) -> float:
+        """Of the job in groups of these sizes, until the last has arrived and all is computed."""
+        waves = waves_of(job.device)
+        carried = [self.link.seconds(job.collective, job.message(size), job.ranks) for size in sizes]
+        if job.collective == ALL_GATHER:
+            # A group is computed while those behind it arrive: all but the last have company.
+            computed = [self._computed(job, size, waves, beside=number < len(sizes) - 1) for number, size in enumerate(sizes)]
+            return makespan(carried, computed)
+        computed = [self._computed(job, size, waves, beside=number > 0) for number, size in enumerate(sizes)]
+        if not job.covered:
+            return makespan(computed, carried)
+        again = self.link.seconds(ALL_GATHER, job.message(job.rows), job.ranks) if job.collective == REDUCE_SCATTER else 0.0
+        return makespan(computed, carried, busy=again, after=self._computed(job, job.rows, waves, beside=True))
+
+    def _computed(self, job: Job, rows: int, waves: Waves | None, beside: bool) -> float:
+        seconds = self.product_seconds(job, rows)
+        if waves is not None and beside:
+            seconds *= waves.slowdown(waves.tiles(job.product_rows(rows), job.outputs))
+        return seconds

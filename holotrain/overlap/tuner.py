@@ -1,0 +1,83 @@
+"""Chooses groups by measuring: products and collectives are timed, the recurrence chooses, the choice is confirmed and kept."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from holotrain.overlap.collectives import Collectives
+from holotrain.overlap.groups import Job
+from holotrain.overlap.links import Carrier
+from holotrain.overlap.measuring import job_seconds, measured_link, product_seconds
+from holotrain.overlap.predictor import Predictor
+from holotrain.overlap.store import Tuned, default_folder, path_of, read, write
+
+
+class Tuner:
+    """Chooses group sizes for each shape when it is met first; to be given as ``groups``, to as many layers as there are.
+
+    Every rank times the job's products, and the collectives unless ``link`` is given; the slowest rank counts, so that all
+    choose alike. The choice and one group are then run: where one group is not slower, it is taken. What rank 0 has
+    on file counts for all.
+
+    Args:
+        folder: of the files, one for each shape and device; by default ``holotrain/overlap`` in the user's cache.
+        link: times of collectives, where they are known.
+
+    Shapes that are new are measured in the middle of a step, for a second or so; inside a CUDA graph's capture they cannot be:
+    run a step before.
+    """
+
+    def __init__(self, folder: Path | None = None, link: Carrier | None = None) -> None:
+        self.folder = default_folder() if folder is None else Path(folder)
+        self.link = link
+        self.tuned: dict[tuple[Job, str], Tuned] = {}
+
+    def __call__(self, job: Job, collectives: Collectives) -> list[int]:
+        name = collectives.name if self.link is None else f"{collectives.name}_{self.link}"
+        key = job, name
+        if key not in self.tuned:
+            if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("groups of a new shape cannot be measured while a CUDA graph is captured; run a step before")
+            self.tuned[key] = self._found_or_measured(job, name, collectives)
+        return self.tuned[key].sizes
+
+    def _found_or_measured(self, job: Job, name: str, collectives: Collectives) -> Tuned:
+        path = path_of(self.folder, job, name)
+        found = collectives.agreed(read(path, job, name) if collectives.rank == 0 else None)
+        if found is None:
+            # Whoever counts operations of the step (selective checkpointing, a FLOP counter) must not see those of a trial.
+            with _disable_current_modes(), torch.enable_grad(), torch.autocast(job.device.type, enabled=False):
+                found = self._measured(job, collectives)
+            if collectives.rank == 0:
+                write(path, job, name, found)
+        return found
+
+    def _measured(self, job: Job, collectives: Collectives) -> Tuned:
+        @cache
+        def seconds(job: Job, rows: int) -> float:
+            return collectives.slowest([product_seconds(job, rows)], job.device)[0]
+
+        predictor = Predictor(seconds, self.link or measured_link(collectives, job))
+        sizes, predicted = predictor.best(job)
+        times = [job_seconds(job, cut, collectives) for cut in (sizes, [job.rows])]
+        confirmed, in_one = collectives.slowest(times, job.device)
+        if in_one <= confirmed:
+            return Tuned([job.rows], predictor.seconds(job, [job.rows]), in_one, in_one)
+        return Tuned(sizes, predicted, confirmed, in_one)
+
+    def report(self) -> str:
+        """Every job so far, a line each: groups, predicted and confirmed milliseconds, and those in one group."""
+        lines = [f"{'job':<58}{'groups':>7}{'predicted':>12}{'confirmed':>12}{'in one':>12}"]
+        for (job, _), tuned in self.tuned.items():
+            shape = f"{job.product_rows(job.rows)} x {job.inputs} x {job.outputs}"
+            behind = ", weight gradient behind" if job.covered else ""
+            times = (f"{seconds * 1e3:9.3f} ms" for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one))
+            lines.append(f"{job.collective + ' ' + shape + behind:<58}{len(tuned.sizes):>7}{''.join(times)}")
+        return "\n".join(lines)
+
+    def __deepcopy__(self, memo: dict) -> Tuner:
+        return self  # what was measured holds for copies of a model too

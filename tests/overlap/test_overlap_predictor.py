@@ -1,0 +1,150 @@
+"""The recurrence against an event simulation, the search against trying everything, links, waves. Nothing is timed."""
+
+import heapq
+import itertools
+import random
+
+import pytest
+import torch
+
+from holotrain.overlap import LINKS, Job, Link, MeasuredLink, Predictor, link_named
+from holotrain.overlap.pipeline import candidates, compositions, makespan
+from holotrain.overlap.waves import Waves, unit_of
+
+CPU = torch.device("cpu")
+
+
+def job(rows: int = 30, collective: str = "all_reduce", covered: bool = False, ranks: int = 2) -> Job:
+    return Job(rows, 4, 6, collective, ranks, torch.float32, CPU, covered)
+
+
+def simulated(first, second, busy=0.0, after=0.0) -> float:
+    """The same by events: a worker that computes in turn, a link that takes the oldest message that waits."""
+    events = [(busy, "link is free"), (0.0, "worker is free")]
+    heapq.heapify(events)
+    waiting, sending, at, last = [], True, 0, 0.0
+    behind = [after]
+    while events:
+        now, what = heapq.heappop(events)
+        if what == "worker is free":
+            last = max(last, now)
+            if at < len(first):
+                heapq.heappush(events, (now + first[at], "computed"))
+            elif behind:
+                heapq.heappush(events, (max(now, busy) + behind.pop(), "worker is free"))
+        elif what == "computed":
+            waiting.append(at)
+            at += 1
+            heapq.heappush(events, (now, "worker is free"))
+        else:
+            sending, last = False, max(last, now)
+        if waiting and not sending:
+            sending = True
+            heapq.heappush(events, (now + second[waiting.pop(0)], "link is free"))
+    return last
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_recurrence_is_what_a_simulation_of_events_finds(seed):
+    chance = random.Random(seed)
+    groups = chance.randint(1, 12)
+    first, second = ([chance.choice([0.0, chance.random()]) for _ in range(groups)] for _ in range(2))
+    busy, after = (chance.choice([0.0, 3 * chance.random()]) for _ in range(2))
+    assert makespan(first, second, busy, after) == pytest.approx(simulated(first, second, busy, after))
+
+
+def test_groups_hide_what_fits_behind_the_others():
+    assert makespan([4.0], [4.0]) == 8.0
+    assert makespan([1.0] * 4, [1.0] * 4) == 5.0
+    assert makespan([1.0] * 4, [1.0] * 4, after=3.0) == 7.0  # all sums travel behind what follows
+
+
+@pytest.mark.parametrize("units", range(1, 11))
+def test_every_composition_once(units):
+    found = [tuple(sizes) for sizes in compositions(units)]
+    everything = itertools.chain.from_iterable(itertools.product(range(1, units + 1), repeat=n) for n in range(1, units + 1))
+    if units <= 6:
+        assert set(found) == {sizes for sizes in everything if sum(sizes) == units}
+    assert len(set(found)) == len(found) == 2 ** (units - 1)
+    assert all(sum(sizes) == units for sizes in found)
+
+
+def test_candidates_are_whole_waves_and_the_rest():
+    assert sorted(candidates(25, 10)) == [[10, 10, 5], [10, 15], [20, 5], [25]]
+    beyond = list(candidates(111, 10))
+    assert [len(sizes) for sizes in beyond] == list(range(1, 13))
+    assert all(sum(sizes) == 111 and min(sizes) > 0 for sizes in beyond)
+    assert beyond[2] == [40, 40, 31]
+    assert [len(sizes) for sizes in candidates(1000, 10)] == list(range(1, 17))
+
+
+def saturating(job: Job, rows: int) -> float:
+    """A product that small groups use badly."""
+    return 1e-3 + 1e-4 * rows
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("covered", [False, True])
+@pytest.mark.parametrize("bandwidth", [1e4, 1e5, 1e6])
+def test_the_best_is_the_best_of_everything(collective, covered, bandwidth):
+    link = Link(bandwidth, 1e-3)
+    of = job(6, collective, covered)
+    chosen, seconds = Predictor(saturating, link).best(of)
+
+    def tried(sizes):
+        computed = [saturating(of, size) for size in sizes]
+        sent = [link.seconds(collective, of.message(size), 2) for size in sizes]
+        if collective == "all_gather":
+            return simulated(sent, computed)
+        again = link.seconds("all_gather", of.message(6), 2) if covered and collective == "reduce_scatter" else 0.0
+        return simulated(computed, sent, again, saturating(of, 6) if covered else 0.0)
+
+    everything = [sizes for n in range(1, 7) for sizes in itertools.product(range(1, 7), repeat=n) if sum(sizes) == 6]
+    assert seconds == pytest.approx(min(map(tried, everything)))
+    assert tried(chosen) == pytest.approx(seconds)
+
+
+def test_of_equally_fast_choices_the_one_with_the_fewest_groups():
+    assert Predictor(lambda job, rows: 1.0 * rows, Link(1e30, 0.0))(job()) == [30]
+
+
+@pytest.mark.parametrize(("collective", "rounds"), [("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1)])
+def test_a_link(collective, rounds):
+    link = Link(100.0, 7.0, ramp=50.0)
+    assert link.speed(50) == 50.0
+    assert link.seconds(collective, 150, 4) == pytest.approx(7 + rounds * 3 / 4 * 150 / 75)
+    assert link.seconds(collective, 0, 4) == link.seconds(collective, 150, 1) == 7
+
+
+def test_the_table_of_links():
+    assert all(link_named(name).seconds("all_reduce", 2**20, 8) > 0 for name in LINKS)
+    of = [link_named(name).seconds("all_reduce", 2**26, 8) for name in ("nvlink", "pcie5", "pcie4", "ethernet", "ethernet10")]
+    assert of == sorted(of)
+    with pytest.raises(ValueError, match="no link 'nvlnk'; there are ethernet"):
+        link_named("nvlnk")
+
+
+def test_a_measured_link_is_straight_between_what_was_measured():
+    link = MeasuredLink({"all_reduce": {1000: 1.0, 3000: 2.0}})
+    assert [link.seconds("all_reduce", size, 2) for size in (10, 1000, 2000, 3000, 6000)] == [1.0, 1.0, 1.5, 2.0, 4.0]
+
+
+def test_waves():
+    waves = Waves(132)
+    assert waves.tiles(4096, 4096) == 32 * 32
+    assert waves.slowdown(132) == 2.0  # one wave becomes two
+    assert waves.slowdown(32 * 32) == 1.0
+    assert waves.rows(4096) == 4 * 128
+    assert waves.rows(132 * 128 + 1) == 128
+    assert unit_of(job(4096), waves) == 132 * 128
+    assert unit_of(job(512, "reduce_scatter", ranks=4), Waves(8)) == 8 * 128 / 4
+    assert unit_of(job(31), None) == 4
+
+
+def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):
+    monkeypatch.setattr("holotrain.overlap.predictor.waves_of", lambda device: Waves(4, 1, 6))
+    link = Link(1e30, 0.0)
+    predictor = Predictor(lambda job, rows: 1.0 * rows, link)
+    assert predictor.seconds(job(), [30]) == 30
+    assert predictor.seconds(job(), [10, 20]) == pytest.approx(10 + 20 * 2)  # 5 waves of 4 SMs are 10 of 2
+    assert predictor.seconds(job(collective="all_gather"), [10, 20]) == pytest.approx(10 * 2 + 20)

@@ -1,0 +1,187 @@
+"""Choices measured once, kept, validated; the emulated link on a clock that tests move. Nothing is timed."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain.overlap import (
+    EmulatedCollectives,
+    Job,
+    Link,
+    MeasuredLink,
+    Tuner,
+    column_parallel_linear,
+    measuring,
+    row_parallel_linear,
+)
+from holotrain.overlap import tuner as module
+from holotrain.overlap.groups import COLLECTIVES
+
+LINK = Link(1e6, 1e-4)
+JOB = Job(20, 4, 6, "all_reduce", 2, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[str]:
+    """What is measured, in order; the times are made up."""
+    log = []
+
+    def product(job, rows):
+        log.append("product")
+        return 1e-5 * rows
+
+    def whole(job, sizes, collectives):
+        log.append(f"{len(sizes)} groups")
+        return 1.0 if len(sizes) == 1 else 0.5
+
+    def link(collectives, job):
+        log.append("link")
+        return MeasuredLink({name: {8: 1e-6, 480: 2e-4} for name in COLLECTIVES})
+
+    for name, function in {"product_seconds": product, "job_seconds": whole, "measured_link": link}.items():
+        monkeypatch.setattr(module, name, function)
+    return log
+
+
+@pytest.fixture
+def emulated() -> EmulatedCollectives:
+    return EmulatedCollectives(LINK, 2)
+
+
+def test_each_shape_is_measured_once_and_confirmed(measured, emulated, tmp_path):
+    tuner = Tuner(tmp_path)
+    sizes = tuner(JOB, emulated)
+    assert sum(sizes) == 20 and len(sizes) > 1
+    assert measured.count("link") == 1 and measured.count("product") == 10  # sizes of one to ten units
+    assert measured[-2:] == [f"{len(sizes)} groups", "1 groups"]
+    measured.clear()
+    assert tuner(JOB, emulated) == sizes
+    assert measured == []
+
+
+def test_a_choice_is_kept_in_a_file_of_its_own(measured, emulated, tmp_path):
+    first = Tuner(tmp_path, LINK)
+    sizes = first(JOB, emulated)
+    assert "link" not in measured
+    measured.clear()
+    again = Tuner(tmp_path, LINK)
+    assert again(JOB, emulated) == sizes and measured == []
+    assert again.report() == first.report() and "0.500 s" not in again.report() and "500.000 ms" in again.report()
+    Tuner(tmp_path)(JOB, emulated)  # another link
+    again(Job(21, 4, 6, "all_reduce", 2, torch.float32, torch.device("cpu")), emulated)
+    assert len(list(tmp_path.iterdir())) == 3  # and nothing of a temporary name
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: "{",
+        lambda kept: "[]",
+        lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"sizes": [5, 5]}}),
+        lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"sizes": [30, -10]}}),
+        lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"confirmed": "soon"}}),
+        lambda kept: json.dumps(kept | {"tuned": {}}),
+    ],
+)
+def test_a_broken_file_is_named_and_written_anew(measured, emulated, tmp_path, damage):
+    sizes = Tuner(tmp_path)(JOB, emulated)
+    (path,) = tmp_path.iterdir()
+    kept = path.read_text()
+    path.write_text(damage(json.loads(kept)))
+    with pytest.warns(UserWarning, match="is not a choice of groups"):
+        assert Tuner(tmp_path)(JOB, emulated) == sizes
+    assert path.read_text() == kept
+
+
+@pytest.mark.parametrize("change", [{"version": 0}, {"of": {}}])
+def test_a_file_of_something_else_does_not_count(measured, emulated, tmp_path, change):
+    Tuner(tmp_path)(JOB, emulated)
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    measured.clear()
+    Tuner(tmp_path)(JOB, emulated)
+    assert measured
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(measured, emulated, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cannot keep what was measured"):
+        assert sum(Tuner(tmp_path / "file" / "below")(JOB, emulated)) == 20
+
+
+def test_groups_that_do_not_prove_themselves_are_not_taken(measured, emulated, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "job_seconds", lambda job, sizes, collectives: 1.0)
+    tuner = Tuner(tmp_path)
+    assert tuner(JOB, emulated) == [20]
+
+
+KINDS = [(collective, False) for collective in COLLECTIVES] + [("all_reduce", True), ("reduce_scatter", True)]
+
+
+@pytest.mark.parametrize(("collective", "covered"), KINDS)
+def test_every_kind_of_job_can_be_measured(collective, covered):
+    job = Job(5, 4, 6, collective, 3, torch.bfloat16, torch.device("cpu"), covered)
+    seen = []
+
+    def groups(asked, collectives):
+        seen.append(asked)
+        return [2, 3]
+
+    instant = EmulatedCollectives(Link(1e12, 0.0), 3)
+    measuring.one_run(job, groups, instant)()
+    assert seen[-1] == job  # what is timed is the very job
+    assert measuring.product_seconds(job, 2, repeats=3) > 0
+    assert set(measuring.measured_link(instant, job).times) == set(COLLECTIVES)
+
+
+def test_a_trial_is_seen_by_no_one(tmp_path):
+    """It draws no random numbers of the training's, and its operations are not those of the step."""
+    tuner, before = Tuner(tmp_path), torch.get_rng_state()
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        tuner(JOB, EmulatedCollectives(Link(1e9, 0.0), 2))
+    assert counter.get_total_flops() == 0
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_copies_of_a_model_share_what_was_measured():
+    tuner = Tuner()
+    assert copy.deepcopy(tuner) is tuner
+
+
+def test_emulated_collectives_compute_as_one_rank_among_silent_ones():
+    instant = EmulatedCollectives(Link(1e12, 0.0), 3)
+    x, weight, bias = torch.randn(7, 4), torch.randn(6, 4), torch.randn(6)
+    plain = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(row_parallel_linear(x, weight, bias, group=instant), plain)
+    torch.testing.assert_close(row_parallel_linear(x, weight, bias, group=instant, sequence_dim=0), plain[:3])
+    torch.testing.assert_close(column_parallel_linear(x, weight, bias, group=instant), plain)
+    gathered = column_parallel_linear(x, weight, bias, group=instant, sequence_dim=0)
+    torch.testing.assert_close(gathered, plain.repeat(3, 1))
+
+
+def test_an_emulated_link_carries_one_message_at_a_time(monkeypatch):
+    class Clock:
+        now = 100.0
+
+        def perf_counter(self):
+            self.now += 1e-7
+            return self.now
+
+        def sleep(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr("holotrain.overlap.emulated.time", clock)
+    collectives = EmulatedCollectives(Link(1000.0, 1.0), 2)
+    message = torch.zeros(1000)  # 4000 bytes, of which an all-reduce of two ranks sends as many: 1 + 4 s
+    first, second = collectives.all_reduce(message), collectives.all_reduce(message)
+    assert (first.ends, second.ends) == pytest.approx((105, 110))
+    clock.now += 7  # computed meanwhile
+    first.wait()
+    assert clock.now == pytest.approx(107)
+    second.wait()
+    assert clock.now == pytest.approx(110)
+    assert collectives.all_reduce(message).ends == pytest.approx(115)
