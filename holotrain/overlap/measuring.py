@@ -52,17 +52,15 @@ def product_seconds(job: Job, rows: int, repeats: int = REPEATS) -> float:
 
 def _products_in_turn(job: Job, rows: int) -> Iterator[Run]:
     matrix = _filled(job, job.outputs, job.inputs).t()
-    x, y = _filled(job, *_leading(job), job.inputs), _filled(job, *_leading(job), job.outputs)
+    x = _filled(job, *_leading(job), job.inputs)
     places = min(job.rows // rows, MOST_PLACES)
     while True:
         for place in range(places):
             cut = slice(place * rows, (place + 1) * rows)
             if job.collective == ALL_REDUCE:
-                yield lambda cut=cut: product(x[cut], matrix, out=y[cut])
-            elif job.collective == REDUCE_SCATTER:
-                yield lambda cut=cut: products(x[:, cut], matrix)
+                yield lambda cut=cut: product(x[cut], matrix)  # into fresh memory, as a layer's output is
             else:
-                yield lambda cut=cut: products(x[:, cut], matrix, out=y[:, cut])
+                yield lambda cut=cut: products(x[:, cut], matrix)
 
 
 def collective_seconds(collectives: Collectives, collective: str, size: int, job: Job) -> float:

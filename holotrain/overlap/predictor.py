@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.groups import ALL_GATHER, REDUCE_SCATTER, Job
 from holotrain.overlap.links import Carrier
 from holotrain.overlap.pipeline import candidates, makespan
 from holotrain.overlap.waves import Waves, unit_of, waves_of
+
+
+T = TypeVar("T")
+
+ALIKE = 0.01
+"""Predicted times closer than this are no reason to cut rows into more groups."""
+
+
+def fewest_groups(tried: Iterable[tuple[T, float]], groups: Callable[[T], int] = len) -> tuple[T, float]:
+    """Of ways and their seconds: the way with the fewest groups among those that take next to the least time."""
+    tried = list(tried)
+    least = min(seconds for _, seconds in tried)
+    alike = [way for way in tried if way[1] <= least * (1 + ALIKE)]
+    return min(alike, key=lambda way: (groups(way[0]), way[1]))
 
 
 @dataclass(frozen=True)
@@ -31,10 +46,9 @@ class Predictor:
         return self.best(job)[0]
 
     def best(self, job: Job) -> tuple[list[int], float]:
-        """The sizes that take the least time, of those the fewest groups; and the seconds."""
-        unit = unit_of(job, waves_of(job.device))
-        chosen = min(candidates(job.rows, unit), key=lambda sizes: (self.seconds(job, sizes), len(sizes)))
-        return chosen, self.seconds(job, chosen)
+        """The sizes that take the least time, and the seconds."""
+        tried = [(sizes, self.seconds(job, sizes)) for sizes in candidates(job.rows, unit_of(job, waves_of(job.device)))]
+        return fewest_groups(tried)
 
     def seconds(self, job: Job, sizes: Sequence[int]) -> float:
         """Of the job in groups of these sizes, until the last has arrived and all is computed."""

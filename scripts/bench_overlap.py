@@ -1,0 +1,225 @@
+"""Linear layers of tensor parallelism in 1 to 16 groups: predicted and measured time, how much communication is hidden.
+
+    python scripts/bench_overlap.py --json scripts/results/overlap.json --picture overlap.png
+    python scripts/bench_overlap.py --parts gloo --groups 1 2 4 8          # two processes of this machine
+
+Shapes: the projections of GPT-2 small and medium and of ViT-L, shared out among ``--ranks``. Row-parallel layers (attention
+out, MLP down) are timed in their forward, column-parallel ones (qkv, MLP up) in their backward, weight gradient included.
+
+
+emulated  a link that takes time and moves nothing (``--bandwidth``, ``--latency``). Says how well the predictor predicts this
+          machine's products behind such a link, and nothing about any real one. The least time of the rounds counts on
+          either side: the rest is what else the machine was doing
+gloo      two processes: errors against a plain linear in fp64, and times. The processes share this machine's cores with what
+          gloo does, so the times are no multi-GPU speed-up, nor can they be
+cuda      on one GPU, a copy within its memory standing in for the collective: time hidden of the smaller of product and copy
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_common import alternating, machine, save, settings_of
+from bench_overlap_parts import StandIn, errors_against_plain
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.overlap import EmulatedCollectives, Job, Link, MeasuredLink, Predictor
+from holotrain.overlap.collectives import Collectives
+from holotrain.overlap.groups import equal_sizes
+from holotrain.overlap.links import interpolated
+from holotrain.overlap.measuring import median_seconds, one_run, product_seconds, timed
+from holotrain.overlap.predictor import fewest_groups
+
+MODELS = {"GPT-2 small": (768, 1024), "GPT-2 medium": (1024, 1024), "ViT-L": (1024, 4 * 197)}
+"""Width, and tokens of a batch."""
+
+PROJECTIONS = {"attention out": (1, 1, True), "MLP down": (4, 1, True), "qkv": (1, 3, False), "MLP up": (1, 4, False)}
+"""Input and output features in widths, and whether the layer is row-parallel."""
+
+
+def jobs(options, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
+    made = {}
+    for model, (width, tokens) in MODELS.items():
+        for projection, (inputs, outputs, row) in PROJECTIONS.items():
+            features = (inputs * width // options.ranks, width) if row else (outputs * width // options.ranks, width)
+            made[f"{model}, {projection}"] = Job(tokens, *features, "all_reduce", options.ranks, dtype, device, covered=not row)
+    return made
+
+
+def emulated(options) -> dict[str, dict]:
+    """Predicted and measured seconds of every shape by groups."""
+    link = Link(options.bandwidth, options.latency)
+    found = {}
+    for name, job in jobs(options, torch.float32, torch.device("cpu")).items():
+        print(f"\n{name}: {job.rows} x {job.inputs} x {job.outputs}", file=sys.stderr)
+        collectives = EmulatedCollectives(link, options.ranks)
+        contestants = {}
+        for groups in options.groups:
+            run, rows = one_run(job, groups, collectives), equal_sizes(job.rows, groups)[0]
+            contestants[f"product {rows}"] = lambda rows=rows, job=job: product_seconds(job, rows, repeats=3)
+            contestants[f"job {groups}"] = lambda run=run, job=job: timed(run, job.device)
+        least = {key: min(times) for key, times in alternating(contestants, options.rounds).items()}
+        products = {int(key.split()[1]): seconds for key, seconds in least.items() if key.startswith("product")}
+        predictor = Predictor(lambda job, rows, products=products: interpolated(products, rows), link)
+        predicted = {groups: predictor.seconds(job, equal_sizes(job.rows, groups)) for groups in options.groups}
+        found[name] = compared(job, predicted, {groups: least[f"job {groups}"] for groups in options.groups})
+        print_row(name, found[name])
+    errors = [error for row in found.values() for error in row["errors"]]
+    behind = max(row["behind_best"] for row in found.values())
+    print(f"median error {statistics.median(errors):.1%}, predicted best behind the true best by {behind:.1%} at most")
+    return found
+
+
+def compared(job: Job, predicted: dict[int, float], measured: dict[int, float]) -> dict:
+    chosen, _ = fewest_groups(predicted.items(), groups=int)
+    return {
+        "shape": [job.rows, job.inputs, job.outputs],
+        "predicted": predicted,
+        "measured": measured,
+        "errors": [abs(predicted[groups] / measured[groups] - 1) for groups in measured],
+        "predicted_best": chosen,
+        "true_best": min(measured, key=measured.get),
+        "behind_best": measured[chosen] / min(measured.values()) - 1,
+    }
+
+
+def print_row(name: str, row: dict) -> None:
+    best = row["predicted_best"]
+    print(
+        f"{name:<28} median error {statistics.median(row['errors']):6.1%}   groups: predicted best {best:>2}, true best "
+        f"{row['true_best']:>2} (behind by {row['behind_best']:.1%})   {row['measured'][best] * 1e3:8.2f} ms",
+        flush=True,
+    )
+
+
+def gloo(options) -> dict[str, dict]:
+    """Two processes of this script; what rank 0 found."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *sys.argv[1:], "--as-rank"]
+        ranks = [subprocess.Popen([*command, str(rank), folder]) for rank in (0, 1)]
+        if any([rank.wait() for rank in ranks]):
+            raise SystemExit("a rank of the gloo part failed; its words are above")
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+def gloo_rank(rank: int, folder: str, options) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    collectives = Collectives(dist.group.WORLD)
+    found = {}
+    for name, job in jobs(options, torch.float32, torch.device("cpu")).items():
+        seconds = {}
+        for groups in options.groups:
+            here = median_seconds(one_run(job, groups, collectives), job.device, options.rounds)
+            seconds[groups] = collectives.slowest([here], job.device)[0]
+        error = max(errors_against_plain(job, groups, dist.group.WORLD) for groups in options.groups)
+        found[name] = {"seconds": seconds, "worst_error_fp64": collectives.slowest([error], job.device)[0]}
+        if rank == 0:
+            times = " ".join(f"{groups}: {taken * 1e3:.1f}" for groups, taken in seconds.items())
+            print(f"{name:<28} error {found[name]['worst_error_fp64']:.0e}   ms by groups  {times}", flush=True)
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def cuda(options) -> dict[str, dict]:
+    """Product, copy and both, by groups, in bf16."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = {}
+    for name, job in jobs(options, torch.bfloat16, device).items():
+        row = found[name] = beside_copies(job, options)
+        best = max(row["hidden"], key=row["hidden"].get)
+        times = f"product {row['alone'] * 1e6:7.0f} us, copy {row['copy'] * 1e6:7.0f} us"
+        print(f"{name:<28} {times}, hidden {row['hidden'][best]:.0%} by {best} groups")
+    return found
+
+
+def beside_copies(job: Job, options) -> dict:
+    stand_in = StandIn(job, options.copies)
+    copy = stand_in.seconds(job.rows)
+    alone = median_seconds(one_run(job, 1, StandIn(job, copies=0)), job.device, options.rounds)
+    sizes = {size for groups in options.groups for size in equal_sizes(job.rows, groups)}
+    products = {size: product_seconds(job, size) for size in sizes}
+    sent = MeasuredLink({"all_reduce": {job.message(size): stand_in.seconds(size) for size in sizes}})
+    predictor = Predictor(lambda job, rows: products[rows], sent)
+    row = {"alone": alone, "copy": copy, "seconds": {}, "hidden": {}, "predicted": {}}
+    for groups in options.groups:
+        taken = median_seconds(one_run(job, groups, stand_in), job.device, options.rounds)
+        row["seconds"][groups] = taken
+        row["hidden"][groups] = (alone + copy - taken) / min(alone, copy)
+        row["predicted"][groups] = predictor.seconds(job, equal_sizes(job.rows, groups))
+    return row
+
+
+def draw(found: dict[str, dict], path: Path, title: str) -> None:
+    """Predicted and measured time by groups, a panel a shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(3, 4, figsize=(13, 8), sharex=True)
+    for axes, (name, row) in zip(panels.flat, found.items(), strict=True):
+        for key, marker in (("measured", "o"), ("predicted", "")):
+            axes.plot(list(row[key]), [seconds * 1e3 for seconds in row[key].values()], marker=marker, label=key)
+        axes.set_title(name, fontsize=9)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    panels[0][0].legend(fontsize=8)
+    figure.supxlabel("groups")
+    figure.supylabel("milliseconds")
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    print(f"drawn to {path}")
+
+
+PARTS = {"emulated": emulated, "gloo": gloo, "cuda": cuda}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all that this machine can by default")
+    parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 17)))
+    parser.add_argument("--ranks", type=int, default=2, help="that share a layer; two in the gloo part")
+    parser.add_argument("--bandwidth", type=float, default=125e6, help="of the emulated link, bytes a second")
+    parser.add_argument("--latency", type=float, default=1e-4, help="of the emulated link, seconds")
+    parser.add_argument("--copies", type=int, default=4, help="of a group that stand in for its collective on a GPU")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="of torch's operations on a CPU")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path, help="of the emulated part")
+    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.as_rank:
+        gloo_rank(int(options.as_rank[0]), options.as_rank[1], options)
+        return
+
+    described = machine()
+    print(json.dumps(described))
+    parts = options.parts or [part for part in PARTS if part != "cuda" or torch.cuda.is_available()]
+    if "gloo" in parts and options.ranks != 2:
+        raise SystemExit("the gloo part is of two ranks: leave it out of --parts, or leave --ranks at 2")
+    result = {"machine": described | {"usable_cores": len(os.sched_getaffinity(0))}, "options": settings_of(options)}
+    for part in parts:
+        print(f"\n{part}")
+        result[part] = PARTS[part](options)
+    del result["options"]["as_rank"]
+    save(result, options.json)
+    if options.picture and "emulated" in result:
+        speed = f"{options.bandwidth / 1e6:g} MB/s and {options.latency * 1e6:g} us"
+        draw(result["emulated"], options.picture, f"An emulated link of {speed}, products on {described['cpu']}")
+
+
+if __name__ == "__main__":
+    main()

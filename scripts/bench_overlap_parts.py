@@ -1,0 +1,69 @@
+"""What bench_overlap.py is made of: a copy that stands in for a collective, errors against a plain linear."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import linear
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.overlap import Job, column_parallel_linear, row_parallel_linear
+from holotrain.overlap.measuring import median_seconds
+
+
+class StandIn:
+    """On one GPU: a collective's place is taken by copies within its memory, on a stream of their own.
+
+    It loads the memory as a collective would and takes some SMs or a copy engine; it tells nothing of any link.
+    """
+
+    def __init__(self, job: Job, copies: int) -> None:
+        self.ranks, self.rank, self.name = job.ranks, 0, "stand-in"
+        self.copies = copies
+        self.message = torch.zeros(job.rows, job.outputs, dtype=job.dtype, device=job.device)
+        self._aside = torch.empty_like(self.message)
+        self._stream = torch.cuda.Stream(job.device)
+
+    def all_reduce(self, tensor: Tensor) -> Copied:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(self.copies):
+                self._aside[: len(tensor)].copy_(tensor)
+            return Copied(self._stream.record_event())
+
+    def seconds(self, rows: int) -> float:
+        return median_seconds(lambda: self.all_reduce(self.message[:rows]).wait(), self.message.device)
+
+
+class Copied:
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+
+def errors_against_plain(job: Job, groups: int, group: dist.ProcessGroup) -> float:
+    """The largest relative difference of output and gradients from those of the whole layer, in fp64, on 33 of the rows."""
+    rank, ranks, row = dist.get_rank(group), dist.get_world_size(group), not job.covered
+    generator = torch.Generator().manual_seed(0)
+    inputs, outputs = (job.inputs * ranks, job.outputs) if row else (job.outputs, job.inputs * ranks)
+    x, weight = (torch.randn(n, inputs, dtype=torch.float64, generator=generator) for n in (33, outputs))
+    grad = torch.randn(33, outputs, dtype=torch.float64, generator=generator)
+    whole_x, whole_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = linear(whole_x, whole_weight)
+    y.backward(grad)
+    mine = (lambda t: t.chunk(ranks, 1)[rank]) if row else (lambda t: t)
+    dim = 1 if row else 0
+    my_x = mine(x).clone().requires_grad_()
+    my_weight = weight.chunk(ranks, dim)[rank].clone().requires_grad_()
+    ours = (row_parallel_linear if row else column_parallel_linear)(my_x, my_weight, group=group, groups=groups)
+    theirs = (lambda t: t) if row else (lambda t: t.chunk(ranks, 1)[rank])
+    ours.backward(theirs(grad))
+    pairs = [(ours, theirs(y)), (my_x.grad, mine(whole_x.grad)), (my_weight.grad, whole_weight.grad.chunk(ranks, dim)[rank])]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
