@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from holotrain.overlap.collectives import Collectives, wait_for
-from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Grouping, Job, group_sizes, spans
+from holotrain.overlap.collectives import wait_for
+from holotrain.overlap.groups import ALL_GATHER, Job
 from holotrain.overlap.products import product, products, weight_gradients
+from holotrain.overlap.sending import Sender
 
 
 class ColumnAllReduce(torch.autograd.Function):
@@ -22,9 +23,9 @@ class ColumnAllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, link: Collectives, groups: Grouping) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sender: Sender) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.link, ctx.groups = link, groups
+        ctx.sender = sender
         return product(x, weight.t(), bias)
 
     @staticmethod
@@ -35,13 +36,10 @@ class ColumnAllReduce(torch.autograd.Function):
         grad_x, works = None, []
         if needs_x:
             grad_x = x.new_empty(x.shape)
-            job = Job(*grad.shape, x.shape[1], ALL_REDUCE, ctx.link.ranks, grad.dtype, grad.device, covered=needs_weight)
-            for rows in spans(group_sizes(ctx.groups, job, ctx.link)):
-                product(grad[rows], weight, out=grad_x[rows])
-                works.append(ctx.link.all_reduce(grad_x[rows]))
+            works = ctx.sender.sum(grad, weight, None, grad_x, covered=needs_weight)
         rest = weight_gradients(grad, x, needs_weight, needs_bias)
         wait_for(works)
-        return grad_x, *rest, None, None
+        return grad_x, *rest, None
 
 
 class ColumnReduceScatter(torch.autograd.Function):
@@ -52,12 +50,13 @@ class ColumnReduceScatter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, link: Collectives, groups: Grouping) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sender: Sender) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.link, ctx.groups = link, groups
+        ctx.sender = sender
+        link = sender.link
         job = Job(*x.shape, len(weight), ALL_GATHER, link.ranks, x.dtype, x.device)
         under_way = []
-        for rows in spans(group_sizes(groups, job, link)):
+        for rows in sender.spans(job):
             parts = x.new_empty(link.ranks, *x[rows].shape)
             under_way.append((rows, parts, link.all_gather(parts, x[rows])))
         y = x.new_empty(link.ranks, len(x), len(weight))
@@ -71,19 +70,16 @@ class ColumnReduceScatter(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        link = ctx.link
+        link = ctx.sender.link
         grad = grad.contiguous()
         whole = x.new_empty(link.ranks, *x.shape) if needs_weight else None
         gathering = [link.all_gather(whole, x)] if needs_weight and len(x) else []
-        grad_x, under_way = None, []
+        grad_x, works = None, []
         if needs_x:
             grad_x = x.new_empty(x.shape)
-            job = Job(len(x), grad.shape[2], x.shape[1], REDUCE_SCATTER, link.ranks, grad.dtype, grad.device, needs_weight)
-            for rows in spans(group_sizes(ctx.groups, job, link)):
-                parts = products(grad[:, rows], weight)
-                under_way.append((link.reduce_scatter(grad_x[rows], parts), parts))
+            works = ctx.sender.shares(grad, weight, None, grad_x, covered=needs_weight)
         wait_for(gathering)
         inputs = whole.flatten(0, 1) if needs_weight else None
         rest = weight_gradients(grad.flatten(0, 1), inputs, needs_weight, needs_bias)
-        wait_for(work for work, _ in under_way)
-        return grad_x, *rest, None, None
+        wait_for(works)
+        return grad_x, *rest, None

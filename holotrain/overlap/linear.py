@@ -10,6 +10,7 @@ from holotrain.overlap.collectives import Collectives, collectives_of
 from holotrain.overlap.column import ColumnAllReduce, ColumnReduceScatter
 from holotrain.overlap.groups import Grouping
 from holotrain.overlap.row import RowAllReduce, RowReduceScatter
+from holotrain.overlap.sending import Sender
 from holotrain.overlap.shares import Shares, rows_of
 
 GROUPS = 4
@@ -24,6 +25,7 @@ def row_parallel_linear(
     group: dist.ProcessGroup | Collectives,
     groups: Grouping = GROUPS,
     sequence_dim: int | None = None,
+    signals: bool = False,
 ) -> Tensor:
     """``linear(x, weight, bias)`` of the whole features, of which each rank holds a share; communication is overlapped.
 
@@ -36,6 +38,8 @@ def row_parallel_linear(
             :class:`~holotrain.overlap.Tuner`); the same on every rank.
         sequence_dim: the dimension of x that the output is shared out by (sequence parallel): a reduce-scatter in place of an
             all-reduce. Where it does not divide, the shares are those of ``torch.chunk``.
+        signals: where sums are sent, compute all groups in one product that signals each (CUDA, bf16 and fp16, with Triton;
+            elsewhere a product a group). Written, and its numbers checked in Triton's interpreter; not run on a GPU yet.
 
     Returns:
         [..., N], whole on every rank; with ``sequence_dim`` this rank's share of it.
@@ -43,13 +47,13 @@ def row_parallel_linear(
     Under autocast it computes, and communicates, in autocast's dtype. Second derivatives are refused. Under torch.compile it is
     a break in the graph.
     """
-    link = collectives_of(group)
+    sender = Sender(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
     if sequence_dim is None:
-        return _apply(RowAllReduce, rows_of(x), weight, bias, link, groups).view(*x.shape[:-1], len(weight))
-    shares = Shares(_dimension(sequence_dim, x), x.shape[sequence_dim], link.ranks)
-    rows = _apply(RowReduceScatter, shares.side_by_side(x), weight, bias, link, groups)
-    return shares.share_of_rows(rows, link.rank, like=x)
+        return _apply(RowAllReduce, rows_of(x), weight, bias, sender).view(*x.shape[:-1], len(weight))
+    shares = Shares(_dimension(sequence_dim, x), x.shape[sequence_dim], sender.link.ranks)
+    rows = _apply(RowReduceScatter, shares.side_by_side(x), weight, bias, sender)
+    return shares.share_of_rows(rows, sender.link.rank, like=x)
 
 
 def column_parallel_linear(
@@ -61,6 +65,7 @@ def column_parallel_linear(
     groups: Grouping = GROUPS,
     sequence_dim: int | None = None,
     length: int | None = None,
+    signals: bool = False,
 ) -> Tensor:
     """This rank's features of ``linear(x, weight, bias)``; the gradient of x, a sum over ranks, is overlapped.
 
@@ -73,6 +78,7 @@ def column_parallel_linear(
         sequence_dim: the dimension of x that is shared out among the ranks (sequence parallel): gathered in the forward, and
             the gradient's sum scattered in the backward.
         length: of that dimension in all, where it does not divide; by default ranks times the length of x.
+        signals: as in :func:`row_parallel_linear`; in the backward.
 
     Returns:
         [..., N], with the whole sequence.
@@ -80,17 +86,15 @@ def column_parallel_linear(
     Raises:
         ValueError: x is not the share that ``torch.chunk`` gives this rank of ``length``.
     """
-    link = collectives_of(group)
+    sender = Sender(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
     if sequence_dim is None:
-        return _apply(ColumnAllReduce, rows_of(x), weight, bias, link, groups).view(*x.shape[:-1], len(weight))
+        return _apply(ColumnAllReduce, rows_of(x), weight, bias, sender).view(*x.shape[:-1], len(weight))
     own = x.shape[sequence_dim]
-    shares = Shares(_dimension(sequence_dim, x), link.ranks * own if length is None else length, link.ranks)
-    if own != shares.own(link.rank):
-        raise ValueError(
-            f"of a sequence of {shares.length} rank {link.rank} of {link.ranks} holds {shares.own(link.rank)}, not {own}"
-        )
-    rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, link, groups)
+    shares = Shares(_dimension(sequence_dim, x), sender.link.ranks * own if length is None else length, sender.link.ranks)
+    if own != (due := shares.own(sender.link.rank)):
+        raise ValueError(f"of a sequence of {shares.length} rank {sender.link.rank} holds {due}, not {own}")
+    rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, sender)
     return shares.end_to_end(rows, like=x)
 
 

@@ -14,6 +14,7 @@ from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE
 from holotrain.overlap.links import MeasuredLink
 from holotrain.overlap.products import product, products
 from holotrain.overlap.row import RowAllReduce, RowReduceScatter
+from holotrain.overlap.sending import Sender
 
 Run = Callable[[], object]
 
@@ -99,7 +100,7 @@ def one_run(job: Job, groups: Grouping, collectives: Collectives) -> Run:
         function = ColumnReduceScatter if shared else ColumnAllReduce
         x = _filled(job, job.rows, job.outputs).requires_grad_()
         weight = _filled(job, job.inputs, job.outputs).requires_grad_()
-        y = function.apply(x, weight, None, collectives, groups)
+        y = function.apply(x, weight, None, Sender(collectives, groups))
         grad = torch.ones_like(y)
         return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
     weight = _filled(job, job.outputs, job.inputs)
@@ -107,7 +108,7 @@ def one_run(job: Job, groups: Grouping, collectives: Collectives) -> Run:
         function, x = ColumnReduceScatter, _filled(job, job.rows, job.inputs)
     else:
         function, x = RowReduceScatter if shared else RowAllReduce, _filled(job, *_leading(job), job.inputs)
-    return lambda: function.apply(x, weight, None, collectives, groups)
+    return lambda: function.apply(x, weight, None, Sender(collectives, groups))
 
 
 def _leading(job: Job) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from holotrain.overlap.links import Carrier
 from holotrain.overlap.pipeline import candidates, makespan
 from holotrain.overlap.waves import Waves, unit_of, waves_of
 
-
 T = TypeVar("T")
 
 ALIKE = 0.01

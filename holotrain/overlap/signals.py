@@ -1,0 +1,146 @@
+"""One product whose groups are sent while it goes on (FlashOverlap): each finished group is signalled to a second stream.
+
+The product's kernel (:mod:`holotrain.overlap.kernel`) computes output tiles in the order of their groups, on all SMs but those
+that a collective needs, and counts the finished tiles of each group in memory. The second stream waits for a count, which takes
+no SM, and launches the collective on that group's contiguous rows; the product is never interrupted, and no rows are too few
+for a product of their own.
+
+Written for CUDA and checked in Triton's interpreter; not run on a GPU yet, so it must be asked for (``signals=True``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from holotrain.overlap.collectives import Collectives, Work
+from holotrain.overlap.waves import SMS_LOST
+
+DTYPES = (torch.bfloat16, torch.float16)
+GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
+
+def supported(x: Tensor) -> bool:
+    """Whether a product of x can signal: CUDA from compute capability 8.0, bf16 or fp16, Triton, outside a graph's capture."""
+    return (
+        x.is_cuda
+        and torch.version.hip is None
+        and x.dtype in DTYPES
+        and _has_triton()
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and _wait_for_count() is not None
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
+    """As :meth:`~holotrain.overlap.sending.Sender.sum`."""
+    tiles = tiles_of(cut, 1, len(x), matrix.shape[1])
+
+    def collective(rows: slice) -> Work:
+        return link.all_reduce(out[rows])
+
+    return _signalled(x, matrix, bias, out, cut, tiles, collective)
+
+
+def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
+    """As :meth:`~holotrain.overlap.sending.Sender.shares`; a group's rows of all ranks lie side by side in what is computed."""
+    ranks, rows, _ = x.shape
+    tiles = tiles_of(cut, ranks, rows, matrix.shape[1])
+    computed = x.new_empty(ranks * rows, matrix.shape[1])
+
+    def collective(rows: slice) -> Work:
+        return link.reduce_scatter(out[rows], computed[ranks * rows.start : ranks * rows.stop].unflatten(0, (ranks, -1)))
+
+    return _signalled(x.flatten(0, 1), matrix, bias, computed, cut, tiles, collective)
+
+
+TILE_ROWS, TILE_COLUMNS = 128, 128
+
+
+def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> tuple[tuple[int, int, int, int, int], ...]:
+    """The tiles of an output in the order of their groups, as (first row read, first row written, rows, first column, group).
+
+    Rank r's rows of what is read begin at ``r * rows``; what is written has a group's rows of all ranks side by side. Tiles
+    below one another follow one another: they share their part of the matrix.
+    """
+    tiles = []
+    for group, span in enumerate(cut):
+        size = span.stop - span.start
+        for column in range(0, columns, TILE_COLUMNS):
+            for rank in range(ranks):
+                for start in range(0, size, TILE_ROWS):
+                    read, written = rank * rows + span.start + start, ranks * span.start + rank * size + start
+                    tiles.append((read, written, min(TILE_ROWS, size - start), column, group))
+    return tuple(tiles)
+
+
+def _signalled(x, matrix, bias, out, cut, tiles, collective) -> list[Work]:
+    from holotrain.overlap.kernel import launch
+
+    with torch.cuda.device(x.device):
+        ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
+        counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
+        aside.wait_stream(ambient)  # for the zeros: older counts in that memory would be taken for signals
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
+        # Before anything waits for it: where streams share a hardware queue, it would otherwise be stuck behind the waiting.
+        launch(x, matrix, bias, out, _on_device(tiles, x.device), counts, programs)
+        works = []
+        with torch.cuda.stream(aside):
+            for group, rows in enumerate(cut):
+                finished = sum(tile[4] == group for tile in tiles)
+                _require_success(
+                    _wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, finished, GREATER_OR_EQUAL)
+                )
+                works.append(Signalled(collective(rows), (out, counts)))
+    return works
+
+
+@dataclass
+class Signalled:
+    """Keeps the memory of a product and its counts until what reads them has been waited for."""
+
+    work: Work
+    read: Sequence[Tensor]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.read = ()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _wait_for_count():
+    """The driver's cuStreamWaitValue32, or None: (stream, address, value, flags) to a status."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _require_success(status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"cuStreamWaitValue32 failed with CUDA driver error {status}")
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # first at what SMs are free
+
+
+@cache
+def _on_device(tiles: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    return torch.tensor(tiles, dtype=torch.int32, device=device)

@@ -1,0 +1,105 @@
+"""The product that signals its groups: order of tiles, numbers in Triton's interpreter, and on a GPU the real thing."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from holotrain.overlap import EmulatedCollectives, row_parallel_linear, signals
+from holotrain.overlap.groups import spans
+from holotrain.overlap.links import Link
+from holotrain.overlap.sending import Sender
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [([300], 1), ([130, 1, 150], 1), ([100, 33], 4)])
+def test_tiles_cover_every_element_once_in_the_order_of_groups(sizes, ranks):
+    cut, columns, rows = list(spans(sizes)), 200, sum(sizes)
+    seen = torch.zeros(ranks * rows, columns, dtype=torch.int)
+    group_of = torch.full((ranks * rows,), -1)
+    tiles = signals.tiles_of(cut, ranks, rows, columns)
+    for read, written, height, column, group in tiles:
+        seen[written : written + height, column : column + signals.TILE_COLUMNS] += 1
+        group_of[written : written + height] = group
+        rank, at = divmod(read, rows)
+        assert cut[group].start <= at and at + height <= cut[group].stop  # rows of one rank and one group
+        assert written == ranks * cut[group].start + rank * sizes[group] + at - cut[group].start
+    assert (seen == 1).all()
+    assert [tile[4] for tile in tiles] == sorted(tile[4] for tile in tiles)
+    assert group_of.tolist() == [group for group, size in enumerate(sizes) for _ in range(ranks * size)]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    here = Path(__file__)
+    paths = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    script = str(here.with_name("interpreted_product.py"))
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("case", ["one tile", "groups that are no whole tiles", "shares of two ranks", "half precision"])
+def test_the_kernel_computes_and_counts_in_the_interpreter(interpreted, case):
+    found = interpreted[case]
+    assert found["error"] <= (1e-3 if case == "half precision" else 1e-6)
+    assert found["counts"] == found["due"]
+
+
+def test_where_signals_are_not_to_be_had_groups_are_products_of_their_own():
+    x, weight = torch.randn(9, 4), torch.randn(6, 4)
+    assert not signals.supported(x)
+    y = row_parallel_linear(x, weight, group=EmulatedCollectives(Link(1e12, 0.0), 2), groups=2, signals=True)
+    torch.testing.assert_close(y, x @ weight.t())
+
+
+class OneRank:
+    """Of one process: nothing to add. Doubles what it is given, so that what was never sent shows."""
+
+    ranks, rank, name = 1, 0, "one rank"
+
+    def all_reduce(self, tensor):
+        self.stream = torch.cuda.current_stream()
+        tensor.mul_(2)
+        return Behind(self.stream.record_event())
+
+    def reduce_scatter(self, share, parts):
+        torch.mul(parts[0], 2, out=share)
+        return Behind(torch.cuda.current_stream().record_event())
+
+
+class Behind:
+    def __init__(self, event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("form", ["sum", "shares"])
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1000, 520, 776), (4096, 4096, 4096)])
+def test_a_group_is_sent_when_it_is_whole(form, groups, rows, inner, columns):
+    x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+    matrix = torch.randn(inner, columns, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
+    assert signals.supported(x)
+    link = OneRank()
+    sender = Sender(link, groups, signals=True)
+    for _ in range(20):  # a group that is sent too early is a matter of chance
+        out = torch.full((rows, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
+        works = sender.sum(x, matrix, bias, out) if form == "sum" else sender.shares(x[None], matrix, bias, out)
+        for work in works:
+            work.wait()
+        torch.testing.assert_close(out, 2 * torch.addmm(bias, x, matrix), rtol=2e-2, atol=0.5)
+    if form == "sum":
+        assert link.stream != torch.cuda.current_stream()
