@@ -12,7 +12,8 @@ emulated  a link that takes time and moves nothing (``--bandwidth``, ``--latency
           either side: the rest is what else the machine was doing
 gloo      two processes: errors against a plain linear in fp64, and times. The processes share this machine's cores with what
           gloo does, so the times are no multi-GPU speed-up, nor can they be
-cuda      on one GPU, a copy within its memory standing in for the collective: time hidden of the smaller of product and copy
+cuda      on one GPU, a copy within its memory standing in for the collective: time hidden of the smaller of product and copy,
+          with a product a group and with one product that signals; and that product beside cuBLAS, on cubes
 """
 
 from __future__ import annotations
@@ -134,13 +135,22 @@ def gloo_rank(rank: int, folder: str, options) -> None:
 def cuda(options) -> dict[str, dict]:
     """Product, copy and both, by groups, in bf16."""
     device = torch.device("cuda", torch.cuda.current_device())
-    found = {}
+    found = {"cubes": {size: beside_cublas(size, device, options) for size in (4096, 6144, 8192)}}
+    for size, row in found["cubes"].items():
+        print(f"{size} cubed: cuBLAS {row['cublas'] * 1e6:.0f} us, signalling {row['over_cublas']:.3f} of it")
     for name, job in jobs(options, torch.bfloat16, device).items():
         row = found[name] = beside_copies(job, options)
-        best = max(row["hidden"], key=row["hidden"].get)
         times = f"product {row['alone'] * 1e6:7.0f} us, copy {row['copy'] * 1e6:7.0f} us"
-        print(f"{name:<28} {times}, hidden {row['hidden'][best]:.0%} by {best} groups")
+        hidden = ", ".join(f"{form} {max(by_groups.values()):.0%}" for form, by_groups in row["hidden"].items())
+        print(f"{name:<28} {times}, hidden: {hidden}")
     return found
+
+
+def beside_cublas(size: int, device: torch.device, options) -> dict[str, float]:
+    job = Job(size, size, size, "all_reduce", options.ranks, torch.bfloat16, device)
+    cublas = product_seconds(job, size, options.rounds)
+    signalling = median_seconds(one_run(job, 1, StandIn(job, copies=0), signals=True), device, options.rounds)
+    return {"cublas": cublas, "signalling": signalling, "over_cublas": signalling / cublas}
 
 
 def beside_copies(job: Job, options) -> dict:
@@ -151,12 +161,13 @@ def beside_copies(job: Job, options) -> dict:
     products = {size: product_seconds(job, size) for size in sizes}
     sent = MeasuredLink({"all_reduce": {job.message(size): stand_in.seconds(size) for size in sizes}})
     predictor = Predictor(lambda job, rows: products[rows], sent)
-    row = {"alone": alone, "copy": copy, "seconds": {}, "hidden": {}, "predicted": {}}
-    for groups in options.groups:
-        taken = median_seconds(one_run(job, groups, stand_in), job.device, options.rounds)
-        row["seconds"][groups] = taken
-        row["hidden"][groups] = (alone + copy - taken) / min(alone, copy)
-        row["predicted"][groups] = predictor.seconds(job, equal_sizes(job.rows, groups))
+    row = {"alone": alone, "copy": copy, "seconds": {}, "hidden": {}}
+    row["predicted"] = {groups: predictor.seconds(job, equal_sizes(job.rows, groups)) for groups in options.groups}
+    for form, signals in (("a product a group", False), ("signals", True)):
+        runs = {groups: one_run(job, groups, stand_in, signals) for groups in options.groups}
+        taken = {groups: median_seconds(run, job.device, options.rounds) for groups, run in runs.items()}
+        row["seconds"][form] = taken
+        row["hidden"][form] = {groups: (alone + copy - seconds) / min(alone, copy) for groups, seconds in taken.items()}
     return row
 
 

@@ -4,6 +4,8 @@ linear       row- and column-parallel linear layers as functions of local tensor
 styles       the same for parallelize_module
 modules      what a styled nn.Linear becomes
 row, column  their autograd Functions
+sending      sums over ranks sent in groups of rows
+signals      one product whose groups are sent while it goes on; kernel: its Triton kernel
 products     the products of a linear layer
 shares       a sequence dimension shared out among ranks
 groups       rows cut into groups

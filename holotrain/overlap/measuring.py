@@ -93,14 +93,14 @@ def job_seconds(job: Job, sizes: Sequence[int], collectives: Collectives, repeat
     return median_seconds(one_run(job, lambda *_: sizes, collectives), job.device, repeats)
 
 
-def one_run(job: Job, groups: Grouping, collectives: Collectives) -> Run:
+def one_run(job: Job, groups: Grouping, collectives: Collectives, signals: bool = False) -> Run:
     """What runs the job once: the forward of a layer, or the backward where the weight's gradient follows."""
-    shared = job.collective == REDUCE_SCATTER
+    shared, sender = job.collective == REDUCE_SCATTER, Sender(collectives, groups, signals)
     if job.covered:
         function = ColumnReduceScatter if shared else ColumnAllReduce
         x = _filled(job, job.rows, job.outputs).requires_grad_()
         weight = _filled(job, job.inputs, job.outputs).requires_grad_()
-        y = function.apply(x, weight, None, Sender(collectives, groups))
+        y = function.apply(x, weight, None, sender)
         grad = torch.ones_like(y)
         return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
     weight = _filled(job, job.outputs, job.inputs)
@@ -108,7 +108,7 @@ def one_run(job: Job, groups: Grouping, collectives: Collectives) -> Run:
         function, x = ColumnReduceScatter, _filled(job, job.rows, job.inputs)
     else:
         function, x = RowReduceScatter if shared else RowAllReduce, _filled(job, *_leading(job), job.inputs)
-    return lambda: function.apply(x, weight, None, Sender(collectives, groups))
+    return lambda: function.apply(x, weight, None, sender)
 
 
 def _leading(job: Job) -> tuple[int, ...]:

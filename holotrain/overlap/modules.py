@@ -16,10 +16,11 @@ from holotrain.overlap.linear import column_parallel_linear, row_parallel_linear
 class _ParallelLinear(nn.Linear):
     """Made of an ``nn.Linear`` by a style. The mesh is read off the weight: a copy of the module then holds no process group.
 
-    ``input_layout`` and ``output_layout`` are negative-dimension-tolerant placements, as the style was given them.
+    ``input_layout`` and ``output_layout`` are as the style was given them; their dimensions may be counted from the end.
     """
 
     groups: Grouping
+    signals: bool
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool
@@ -43,7 +44,8 @@ class _ParallelLinear(nn.Linear):
         return None if self.bias is None else self.bias.to_local()
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, groups={self.groups}, {self.input_layout} to {self.output_layout}"
+        groups = self.groups if isinstance(self.groups, int) else type(self.groups).__name__
+        return f"{super().extra_repr()}, groups={groups}, {self.input_layout} to {self.output_layout}"
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -63,6 +65,7 @@ class RowParallelLinear(_ParallelLinear):
             self._local_bias(),
             group=self.weight.device_mesh.get_group(),
             groups=self.groups,
+            signals=self.signals,
             sequence_dim=layout.dim if isinstance(layout, Shard) else None,
         )
         return self._arranged(y, layout, (*x.shape[:-1], self.weight.shape[0]))
@@ -87,6 +90,7 @@ class ColumnParallelLinear(_ParallelLinear):
             self._local_bias(),
             group=self.weight.device_mesh.get_group(),
             groups=self.groups,
+            signals=self.signals,
             sequence_dim=layout.dim if isinstance(layout, Shard) else None,
             length=length,
         )

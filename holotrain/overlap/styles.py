@@ -18,6 +18,7 @@ class OverlappedRowwise(RowwiseParallel):
     Args:
         groups: how many groups, or what chooses them for each shape; see
             :func:`~holotrain.overlap.row_parallel_linear`.
+        signals: one product that signals its groups, where it can; see there.
         input_layouts: of an input that is no DTensor; sharded on the last dimension by default.
         output_layouts: ``Replicate()`` by default (an all-reduce); ``Shard(d)`` of another dimension than the last is the
             sequence parallel form (a reduce-scatter). Other layouts are reached from the replicated output.
@@ -34,12 +35,13 @@ class OverlappedRowwise(RowwiseParallel):
         self,
         *,
         groups: Grouping = GROUPS,
+        signals: bool = False,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.groups = groups
+        self.groups, self.signals = groups, signals
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _overlapped(self, module, device_mesh, RowParallelLinear)
@@ -49,7 +51,7 @@ class OverlappedColwise(ColwiseParallel):
     """torch's ``ColwiseParallel`` for linear layers, with the sum of the input's gradient overlapped.
 
     Args:
-        groups: as in :class:`OverlappedRowwise`.
+        groups, signals: as in :class:`OverlappedRowwise`.
         input_layouts: of an input that is no DTensor: ``Replicate()`` by default; ``Shard(d)`` of another dimension than the
             last is the sequence parallel form (gathered in groups). Other layouts are replicated first.
         output_layouts: sharded on the last dimension by default; others are reached from there.
@@ -66,12 +68,13 @@ class OverlappedColwise(ColwiseParallel):
         self,
         *,
         groups: Grouping = GROUPS,
+        signals: bool = False,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.groups = groups
+        self.groups, self.signals = groups, signals
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _overlapped(self, module, device_mesh, ColumnParallelLinear)
@@ -87,6 +90,6 @@ def _overlapped(
         raise TypeError(f"{type(style).__name__} takes an nn.Linear as it is, not {type(module).__name__}")
     module = distribute_module(module, mesh, style._partition_linear_fn)
     module.__class__ = kind  # as fully_shard does: copies, pickles and wrappers of the module keep its forward
-    module.groups, module.use_local_output = style.groups, style.use_local_output
+    module.groups, module.signals, module.use_local_output = style.groups, style.signals, style.use_local_output
     module.input_layout, module.output_layout = style.input_layouts[0], style.output_layouts[0]
     return module

@@ -162,6 +162,17 @@ def test_emulated_collectives_compute_as_one_rank_among_silent_ones():
     torch.testing.assert_close(gathered, plain.repeat(3, 1))
 
 
+def test_under_the_compiler():
+    x, weight = torch.randn(7, 4), torch.randn(6, 4, requires_grad=True)
+    instant = EmulatedCollectives(Link(1e12, 0.0), 3)
+    compiled = torch.compile(lambda x: row_parallel_linear(x * 2, weight, group=instant).sin(), backend="eager")
+    y = compiled(x)
+    y.sum().backward()
+    plain = weight.detach().clone().requires_grad_()
+    (2 * x @ plain.t()).sin().sum().backward()
+    torch.testing.assert_close(weight.grad, plain.grad)
+
+
 def test_an_emulated_link_carries_one_message_at_a_time(monkeypatch):
     class Clock:
         now = 100.0
