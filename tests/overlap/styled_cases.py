@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.overlap import OverlappedColwise, OverlappedRowwise
+from holotrain.overlap import OverlappedColwise, OverlappedRowwise, Tuner
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, trial
 
 WIDTH, HIDDEN = 6, 10
@@ -156,3 +157,24 @@ def sharded(everywhere) -> float:
     fully_shard(net, mesh=mesh["dp"])
     net(x).square().sum().backward()
     return everywhere(errors_of(net, reference))
+
+
+def tuned(mesh: DeviceMesh, folder: Path, everywhere) -> dict[str, float]:
+    """Groups measured on the way, in the backward too."""
+    found = {}
+    reference, x = mlp(), tokens(4, 6)
+    reference(x).square().sum().backward()
+    for name in ("replicated", "sequence"):
+        tuner = Tuner(folder)
+        net = parallel(mlp(), mesh, OVERLAPPED, LAYOUTS[name], groups=tuner)
+        mine = x.chunk(2, 1)[mesh.get_rank()] if name == "sequence" else x
+        net(mine.clone().requires_grad_()).square().sum().backward()
+        met = {(job.collective, job.covered) for job, _ in tuner.tuned}
+        found[name] = everywhere(errors_of(net, reference)) if met == MET[name] else float("inf")
+    return found
+
+
+MET = {
+    "replicated": {("all_reduce", False), ("all_reduce", True)},
+    "sequence": {("all_gather", False), ("reduce_scatter", False), ("reduce_scatter", True)},
+}

@@ -85,3 +85,8 @@ def test_ranks_choose_alike(found):
     assert first == again and others == [first, again]
     assert found["tuned"]["files"] == [1, 0]  # rank 0 alone keeps it
     assert found["tuned"]["error"] <= 1e-12
+
+
+@pytest.mark.parametrize("layouts", ["replicated", "sequence"])
+def test_shapes_are_measured_where_they_are_met(found, layouts):
+    assert found["tuned models"][layouts] <= 1e-12

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from gloo_pair import find_as_one_of_two
 from styled_cases import checkpointed, devices, mixed, reversible, sharded, styled
+from styled_cases import tuned as tuned_models
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,6 +106,11 @@ def tuned(rank: int) -> dict[str, object]:
     return {"error": everywhere(error), "chosen": [choice for choice, _ in everyone], "files": [files for _, files in everyone]}
 
 
+def in_a_folder(find):
+    with TemporaryDirectory() as folder:
+        return find(Path(folder))
+
+
 class Log(TorchDispatchMode):
     """Products and collectives by name, in the order of their launch."""
 
@@ -171,6 +177,7 @@ def find(rank: int) -> dict:
         "linear": linear_errors(rank),
         "orders": {f"{kind}, sequence {dim}": order(kind, dim) for kind in ("row", "column") for dim in (None, 0)},
         "tuned": tuned(rank),
+        "tuned models": in_a_folder(lambda folder: tuned_models(mesh, folder, everywhere)),
         "in part": in_part(rank),
         "autocast": {kind: autocast(kind) for kind in ("row", "column")},
         "styles": styled(mesh, everywhere),
