@@ -46,12 +46,13 @@ def median_seconds(run: Run, device: torch.device, repeats: int = REPEATS) -> fl
 
 def product_seconds(job: Job, rows: int, repeats: int = REPEATS) -> float:
     """Of the product of ``rows`` of the job's rows, at several places among them."""
-    runs = _products_in_turn(job, rows)
+    runs = products_in_turn(job, rows)
     next(runs)()
     return statistics.median(timed(next(runs), job.device) for _ in range(repeats))
 
 
-def _products_in_turn(job: Job, rows: int) -> Iterator[Run]:
+def products_in_turn(job: Job, rows: int) -> Iterator[Run]:
+    """Without end: the product of ``rows`` of the job's rows, at one place among them after the other."""
     matrix = _filled(job, job.outputs, job.inputs).t()
     x = _filled(job, *_leading(job), job.inputs)
     places = min(job.rows // rows, MOST_PLACES)
