@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -18,6 +20,8 @@ from holotrain.overlap.store import Tuned, default_folder, path_of, read, write
 
 class Tuner:
     """Chooses group sizes for each shape when it is met first; to be given as ``groups``, to as many layers as there are.
+
+    Shapes whose rows are alike (batches of documents, say) share a choice: rows are rounded up to four binary digits.
 
     Every rank times the job's products, and the collectives unless ``link`` is given; the slowest rank counts, so that all
     choose alike. The choice and one group are then run: where one group is not slower, it is taken. What rank 0 has
@@ -38,12 +42,13 @@ class Tuner:
 
     def __call__(self, job: Job, collectives: Collectives) -> list[int]:
         name = collectives.name if self.link is None else f"{collectives.name}_{self.link}"
-        key = job, name
+        tuned_for = replace(job, rows=rounded_up(job.rows))
+        key = tuned_for, name
         if key not in self.tuned:
             if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("groups of a new shape cannot be measured while a CUDA graph is captured; run a step before")
-            self.tuned[key] = self._found_or_measured(job, name, collectives)
-        return self.tuned[key].sizes
+            self.tuned[key] = self._found_or_measured(tuned_for, name, collectives)
+        return in_proportion(self.tuned[key].sizes, job.rows)
 
     def _found_or_measured(self, job: Job, name: str, collectives: Collectives) -> Tuned:
         path = path_of(self.folder, job, name)
@@ -81,3 +86,15 @@ class Tuner:
 
     def __deepcopy__(self, memo: dict) -> Tuner:
         return self  # what was measured holds for copies of a model too
+
+
+def rounded_up(rows: int) -> int:
+    """To four binary digits: eight numbers of rows between one power of two and the next."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
+def in_proportion(sizes: list[int], rows: int) -> list[int]:
+    """Groups of other ``rows`` in the same proportion, as far as there are rows for each."""
+    ends = [round(end * rows / sum(sizes)) for end in accumulate(sizes)]
+    return [end - start for start, end in pairwise([0, *ends]) if end > start]

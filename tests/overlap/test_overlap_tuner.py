@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,21 @@ def test_each_shape_is_measured_once_and_confirmed(measured, emulated, tmp_path)
     assert measured == []
 
 
+def test_rows_that_are_alike_share_a_choice(measured, emulated, tmp_path):
+    tuner = Tuner(tmp_path)
+    chosen = {rows: tuner(replace(JOB, rows=rows), emulated) for rows in range(1801, 1921)}
+    assert all(sum(sizes) == rows and min(sizes) > 0 for rows, sizes in chosen.items())
+    assert measured.count("link") == 1 and len({len(sizes) for sizes in chosen.values()}) == 1
+    assert all(abs(a - b) <= 1 for a, b in zip(chosen[1919], chosen[1920], strict=True))
+
+
+@pytest.mark.parametrize("rows", [*range(1, 200), 1000, 2**20 + 1])
+def test_rows_are_rounded_up_by_less_than_an_eighth(rows):
+    assert rows <= module.rounded_up(rows) < rows * 1.125
+    assert module.rounded_up(module.rounded_up(rows)) == module.rounded_up(rows)
+    assert sum(module.in_proportion([4, 3, 2, 1], rows)) == rows
+
+
 def test_a_choice_is_kept_in_a_file_of_its_own(measured, emulated, tmp_path):
     first = Tuner(tmp_path, LINK)
     sizes = first(JOB, emulated)
@@ -71,7 +87,7 @@ def test_a_choice_is_kept_in_a_file_of_its_own(measured, emulated, tmp_path):
     assert again(JOB, emulated) == sizes and measured == []
     assert again.report() == first.report() and "0.500 s" not in again.report() and "500.000 ms" in again.report()
     Tuner(tmp_path)(JOB, emulated)  # another link
-    again(Job(21, 4, 6, "all_reduce", 2, torch.float32, torch.device("cpu")), emulated)
+    again(replace(JOB, rows=21), emulated)
     assert len(list(tmp_path.iterdir())) == 3  # and nothing of a temporary name
 
 
