@@ -14,7 +14,7 @@ from holotrain.overlap.waves import Waves, unit_of, waves_of
 
 T = TypeVar("T")
 
-ALIKE = 0.01
+ALIKE = 0.005
 """Predicted times closer than this are no reason to cut rows into more groups."""
 
 
