@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bench_common import alternating, machine, save, settings_of
-from bench_overlap_parts import StandIn, errors_against_plain, undisturbed
+from bench_overlap_parts import StandIn, Undisturbed, errors_against_plain
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -65,17 +65,18 @@ def emulated(options) -> dict[str, dict]:
     for name, job in jobs(options, torch.float32, torch.device("cpu")).items():
         print(f"\n{name}: {job.rows} x {job.inputs} x {job.outputs}", file=sys.stderr)
         collectives = EmulatedCollectives(link, options.ranks)
-        contestants = {}
+        contestants, undisturbed = {}, Undisturbed(options.tries)
         for groups in options.groups:
             run, rows = one_run(job, groups, collectives), equal_sizes(job.rows, groups)[0]
             places = products_in_turn(job, rows)
-            contestants[f"product {rows}"] = lambda places=places: undisturbed(lambda: next(places)(), options.tries)
-            contestants[f"job {groups}"] = lambda run=run: undisturbed(run, options.tries)
+            contestants[f"product {rows}"] = lambda places=places, seconds=undisturbed: seconds(lambda: next(places)())
+            contestants[f"job {groups}"] = lambda run=run, seconds=undisturbed: seconds(run)
         least = {key: min(times) for key, times in alternating(contestants, options.rounds).items()}
         products = {int(key.split()[1]): seconds for key, seconds in least.items() if key.startswith("product")}
         predictor = Predictor(lambda job, rows, products=products: interpolated(products, rows), link)
         predicted = {groups: predictor.seconds(job, equal_sizes(job.rows, groups)) for groups in options.groups}
         found[name] = compared(job, predicted, {groups: least[f"job {groups}"] for groups in options.groups})
+        found[name]["disturbed"] = undisturbed.disturbed
         print_row(name, found[name])
     errors = [error for row in found.values() for error in row["errors"]]
     behind = max(row["behind_best"] for row in found.values())
@@ -100,7 +101,8 @@ def print_row(name: str, row: dict) -> None:
     best = row["predicted_best"]
     print(
         f"{name:<28} median error {statistics.median(row['errors']):6.1%}   groups: predicted best {best:>2}, true best "
-        f"{row['true_best']:>2} (behind by {row['behind_best']:.1%})   {row['measured'][best] * 1e3:8.2f} ms",
+        f"{row['true_best']:>2} (behind by {row['behind_best']:.1%})   {row['measured'][best] * 1e3:8.2f} ms"
+        f"   disturbed {row['disturbed']:.0%}",
         flush=True,
     )
 
@@ -185,7 +187,7 @@ def draw(found: dict[str, dict], path: Path, title: str) -> None:
         for key, marker in (("measured", "o"), ("predicted", "")):
             axes.plot(list(row[key]), [seconds * 1e3 for seconds in row[key].values()], marker=marker, label=key)
         axes.set_title(name, fontsize=9)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1e3 * max(max(row[key].values()) for key in ("measured", "predicted")))
         axes.grid(alpha=0.3)
     panels[0][0].legend(fontsize=8)
     figure.supxlabel("groups")

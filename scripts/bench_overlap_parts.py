@@ -54,16 +54,28 @@ PAUSE = 0.25
 """Seconds before another try: whoever took the core may be done by then."""
 
 
-def undisturbed(run: Run, tries: int) -> float:
-    """Seconds of a run in which nobody else took the core; after so many tries, of the quickest."""
-    taken = []
-    for _ in range(tries):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-        taken.append(timed(run, torch.device("cpu")))
-        if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before:
-            return taken[-1]
-        time.sleep(PAUSE)
-    return min(taken)
+class Undisturbed:
+    """Times runs on a CPU that is shared with others; ``disturbed`` is the share of times that nobody can vouch for."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries, self.asked, self.lost = tries, 0, 0
+
+    @property
+    def disturbed(self) -> float:
+        return self.lost / self.asked
+
+    def __call__(self, run: Run) -> float:
+        """Seconds of a run in which nobody else took the core; after so many tries, of the quickest."""
+        self.asked += 1
+        taken = []
+        for _ in range(self.tries):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+            taken.append(timed(run, torch.device("cpu")))
+            if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before:
+                return taken[-1]
+            time.sleep(PAUSE)
+        self.lost += 1
+        return min(taken)
 
 
 def errors_against_plain(job: Job, groups: int, group: dist.ProcessGroup) -> float:
