@@ -4,13 +4,17 @@ Exit status: 0; 1 for a defect of ours (with its traceback); 2 for a mistake of 
 n ended the run.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib
 import os
 import signal
 import sys
 import traceback
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
@@ -24,6 +28,10 @@ from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.register import register
 from holotrain.config.schema import FOLDER_COMMANDS
 from holotrain.errors import UserError
+from holotrain.ranks.place import Place, found
+
+if TYPE_CHECKING:
+    from holotrain.commands.together import Together
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,13 +46,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"holotrain {__version__}")
         return 0
     try:
+        place = found()
+        if place is not None and not place.is_main:
+            from holotrain.commands.together import follow
+
+            return follow(place)
         if argv[0] in FOLDER_COMMANDS:
             return _of_folders(*argv)
         arguments = parse(argv)
         register(resume=(arguments.value("resume") or "").lower() == "true")
         if arguments.help:
             return _help(arguments)
-        return Launch(arguments).run()
+        return Launch(arguments, place).run()
     except UserError as error:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
@@ -74,10 +87,15 @@ class Ended(BaseException):
 
 
 class Launch:
-    """One start of the command line: a single run, or every job of a sweep."""
+    """One start of the command line: a single run, or every job of a sweep.
 
-    def __init__(self, arguments: Arguments) -> None:
+    Args:
+        place: this process's among several that a launcher started, of which it is the main one.
+    """
+
+    def __init__(self, arguments: Arguments, place: Place | None = None) -> None:
         self.arguments = arguments
+        self.place = place
         self.origin = checkpointed.origin(arguments)
         self.folders: list[Path] = []
         self.statuses: list[int] = []
@@ -103,11 +121,20 @@ class Launch:
             raise UserError(str(error).splitlines()[0]) from error
         except OSError as error:
             raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror}") from error
+        finally:
+            if self.place is not None:
+                self.together.close()
         if arguments.multirun and self.folders and arguments.command != "plan":  # which leaves no summary
             from holotrain.commands.sweep import show_sweep
 
             show_sweep(self.folders)
         return max(self.statuses, default=0)
+
+    @cached_property
+    def together(self) -> Together:
+        from holotrain.commands.together import Together  # which needs torch
+
+        return Together(self.place)
 
     def job(self, config: DictConfig) -> None:
         """One run. Its mistakes end it, not the sweep that it may be part of."""
@@ -118,14 +145,14 @@ class Launch:
         self.folders.append(folder)
         try:
             typed = self._typed(config, overrides)
-            command = importlib.import_module(f"holotrain.commands.{self.arguments.command}")
             from holotrain.commands.quiet import quieten
             from holotrain.commands.run import Run
 
+            together = self.together  # Lightning is imported, and can be silenced
             quieten()
             choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
             run = Run(self.arguments.command, folder, list(overrides), choices, self._varied(overrides))
-            status = command.run(typed, run)
+            status = together.run(self.arguments.command, typed, run)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
             status = 2
@@ -136,7 +163,7 @@ class Launch:
             folder.rmdir()
         self.statuses.append(status)
         gc.collect()  # a trainer refers to itself, and must not stand in the memory of a sweep's next job
-        if status > 128:
+        if status > 128 or self.together.broken:
             raise Ended
 
     def _varied(self, overrides: list[str]) -> list[str]:

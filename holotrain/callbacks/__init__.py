@@ -11,6 +11,7 @@ memory_picture  memory over the time of a batch, as SVG
 padding       PaddingMonitor: how much of text batches is padding
 flops         FLOPs of a training step, peaks of known devices
 interrupt     SaveOnSignal: a checkpoint before a signal ends the training
+agreement     Agreement: processes learn of a signal at the same batch
 exact_checkpoint  ExactCheckpoint: checkpoints from which training continues exactly
 exact_resume ExactResume: what Lightning leaves out of a checkpoint
 epoch_log     EpochLog: a line an epoch

@@ -6,6 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from holotrain.seeds import mixed_seed
 
 KEY = "exact_resume"
 
@@ -18,15 +21,22 @@ class ExactResume(pl.Callback):
     ``trainer.estimated_stepping_batches``. Both are restored when training starts, before the first batch is fetched, for
     mixing on the way to the device draws random numbers as dropout does. Plain containers, as
     ``torch.load(weights_only=True)`` wants them.
+
+    Of several processes each has a random state of its own, and draws its own dropout. Where another number of processes
+    continues, they begin states that are a function of the seed, the step and their rank.
+
+    Args:
+        seed: of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
         self._to_restore: dict[str, Any] | None = None
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        checkpoint[KEY] = {"random": random_states(), "loader": position}
+        checkpoint[KEY] = {"random": _of_all_ranks(random_states()), "loader": position}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
@@ -34,10 +44,29 @@ class ExactResume(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         kept, self._to_restore = self._to_restore, None
         if kept is None:
+            if trainer.world_size > 1:
+                self._begin(trainer)
             return
-        restore_random_states(kept["random"])
+        states = kept["random"] if isinstance(kept["random"], list) else [kept["random"]]
+        if len(states) == trainer.world_size:
+            restore_random_states(states[trainer.global_rank])
+        else:
+            self._begin(trainer)
         if kept["loader"] is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
             trainer.train_dataloader.load_state_dict(kept["loader"])
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        """Another state for each share of the data; processes that work on the same one draw alike."""
+        kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
+        torch.manual_seed(mixed_seed(self.seed, trainer.global_step, kwargs["rank"]))
+
+
+def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [state]
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
 
 
 def random_states() -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
+from holotrain.callbacks.agreement import Agreement
+
 
 class Interrupted(Exception):
     """A signal ended the training, after a checkpoint.
@@ -27,7 +29,8 @@ class Interrupted(Exception):
 class SaveOnSignal(Checkpoint):
     """On SIGTERM or SIGINT finishes the batch, or the epoch at its last one, saves a checkpoint and raises ``Interrupted``.
 
-    The same signal once more ends the process at once. It is a ``Checkpoint`` to Lightning, so that it comes
+    The same signal once more ends the process at once. Of several processes all stop at the same batch, whichever of them the
+    signal reached. It is a ``Checkpoint`` to Lightning, so that it comes
     after the callbacks whose state it saves.
 
     Args:
@@ -39,9 +42,11 @@ class SaveOnSignal(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.received: int | None = None
+        self._agreement: Agreement | None = None
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._agreement = Agreement()
         if threading.current_thread() is threading.main_thread():
             self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
 
@@ -50,15 +55,18 @@ class SaveOnSignal(Checkpoint):
     ) -> None:
         # From a checkpoint made at an epoch's last batch Lightning would lose an epoch: the epoch's end is near enough.
         if not trainer.is_last_batch:
-            self._save_and_raise(trainer)
+            self._save_and_raise(trainer, self._agreement.late(self.received or 0))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save_and_raise(trainer)
+        self._save_and_raise(trainer, self._agreement.now(self.received or 0))
 
-    def _save_and_raise(self, trainer: pl.Trainer) -> None:
-        if self.received is not None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._agreement.end()
+
+    def _save_and_raise(self, trainer: pl.Trainer, signum: int) -> None:
+        if signum:
             trainer.save_checkpoint(self.path)
-            raise Interrupted(self.received, self.path)
+            raise Interrupted(signum, self.path)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore()

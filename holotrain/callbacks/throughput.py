@@ -70,7 +70,8 @@ class ThroughputMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.clock = self.clock or clock_of(pl_module.device)
-        self._ranks = trainer.world_size
+        shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # tensor parallel processes share theirs
+        self._ranks = shares["num_replicas"] if shares else 1
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer.global_step)

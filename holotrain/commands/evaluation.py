@@ -11,7 +11,8 @@ from holotrain.commands.checkpoint import check_classes, check_origin, load_weig
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
-from holotrain.config.build_trainer import build_trainer, check_device
+from holotrain.config.build_trainer import build_trainer
+from holotrain.config.devices import check_device
 from holotrain.config.schema import RunConfig
 from holotrain.tasks import Task
 
@@ -30,12 +31,12 @@ def evaluate(
     """Measures the weights of ``path`` (None: the task's own) on one part of the data, and returns the metrics."""
     if path is not None:
         load_weights(task, path)
-    trainer = build_trainer(config.trainer, run.folder, [], loggers)
+    trainer = build_trainer(config.trainer, run.folder, [], loggers, place=run.place)
     measure = trainer.validate if split == "validate" else trainer.test
     return measure(task, datamodule=data, verbose=False)[0]
 
 
-def prepared(command: str, config: RunConfig) -> tuple[Path, pl.LightningDataModule, Task]:
+def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.LightningDataModule, Task]:
     """The checkpoint that a command starts from, the data, set up for it, and the task, with weights of its own still.
 
     Raises:
@@ -45,7 +46,7 @@ def prepared(command: str, config: RunConfig) -> tuple[Path, pl.LightningDataMod
     check_device(config.trainer)
     check_origin(config, path)
     data = build_data(config, tokenizer_for(config, path))
-    data.prepare_data()
+    run.once_a_machine("data", data.prepare_data)
     data.setup(command)
     check_classes(config, data, path)
     pl.seed_everything(config.seed, verbose=False)
@@ -55,12 +56,13 @@ def prepared(command: str, config: RunConfig) -> tuple[Path, pl.LightningDataMod
 def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
     """The whole of ``holotrain validate`` and ``holotrain test``."""
     started = time.monotonic()
-    path, data, task = prepared(split, config)
-    screen.show_start(split, config, run.choices, task.model, run.folder, path, data)
+    path, data, task = prepared(split, config, run)
+    screen.show_start(split, config, run, task.model, path, data)
     summary = Summary.of(run, config, task.model)
     summary.checkpoint = str(path)
     summary.metrics = evaluate(split, config, run, task, data, path)
     summary.seconds = time.monotonic() - started
-    summary.write(run.folder)
+    if run.is_main:
+        summary.write(run.folder)
     screen.show_end(summary, run.folder)
     return 0

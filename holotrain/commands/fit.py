@@ -7,7 +7,6 @@ from pathlib import Path
 import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import OmegaConf
 
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
 from holotrain.commands import screen
@@ -27,10 +26,14 @@ from holotrain.commands.layout import log_layout
 from holotrain.commands.out_of_memory import OutOfMemory, explained, memory_errors_told_apart
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
+from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, description
-from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer, check_training_device, device_kind
+from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer
+from holotrain.config.checkpointed import container
 from holotrain.config.choose_batch import smallest_batch
+from holotrain.config.devices import check_training_device, device_kind, device_name
 from holotrain.config.schema import FitConfig
+from holotrain.errors import UserError
 
 
 def run(config: FitConfig, run: Run) -> int:
@@ -43,9 +46,9 @@ def run(config: FitConfig, run: Run) -> int:
     if origin is not None and config.resume:
         config = chosen_before(config, origin)
     data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, origin))
-    data.prepare_data()
+    run.once_a_machine("data", data.prepare_data)
     data.setup("fit")
-    config = chosen(config, data, device_kind(config.trainer.accelerator))
+    config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=origin is None)
     if origin is not None:
@@ -58,26 +61,32 @@ def run(config: FitConfig, run: Run) -> int:
         KeepConfiguration(config, run.choices, description(config, data)),
     ]
     batches = len(data.train_dataloader())
-    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, batches, config.profiler)
-    write_whole(
-        run.folder / "config.yaml", yaml.safe_dump(OmegaConf.to_container(OmegaConf.structured(config)), sort_keys=False)
-    )
-    screen.show_start("fit", config, run.choices, task.model, run.folder, origin, data)
+    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, batches, config.profiler, run.place)
+    if run.is_main:
+        write_whole(run.folder / "config.yaml", yaml.safe_dump(container(config), sort_keys=False))
+    screen.show_start("fit", config, run, task.model, origin, data)
 
-    log_layout(trainer, task, config)
+    if run.is_main:
+        log_layout(trainer, task, config)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
         with memory_errors_told_apart():
             trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
             if config.test:
+                if run.world is not None:  # whose strategies may have shared the trained one out
+                    task = build_task(config, data)
                 tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers)
     except Interrupted as signal:
         status, exit_status = "interrupted", 128 + signal.signum
-        words = f"{signal}\nresume with: python -m holotrain fit resume=true hydra.run.dir={run.folder}"
+        words = f"{signal}\n{run.how_to_resume}"
     except OutOfMemory as refusal:
         status, exit_status = "out of memory", 2
         when = "in the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
+        if run.world is not None:  # the others wait for this one, until they are told
+            raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
         words = explained(config, data, run, when, str(refusal))
+    if not run.is_main:
+        return exit_status
     summary = _summary(config, run, trainer, task, status)
     summary.metrics |= tested
     summary.seconds = time.monotonic() - started
@@ -89,6 +98,18 @@ def run(config: FitConfig, run: Run) -> int:
     if words:
         print(words, file=sys.stderr)
     return exit_status
+
+
+def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitConfig:
+    """The configuration with all that it left open filled in, the same in all processes; ``data`` give such batches."""
+    if not (config.batch_is_open or config.backward.open):
+        return chosen(config, data, device_kind(config.trainer.accelerator))
+    if run.is_main:
+        config = chosen(config, data, device_kind(config.trainer.accelerator))
+    config = checkpointed.typed("fit", run.agreed("chosen", container(config)))
+    option, size = config.batch_option
+    setattr(data, option.removeprefix("data."), size)
+    return config
 
 
 def _origin(config: FitConfig, run: Run) -> Path | None:

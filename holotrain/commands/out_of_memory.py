@@ -9,7 +9,7 @@ import torch
 
 from holotrain.commands.advice import advice
 from holotrain.commands.run import Run
-from holotrain.config.build_trainer import device_kind, device_name
+from holotrain.config.devices import device_kind, device_name
 from holotrain.config.schema import RunConfig
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")

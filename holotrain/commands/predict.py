@@ -15,7 +15,8 @@ from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_files_loader, description, task_of
-from holotrain.config.build_trainer import build_trainer, check_device
+from holotrain.config.build_trainer import build_trainer
+from holotrain.config.devices import check_device
 from holotrain.config.schema import PredictConfig
 from holotrain.config.schema.task import of_images
 
@@ -33,10 +34,10 @@ def run(config: PredictConfig, run: Run) -> int:
         task = task_of(model, config, described)
         loader = build_files_loader(config, described, Path(files))
     else:
-        _, data, task = prepared("predict", config)
+        _, data, task = prepared("predict", config, run)
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
-    screen.show_start("predict", config, run.choices, task.model, run.folder, path)
+    screen.show_start("predict", config, run, task.model, path)
     in_int8(task.model, config.int8)
     trainer = build_trainer(config.trainer, run.folder, [], False)
     batches = trainer.predict(task, dataloaders=loader)

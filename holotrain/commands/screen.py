@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
-from holotrain.config.build_trainer import device_name
+from holotrain.config.devices import device_name
 from holotrain.config.schema import RunConfig
 from holotrain.data import TextDataModule
 
@@ -27,17 +28,16 @@ console = Console(highlight=False)
 def show_start(
     command: str,
     config: RunConfig,
-    choices: dict[str, str],
+    run: Run,
     model: nn.Module,
-    folder: Path,
     origin: Path | None,
     data: pl.LightningDataModule | None = None,
 ) -> None:
     """Says what is about to happen, and from how much text, if any."""
     rows = {
-        "model": f"{choices.get('model', config.model.kind)}, {_parameters(model)}",
+        "model": f"{run.choices.get('model', config.model.kind)}, {_parameters(model)}",
         "task": config.task.kind,
-        "data": f"{choices.get('data', config.data.kind)}, {_batches(config)}",
+        "data": f"{run.choices.get('data', config.data.kind)}, {_batches(config)}",
         "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
         "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
@@ -45,7 +45,8 @@ def show_start(
         "precision": config.trainer.precision,
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
-        "folder": folder,
+        "processes": f"{run.place.size}, {config.trainer.strategy}" if run.place else None,
+        "folder": run.folder,
     }
     console.print(_table(f"holotrain {command}", {key: value for key, value in rows.items() if value is not None}))
 

@@ -33,6 +33,8 @@ class Summary:
     synthesis: str
     parameters: int
     seconds: float
+    strategy: str = "single"
+    processes: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
     epochs: int | None = None
     steps: int | None = None
@@ -45,7 +47,7 @@ class Summary:
     @classmethod
     def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed") -> Summary:
         """The summary of a run, without its figures yet."""
-        from holotrain.config.build_trainer import device_name
+        from holotrain.config.devices import device_name
 
         return cls(
             command=run.command,
@@ -57,6 +59,8 @@ class Summary:
             synthesis=config.synthesis.kind,
             parameters=parameter_count(model),
             seconds=0.0,
+            strategy=config.trainer.strategy,
+            processes=run.place.size if run.place else 1,
         )
 
     def write(self, folder: Path) -> None:

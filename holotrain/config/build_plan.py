@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from holotrain.config.build import build_task
 from holotrain.config.build_synthesis import built_synthesis
-from holotrain.config.build_trainer import autocast_of
+from holotrain.config.devices import autocast_of
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.data.example import example_batch

@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     RichProgressBar,
 )
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from torch import Tensor
 
@@ -35,14 +35,21 @@ from holotrain.callbacks import (
 )
 from holotrain.checks import one_of
 from holotrain.config.build import build_model
+from holotrain.config.build_strategy import build_strategy, spread
 from holotrain.config.build_synthesis import build_synthesis
+from holotrain.config.devices import check_device, device_name
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
+from holotrain.parallel.environment import Joined
+from holotrain.ranks.place import Place
 from holotrain.tasks import Task
+
+OURS = ("tensor_parallel", "backend", "compression", "timeout")
+"""Options of a trainer that are none of Lightning's."""
 
 
 def build_trainer(
@@ -52,29 +59,36 @@ def build_trainer(
     logger: object,
     batches: int | None = None,
     profiler: str | None = None,
+    place: Place | None = None,
 ) -> pl.Trainer:
     """A trainer that keeps its files in ``folder``.
 
     Args:
         batches: of an epoch; needed to train.
         profiler: by name.
+        place: this process's, of several that train together.
 
     Raises:
         UserError: the device is not there, or cannot run in that precision.
     """
     check_device(config)
-    changed: dict[str, Any] = {"profiler": _profiler(profiler, folder)}
+    changed: dict[str, Any] = {"profiler": _profiler(profiler if place is None or place.is_main else None, folder)}
+    changed |= spread(config, place) | {"strategy": build_strategy(config, place)}
+    if place is not None:
+        changed["plugins"] = [Joined(place)]
+    if place is not None and config.precision == "64-true":
+        # Lightning's ModelParallelStrategy takes it as a plugin alone.
+        changed |= {"precision": None, "plugins": [Joined(place), DoublePrecision()]}
     if batches is not None:
         changed |= validation(config, batches)
     return pl.Trainer(
         default_root_dir=folder,
-        devices=1,
         callbacks=callbacks,
         logger=logger,
         enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
         enable_model_summary=False,
         use_distributed_sampler=False,  # our batch samplers share out by themselves
-        **vars(config) | changed,
+        **{name: value for name, value in vars(config).items() if name not in OURS} | changed,
     )
 
 
@@ -107,59 +121,6 @@ def _profiler(name: str | None, folder: Path) -> Profiler | None:
         return TraceProfiler(folder)
     kind = {None: None, "simple": SimpleProfiler, "advanced": AdvancedProfiler}[name]
     return kind and kind(dirpath=folder, filename="profile")
-
-
-def device_kind(accelerator: str) -> str:
-    """cuda, mps or cpu: what an accelerator of that name comes to on this machine."""
-    if accelerator in ("auto", "gpu") and torch.cuda.is_available():
-        return "cuda"
-    if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
-        return "mps"
-    return "cpu"
-
-
-def device_name(accelerator: str) -> str:
-    """The device in words: a GPU's name, or how many threads the CPU gives us."""
-    kind = device_kind(accelerator)
-    if kind == "cuda":
-        return torch.cuda.get_device_name()
-    return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
-
-
-def autocast_of(config: TrainerConfig, device: str | None = None) -> AbstractContextManager:
-    """The precision of a run outside of a Trainer; ``device``: in the place of the accelerator's."""
-    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
-    return torch.autocast(device or device_kind(config.accelerator), dtype) if dtype else nullcontext()
-
-
-def check_device(config: TrainerConfig) -> None:
-    """
-    Raises:
-        UserError: the accelerator is not there, or cannot run in that precision.
-    """
-    kind = device_kind(config.accelerator)
-    if config.accelerator in ("gpu", "mps") and kind == "cpu":
-        raise UserError(f"trainer.accelerator={config.accelerator}: this machine has none; take trainer.accelerator=cpu")
-    if config.precision == "16-mixed" and kind == "cpu":
-        raise UserError("trainer.precision=16-mixed scales gradients, which needs a GPU; on the CPU take bf16-mixed or 32-true")
-    if config.precision == "64-true" and kind == "mps":
-        raise UserError("trainer.precision=64-true: this GPU has no 64-bit floats; take 32-true or trainer.accelerator=cpu")
-    if config.precision == "bf16-mixed" and kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"trainer.precision=bf16-mixed: {torch.cuda.get_device_name()} has no bfloat16; take 16-mixed")
-
-
-def check_training_device(config: RunConfig) -> None:
-    """
-    Raises:
-        UserError: the device is not there, or cannot train as configured.
-    """
-    check_device(config.trainer)
-    if config.backward.cuda_graph and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("backward.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
-    if getattr(config.synthesis, "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("synthesis.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
-    if getattr(config.synthesis, "offload", False) and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("synthesis.offload: it takes holograms off an NVIDIA GPU; this run would train without one")
 
 
 def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
@@ -198,7 +159,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
     """
     settings = config.callbacks
     checkpoint = settings.checkpoint
-    callbacks: list[pl.Callback] = [*build_progress(settings), ExactResume()]
+    callbacks: list[pl.Callback] = [*build_progress(settings), ExactResume(config.seed)]
     if settings.memory:
         callbacks.append(MemoryMonitor())
     if settings.drift.enabled and not config.backward.cuda_graph:  # a replay runs no Python that could look

@@ -16,6 +16,7 @@ from holotrain.config.arguments import Arguments, literal
 from holotrain.config.composition import composed
 from holotrain.config.folders import LAST_CHECKPOINT, run_folder
 from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
+from holotrain.config.schema.running import STRATEGIES
 from holotrain.errors import UserError
 
 KEY = "holotrain"
@@ -31,10 +32,18 @@ def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any
     Args:
         description: of what was trained, as ``holotrain.config.build.description`` gives it.
     """
-    container = OmegaConf.to_container(OmegaConf.structured(config))
     shared = {field.name for field in fields(RunConfig)}
-    kept = {key: value for key, value in container.items() if key in shared}
+    kept = {key: value for key, value in container(config).items() if key in shared}
     return {"config": kept, "choices": choices, "description": description}
+
+
+def container(config: RunConfig) -> dict[str, Any]:
+    """The configuration in plain containers, from which ``typed`` makes it again."""
+    return OmegaConf.to_container(OmegaConf.structured(config))
+
+
+PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "compression")
+"""Options that say in how many processes a run is done: a training continues in as many, other commands take one."""
 
 
 @dataclass
@@ -63,6 +72,8 @@ def origin(arguments: Arguments) -> Origin | None:
     kept = load(path)[KEY]
     given = {override.partition("=")[0] for override in arguments.overrides}
     given |= {brought for group in given for brought in BRINGS.get(group, ())}
+    if arguments.command != "fit" and kept["choices"].get("trainer") in STRATEGIES:
+        given.add("trainer")
     choices = [f"{group}={option}" for group, option in kept["choices"].items() if group not in given]
     return Origin(path, kept["config"], choices)
 
@@ -125,6 +136,8 @@ def adopted(command: str, config: DictConfig, start: Origin, overrides: list[str
     changed = OmegaConf.to_container(config, resolve=True)
     before = OmegaConf.to_container(composed(command, start.choices), resolve=True)
     result = changed | {key: value for key, value in start.config.items() if key in changed}
+    if command != "fit":  # a training in many processes leaves a checkpoint that one can read
+        result["trainer"] = result["trainer"] | {name: changed["trainer"][name] for name in PROCESSES}
     _change(result, before, changed)
     for override in overrides:
         key = override.lstrip("+").partition("=")[0].replace("/", ".")
@@ -157,7 +170,7 @@ def _set(result: dict, source: dict, path: list[str]) -> None:
         result[name] = source[name]
 
 
-def typed(command: str, container: dict[str, Any]) -> RunConfig:
+def typed(command: str, plain: dict[str, Any]) -> RunConfig:
     """Checks a configuration against the schemas and returns it as dataclasses.
 
     Raises:
@@ -166,15 +179,15 @@ def typed(command: str, container: dict[str, Any]) -> RunConfig:
     """
     root = OmegaConf.structured(COMMANDS[command])
     for group, classes in KINDS.items():
-        if not isinstance(container.get(group), dict):
+        if not isinstance(plain.get(group), dict):
             raise UserError(f"{group}: an option is needed; give {group}=...")
-        kind = container[group].get("kind")
+        kind = plain[group].get("kind")
         if kind not in classes:
             raise UserError(f"{group}.kind: {kind!r} is not one of {', '.join(classes)}")
         root[group] = OmegaConf.structured(classes[kind])
     for group, schema in PLAIN.items():
         root[group] = OmegaConf.structured(schema)
-    return OmegaConf.to_object(OmegaConf.merge(root, _literally(container)))
+    return OmegaConf.to_object(OmegaConf.merge(root, _literally(plain)))
 
 
 def _literally(node: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from holotrain.config.budget import too_little
 from holotrain.config.build import build_task
 from holotrain.config.build_plan import Planner, doubled
-from holotrain.config.build_trainer import autocast_of
+from holotrain.config.devices import autocast_of
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import PLAIN, reversible
 from holotrain.data.example import example_batch

@@ -7,6 +7,7 @@ augment   transforms for training and evaluation
 seeded    augmentation seeded by (seed, epoch, index)
 text      text: tokenizers, sources, a cache of tokens, packed blocks and documents
 sampler   the order of an epoch as a function of seed and epoch
+fixed     the order in which evaluation reads, shared out to processes
 loader    loaders that can be resumed in mid-epoch
 """
 

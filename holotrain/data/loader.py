@@ -6,14 +6,24 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
 from holotrain.errors import UserError
+from holotrain.ranks.share import share
 
 
 class Loader(DataLoader):
-    """A DataLoader with a generator of its own, whose workers live on between epochs and whose UserErrors stay one line."""
+    """A DataLoader with a generator of its own, whose workers live on between epochs and whose UserErrors stay one line.
 
-    def __init__(self, dataset: Dataset, **options: Any) -> None:
+    Without a batch sampler of its own it reads in order, and of several processes each its share.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
+        if "batch_sampler" not in options:
+            alone = share() == (0, 1)
+            options |= (
+                {"batch_size": batch_size} if alone else {"batch_sampler": FixedBatches(in_batches(len(dataset), batch_size))}
+            )
         defaults = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
         super().__init__(dataset, **defaults | options)
 

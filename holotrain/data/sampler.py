@@ -4,21 +4,19 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
+
+from holotrain.ranks.share import share
+from holotrain.seeds import mixed_seed
 
 Key = tuple[int, int]
 """(epoch, index): what a data set is asked for, so that it can seed a sample's augmentation by both."""
 
 
 def process_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which of how many processes this is: as given, or where None as torch.distributed says."""
-    together = dist.is_available() and dist.is_initialized()
-    if rank is None:
-        rank = dist.get_rank() if together else 0
-    if world_size is None:
-        world_size = dist.get_world_size() if together else 1
-    return rank, world_size
+    """Which share of how many this process reads: as given, or where None as :func:`holotrain.ranks.share.share` says."""
+    here, size = share()
+    return here if rank is None else rank, size if world_size is None else world_size
 
 
 class ResumableBatchSampler(Sampler[list]):
@@ -88,14 +86,3 @@ class EpochBatchSampler(ResumableBatchSampler):
         for batch in range(start, len(self)):
             first = batch * self.batch_size
             yield [(epoch, index) for index in order[first : first + self.batch_size]]
-
-
-def mixed_seed(*numbers: int) -> int:
-    """One seed of 63 bits from several numbers; near inputs give far seeds (the finaliser of splitmix64)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        state ^= state >> 31
-    return state >> 1

@@ -10,6 +10,7 @@ masking          which words are masked, and what is shown in their place
 padding          which tokens of a batch are real
 optimizers       AdamW, SGD and Muon over parameters that decay and parameters that do not
 combined         several optimizers that step as one
+sharded_muon     Muon for matrices that are shared out among processes
 schedules        cosine, multi-step and constant, after a warm-up
 """
 

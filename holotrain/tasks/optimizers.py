@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from holotrain.models.layers.residual import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.combined import CombinedOptimizer
+from holotrain.tasks.sharded_muon import ShardedMuon
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -58,7 +59,7 @@ def muon(
     ]
     parts: list[Optimizer] = [AdamW(groups, lr=others * lr, betas=tuple(betas), eps=eps)]
     if matrices:
-        parts.append(Muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        parts.append(ShardedMuon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     return CombinedOptimizer(parts)
 
 

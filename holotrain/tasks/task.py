@@ -51,12 +51,18 @@ class Task(pl.LightningModule):
     def loss(self, *inputs: Tensor | None) -> Tensor:
         """The mean loss of a batch: what is differentiated."""
 
+    def configure_model(self) -> None:
+        """Where the strategy shares parameters out, it does so here."""
+        share_out = getattr(self.trainer.strategy, "share_out", None)
+        if share_out is not None:
+            share_out(self.model)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs = self.inputs(batch)
         loss = (self._graphed or self.loss)(*inputs)
         # Lightning's log takes a few per cent of a small model's step: it is called where its value will be read.
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0 or self.trainer.is_last_batch:
-            self.log("train/loss", loss, prog_bar=True, batch_size=len(inputs[0]))
+            self.log("train/loss", loss, prog_bar=True, batch_size=len(inputs[0]), sync_dist=True)
             self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=len(inputs[0]))
         return loss
 

@@ -8,9 +8,10 @@ from omegaconf import OmegaConf
 
 from holotrain.config.build import build_data, build_model, build_task
 from holotrain.config.build_synthesis import build_synthesis
-from holotrain.config.build_trainer import build_loggers, check_device, check_training_device
+from holotrain.config.build_trainer import build_loggers
 from holotrain.config.checkpointed import typed
 from holotrain.config.composition import composed, config_folder, option_names
+from holotrain.config.devices import check_device, check_training_device
 from holotrain.config.register import register
 from holotrain.config.schema import COMMANDS
 from holotrain.data import TextDataModule

@@ -8,6 +8,11 @@ from holotrain.config.schema.task import of_images
 from holotrain.errors import UserError
 
 
+def _require_one_process(command: str, config: RunConfig) -> None:
+    if config.trainer.strategy != "single":
+        raise UserError(f"trainer={config.trainer.strategy}: {command} runs in one process; leave it out")
+
+
 def _require_checkpoint(command: str, path: str | None) -> None:
     if not path:
         raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=runs/fit/.../checkpoints/last.ckpt")
@@ -67,6 +72,7 @@ class PredictConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_checkpoint("predict", self.ckpt_path)
+        _require_one_process("predict", self)
         if self.task.kind == "masked_lm":
             raise UserError("predict: a masked_lm tells masked words alone; train sequence_classification or causal_lm from it")
         wrong = "texts" if of_images(self.task.kind) else "images"
@@ -106,6 +112,7 @@ class GenerateConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_checkpoint("generate", self.ckpt_path)
+        _require_one_process("generate", self)
         if self.task.kind != "causal_lm":
             raise UserError(f"generate: it continues texts with a causal_lm; the checkpoint is of task={self.task.kind}")
         if self.prompt is None and self.prompts is None:
@@ -136,6 +143,7 @@ class ExportConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_checkpoint("export", self.ckpt_path)
+        _require_one_process("export", self)
         one_of("format", self.format, ("safetensors", "program", "onnx"))
         if self.format != "safetensors" and not of_images(self.task.kind):
             raise UserError(f"format={self.format}: it is for image classifiers; the checkpoint is of task={self.task.kind}")
@@ -156,6 +164,8 @@ class PlanConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("device", self.device, ("auto", "cuda", "cpu"))
+        if self.trainer.strategy in ("fsdp", "tp"):
+            raise UserError(f"trainer={self.trainer.strategy}: a plan is of a process that holds all parameters; leave it out")
 
 
 @dataclass

@@ -65,6 +65,7 @@ class RunConfig:
         self._check_error_diffusion()
         self._check_backward()
         self._check_batch()
+        self._check_strategy()
 
     def _check_task(self) -> None:
         task, families, data = self.task.kind, FAMILIES[self.task.kind], LEARNED_FROM[self.task.kind]
@@ -126,6 +127,23 @@ class RunConfig:
                 raise UserError(f"data.{other}=auto: here {option} says how large a batch is; give {option}=auto")
         if size == AUTO and self.backward.open:
             raise UserError(f"{option}=auto: backward=auto wants the same memory; give one of the two a value")
+
+    def _check_strategy(self) -> None:
+        strategy = self.trainer.strategy
+        if strategy == "single":
+            return
+        if self.backward.cuda_graph or getattr(self.synthesis, "cuda_graph", False):
+            option = "backward" if self.backward.cuda_graph else "synthesis"
+            raise UserError(f"{option}.cuda_graph: a replay talks to no other process; with trainer={strategy} leave it out")
+        if strategy == "ddp":
+            return
+        parts = f"trainer={strategy} leaves a process parts alone"
+        if self.synthesis.kind != "none":
+            raise UserError(f"synthesis={self.synthesis.kind}: it transforms whole gradients, and {parts}; take trainer=ddp")
+        if self.callbacks.ema.decay is not None:
+            raise UserError(f"callbacks.ema: it averages whole weights, and {parts}; take trainer=ddp")
+        if self.backward.open or self.batch_is_open:
+            raise UserError(f"auto: memory is planned for whole models, and {parts}; choose backward and batch yourself")
 
     def _check_backward(self) -> None:
         backward, rebuilds = self.backward, reversible(self.model.kind)

@@ -6,9 +6,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from holotrain.checks import amount, at_least, one_of, within
+from holotrain.checks import amount, at_least, at_least_or_auto, one_of, within
 from holotrain.errors import UserError
 
+STRATEGIES = ("single", "ddp", "fsdp", "tp")
+COMPRESSIONS = ("none", "bf16", "powersgd")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
 
@@ -16,6 +18,28 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 class TrainerConfig:
     accelerator: str = "auto"
     """auto, cpu, gpu or mps"""
+
+    strategy: str = "single"
+    """single; or of several processes: ddp, each with the whole model; fsdp, parameters shared out (FSDP2); tp, layers shared
+    out (tensor parallel)"""
+
+    devices: Any = 1
+    """processes on this machine, one a GPU; auto: as many as there are GPUs, or as torchrun or srun started"""
+
+    num_nodes: int | None = None
+    """machines, started by torchrun or srun on each; null: as many as they are"""
+
+    tensor_parallel: int | None = None
+    """of tp: processes that share a layer; fsdp works between such groups; null: all"""
+
+    backend: str = "auto"
+    """what processes talk through: nccl, gloo or auto, nccl between GPUs"""
+
+    compression: str = "none"
+    """of ddp: gradients are sent as none (they are), bf16 or powersgd (low rank; Vogels et al., 2019)"""
+
+    timeout: float = 600.0
+    """seconds after which a process that does not answer counts as dead"""
 
     precision: str = "32-true"
     """32-true, 64-true, bf16-mixed or 16-mixed (GPU only; scaled gradients)"""
@@ -80,6 +104,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu", "mps"))
         one_of("trainer.precision", self.precision, PRECISIONS)
+        self._check_processes()
         one_of("trainer.gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
         if self.max_epochs != -1:
             at_least("trainer.max_epochs", self.max_epochs, 1)
@@ -97,6 +122,24 @@ class TrainerConfig:
             amount(f"trainer.{name}", getattr(self, name))
         if not self.val_check_interval:
             raise UserError("trainer.val_check_interval: 0 are none; leave validation out by trainer.limit_val_batches=0")
+
+    def _check_processes(self) -> None:
+        one_of("trainer.strategy", self.strategy, STRATEGIES)
+        one_of("trainer.backend", self.backend, ("auto", "nccl", "gloo"))
+        one_of("trainer.compression", self.compression, COMPRESSIONS)
+        at_least_or_auto("trainer.devices", self.devices, 1)
+        at_least("trainer.timeout", self.timeout, 1)
+        for name in ("num_nodes", "tensor_parallel"):
+            if getattr(self, name) is not None:
+                at_least(f"trainer.{name}", getattr(self, name), 1)
+        if self.strategy == "single" and (self.devices not in (1, "auto") or (self.num_nodes or 1) > 1):
+            raise UserError("trainer.devices: trainer=default trains in one process; take trainer=ddp, fsdp or tp")
+        if self.compression != "none" and self.strategy != "ddp":
+            raise UserError(f"trainer.compression={self.compression}: it is an option of trainer=ddp alone")
+        if self.tensor_parallel is not None and self.strategy != "tp":
+            raise UserError("trainer.tensor_parallel: it is an option of trainer=tp alone")
+        if self.strategy in ("fsdp", "tp") and self.precision == "16-mixed":
+            raise UserError(f"trainer.precision=16-mixed: trainer={self.strategy} cannot scale gradients; take bf16-mixed")
 
 
 SPLITS = ("train", "val", "test", "predict")

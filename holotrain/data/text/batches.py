@@ -1,14 +1,11 @@
-"""Data sets that hand out whole batches, and the fixed order in which evaluation reads them."""
+"""Data sets that hand out whole batches."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
-
-from holotrain.data.sampler import process_of
+from torch.utils.data import Dataset
 
 Batch = dict[str, Any]
 """``tokens`` (B, T) int64, and what else the layout has."""
@@ -29,23 +26,3 @@ class Batched(Dataset):
 def as_it_is(batch: Batch) -> Batch:
     """Collates what is a batch already."""
     return batch
-
-
-class FixedBatches(Sampler[list[int]]):
-    """The same batches in the same order always; of several processes, each reads every so-manieth of them.
-
-    Args:
-        batches: indices of each.
-        rank, world_size: which of how many processes this is; None: as torch.distributed says.
-    """
-
-    def __init__(self, batches: Sequence[np.ndarray], rank: int | None = None, world_size: int | None = None) -> None:
-        self.rank, self.world_size = process_of(rank, world_size)
-        self.own = batches[self.rank :: self.world_size]
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.own:
-            yield batch.tolist()

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.loader import Loader
-from holotrain.data.text.batches import Batch, Batched, FixedBatches, as_it_is
+from holotrain.data.text.batches import Batch, Batched, as_it_is
 from holotrain.data.text.readers import ROWS, Reader
 from holotrain.data.text.tokenizer import Tokenizer
 from holotrain.errors import UserError
@@ -101,5 +102,4 @@ def text_files(
         rows += cuts
         names += [name] * len(cuts)
     files = LooseFiles(rows, names, tokenizer.pad_id)
-    batches = [np.arange(first, min(first + batch_size, len(rows))) for first in range(0, len(rows), batch_size)]
-    return Loader(files, batch_sampler=FixedBatches(batches), collate_fn=as_it_is, **loading)
+    return Loader(files, batch_sampler=FixedBatches(in_batches(len(rows), batch_size)), collate_fn=as_it_is, **loading)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from holotrain.checks import at_least, one_of
+from holotrain.data.fixed import FixedBatches
 from holotrain.data.loader import Loader, ResumableLoader
-from holotrain.data.text.batches import Batched, FixedBatches, as_it_is
+from holotrain.data.text.batches import Batched, as_it_is
 from holotrain.data.text.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.text.byte_tokenizer import ByteTokenizer
 from holotrain.data.text.cache import built, key_of, manifest_of

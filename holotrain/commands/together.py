@@ -1,0 +1,187 @@
+"""A command in as many processes as its configuration asks for.
+
+Hydra runs in the main process alone: it hands each job's configuration, typed and checked, to the others, which follow. So a
+sweep is one sweep however many processes train its jobs, and all of them have the one folder and the one configuration.
+"""
+
+import importlib
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holotrain.commands.quiet import quieten
+from holotrain.commands.run import Run
+from holotrain.config import checkpointed
+from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
+from holotrain.config.schema import RunConfig
+from holotrain.errors import UserError
+from holotrain.ranks.launch import launched, threads_each
+from holotrain.ranks.place import Place
+from holotrain.ranks.share import set_share
+from holotrain.ranks.watch import GRACE
+from holotrain.ranks.world import PATIENCE, Broken, World
+
+TOGETHER = ("fit", "validate", "test")
+"""The commands that several processes can run."""
+
+
+class Together:
+    """What a main process knows of the others over all its jobs.
+
+    Args:
+        place: that a launcher (torchrun, srun) gave this process; None: the processes of a job are started for it.
+
+    Attributes:
+        broken: one of a launcher's processes died, so that no other job can be done.
+    """
+
+    def __init__(self, place: Place | None) -> None:
+        self.place = place
+        self._world: World | None = None
+        self.broken = False
+
+    def run(self, command: str, config: RunConfig, run: Run) -> int:
+        """Runs one job, here or together with others. Returns the exit status: 1 where one of the processes died.
+
+        Raises:
+            UserError: the processes do not suit the configuration.
+        """
+        alone = config.trainer.strategy == "single" or command not in TOGETHER
+        if self.place is None and (alone or processes_of(config.trainer) == 1):
+            check_processes(config, None)
+            return _command(command, config, run)
+        if alone:
+            raise UserError(
+                f"started as {self.place.size} processes, but trainer=default trains in one; take trainer=ddp, fsdp or tp"
+                if command in TOGETHER
+                else f"{command} runs in one process; it was started as {self.place.size}"
+            )
+        check_processes(config, self.place)
+        with self._joined(command, config) as world:
+            world.post(f"job/{world.jobs}", _posted(command, config, run))
+            try:
+                return job(world, command, config, run)
+            except Broken as broken:
+                print(f"holotrain: {broken}{run.hint()}", file=sys.stderr)
+                self.broken = self.place is not None
+                return 1
+
+    @contextmanager
+    def _joined(self, command: str, config: RunConfig) -> Iterator[World]:
+        if self.place is not None:  # a launcher's processes stay for all jobs
+            if self._world is None:
+                self._world = World(self.place, config.trainer.timeout)
+            yield self._world
+            return
+        size = processes_of(config.trainer)
+        threads = torch.get_num_threads()
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads_each(size))
+        world = launched(size, command, config.trainer.timeout)
+        try:
+            yield world
+        finally:
+            world.post(f"job/{world.jobs}", None)
+            world.close()
+            torch.set_num_threads(threads)
+
+    def close(self) -> None:
+        """Lets a launcher's processes go, those too that have never been given a job."""
+        if self.place is not None:
+            world = self._world or World(self.place, PATIENCE)
+            world.post(f"job/{world.jobs}", None)
+            world.close()
+
+
+def follow(place: Place) -> int:
+    """Runs the jobs that the main process hands out, and says nothing. Returns the exit status."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    quieten()
+    statuses, world = [0], None
+    try:
+        world = World(place, timeout=float("inf"))
+        while (posted := world.read(f"job/{world.jobs}")) is not None:
+            config = checkpointed.typed(posted["command"], posted["config"])
+            run = Run(**posted["run"] | {"folder": Path(posted["run"]["folder"])})
+            world.watch.timeout = world.timeout = config.trainer.timeout
+            statuses.append(job(world, posted["command"], config, run))
+    except (Broken, UserError) as error:
+        if place.rank == 1 and "rank 0" in str(error):
+            print(f"holotrain: {error}{world.watch.hint() if world else ''}", file=sys.stderr)
+        return 1
+    world.close()
+    return max(statuses)
+
+
+def job(world: World, command: str, config: RunConfig, run: Run) -> int:
+    """One job in this process, of several. Returns the exit status, the same in all of them.
+
+    Raises:
+        Broken: one of the processes died, or failed where others did not.
+    """
+    run = replace(run, world=world)
+    mistake, status, trace = None, 0, ""
+    world.watch.hint = run.hint
+    try:
+        device = device_of(config.trainer, world.place)
+        _check_equal(world, device)
+        with world.group(backend_of(config.trainer, device), device):
+            set_share(*share_of(config.trainer, world.place))
+            status = _command(command, config, run)
+    except Broken:
+        raise
+    except UserError as error:
+        mistake, status = str(error), 2
+        if world.place.is_main:
+            print(f"holotrain: {error}", file=sys.stderr)
+    except Exception as error:
+        if _lost_a_peer(error) and (verdict := world.watch.waited(4 * GRACE)) is not None:
+            raise Broken(verdict) from error
+        mistake, status, trace = f"{type(error).__name__}: {error}".splitlines()[0], 1, traceback.format_exc()
+        if world.place.is_main:
+            print(trace, file=sys.stderr)
+    finally:
+        set_share()
+    try:
+        return world.finish_job(status, mistake)
+    except Broken:
+        if trace and not world.place.is_main:  # else it was the main process's too
+            print(trace, file=sys.stderr)
+        raise
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    """Whether this is what a collective says when one of those that take part is gone."""
+    signs = r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|peer"
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(signs, str(error), re.I)))
+
+
+def _command(command: str, config: RunConfig, run: Run) -> int:
+    return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
+
+
+def _posted(command: str, config: RunConfig, run: Run) -> dict[str, Any]:
+    shown = {name: value for name, value in vars(run).items() if name != "world"}
+    return {"command": command, "config": checkpointed.container(config), "run": shown | {"folder": str(run.folder)}}
+
+
+def _check_equal(world: World, device: torch.device) -> None:
+    """
+    Raises:
+        UserError: the machines are not alike.
+    """
+    mine = f"{world.place.local_size} processes, on {device.type}"
+    for rank, theirs in enumerate(world.gathered("machine", mine)):
+        if theirs != mine:
+            raise UserError(f"the machines are not alike: rank {rank} has {theirs}, rank {world.place.rank} {mine}")

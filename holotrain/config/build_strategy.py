@@ -1,0 +1,88 @@
+"""Configurations to the processes that train together, and to Lightning's strategies."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+
+from holotrain.config.devices import check_device, device_kind
+from holotrain.config.schema import RunConfig
+from holotrain.config.schema.running import TrainerConfig
+from holotrain.errors import UserError
+from holotrain.parallel.data import ddp
+from holotrain.parallel.sharded import Sharding
+from holotrain.ranks.place import Place
+
+
+def processes_of(config: TrainerConfig) -> int:
+    """How many processes to start on this machine."""
+    if config.strategy == "single":
+        return 1
+    if config.devices != "auto":
+        return config.devices
+    return torch.cuda.device_count() if device_kind(config.accelerator) == "cuda" else 1
+
+
+def check_processes(config: RunConfig, place: Place | None) -> None:
+    """
+    Args:
+        place: that a launcher gave this process.
+
+    Raises:
+        UserError: there are not so many devices, they cannot talk to each other, or the launcher started another number.
+    """
+    trainer = config.trainer
+    if trainer.strategy == "single":
+        return
+    check_device(trainer)
+    kind, named = device_kind(trainer.accelerator), f"trainer.devices={trainer.devices}"
+    if kind == "mps":
+        raise UserError(f"trainer={trainer.strategy}: this GPU cannot train with others; take trainer.accelerator=cpu")
+    if trainer.backend == "nccl" and kind != "cuda":
+        raise UserError("trainer.backend=nccl: it joins NVIDIA GPUs, and this run is on the CPU; take gloo")
+    if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
+        raise UserError(f"trainer={trainer.strategy}: this torch was built without what joins processes; take trainer=default")
+    count = processes_of(trainer) if place is None else place.local_size
+    if place is None and (trainer.num_nodes or 1) > 1:
+        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun, on every machine")
+    if place is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, place.nodes)):
+        machines = f" on each of {place.nodes} machines" if place.nodes > 1 else ""
+        raise UserError(f"{named}: the launcher started {count} processes{machines}; leave trainer.devices=auto to it")
+    if kind == "cuda" and count > torch.cuda.device_count():
+        raise UserError(f"{named}: this machine has {torch.cuda.device_count()} GPUs; take no more, or trainer.accelerator=cpu")
+
+
+def device_of(config: TrainerConfig, place: Place) -> torch.device:
+    """This process's own."""
+    return torch.device("cuda", place.local_rank) if device_kind(config.accelerator) == "cuda" else torch.device("cpu")
+
+
+def backend_of(config: TrainerConfig, device: torch.device) -> str:
+    """By name."""
+    if config.backend != "auto":
+        return config.backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def share_of(config: TrainerConfig, place: Place) -> tuple[int, int]:
+    """Which share of the data this process reads, of how many."""
+    return place.rank, place.size
+
+
+def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str:
+    """Lightning's strategy; "auto" where one process trains."""
+    if place is None:
+        return "auto"
+    common: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout)}
+    if config.strategy == "fsdp":
+        return Sharding(place.size, **common)
+    return ddp(config.compression, **common)
+
+
+def spread(config: TrainerConfig, place: Place | None) -> dict[str, Any]:
+    """Lightning's arguments that say how many devices there are on how many machines."""
+    return {"devices": 1, "num_nodes": 1} if place is None else {"devices": place.local_size, "num_nodes": place.nodes}

@@ -1,0 +1,6 @@
+"""Lightning's strategies for several processes, and what they lack.
+
+environment   Joined: tells Lightning that the processes are there already
+data          DDP, with compressed gradients by option
+sharded       FSDP2: parameters shared out
+"""

@@ -1,0 +1,10 @@
+"""Several processes that do one run together: which of them this is, how they are started, how they notice a death.
+
+place     Place: this process's number among how many, as torchrun, SLURM or our own start says
+launch    starting the others of this machine
+world     World: the processes of a run, what they agree on, the group in which they train
+watch     Watch: notices when one of them dies, and says which
+share     which share of the data a process reads
+
+Nothing is imported here: the command line asks for its place before it needs torch.
+"""

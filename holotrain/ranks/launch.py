@@ -1,0 +1,80 @@
+"""Starting the other processes of this machine.
+
+Lightning's own launcher starts the command line once more in each of them; within a sweep of Hydra's that would be the whole
+sweep. Here they are started as followers, which take one configuration after the other from the main process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from holotrain.errors import UserError
+from holotrain.ranks.place import Place
+from holotrain.ranks.world import World
+
+LOOPBACK = "127.0.0.1"
+
+
+def launched(size: int, command: str, timeout: float) -> World:
+    """This process as the main one of ``size`` on this machine; the others are started.
+
+    Args:
+        command: of the command line, for whoever looks at the list of processes.
+        timeout: seconds within which processes answer each other.
+
+    Raises:
+        UserError: the port that MASTER_PORT names is in use.
+    """
+    from torch.distributed import TCPStore
+
+    port = _wanted_port()
+    store = TCPStore(LOOPBACK, port, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+    place = Place(0, size, 0, size, LOOPBACK, store.port, hosts=True)
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    shared = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is told of in a line
+    shared.setdefault("OMP_NUM_THREADS", str(threads_each(size)))
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "holotrain", command, f"rank={rank}"],
+            env=shared | place.environment(rank),
+            stdin=subprocess.DEVNULL,
+        )
+        for rank in range(1, size)
+    ]
+    return World(place, timeout, store, children)
+
+
+def threads_each(size: int) -> int:
+    """Threads for each of so many processes that share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // size) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _wanted_port() -> int:
+    """That of MASTER_PORT, else 0: any that is free."""
+    wanted = os.environ.get("MASTER_PORT")
+    if not wanted:
+        return 0
+    if not wanted.isdigit() or int(wanted) > 65535:
+        raise UserError(f"MASTER_PORT={wanted} is no port")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, int(wanted)))
+        except OSError as error:
+            raise UserError(f"MASTER_PORT={wanted}: the port is in use; unset it, or give another") from error
+    return int(wanted)
+
+
+def ended_by(status: int) -> str:
+    """How a process ended, in words."""
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"

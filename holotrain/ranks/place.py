@@ -1,0 +1,106 @@
+"""This process's number among those that train together, and where they meet."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holotrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    Args:
+        rank, size: this process's number, of how many.
+        local_rank, local_size: the same of this machine.
+        address, port: where the processes meet.
+        hosts: whether this process is the one that they all connect to; False where the launcher is.
+        attempt: how often a launcher has started these processes again.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    hosts: bool
+    attempt: str = "0"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def node(self) -> int:
+        """The number of this machine, of machines with equally many processes."""
+        return self.rank // self.local_size
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.local_size
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """The variables that tell a process of this machine that it is ``rank``: those of torchrun."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank - self.rank + self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def found(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun, srun, or a main process of our own gave this process; None where it was started alone.
+
+    Raises:
+        UserError: what the launcher says makes no sense.
+    """
+    try:
+        if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+            return _of_torchrun(environment)
+        if {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
+            return _of_slurm(environment)
+    except ValueError as error:
+        raise UserError(f"the launcher's variables hold no numbers: {error}") from error
+    return None
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if size == 1:
+        return None
+    return Place(
+        rank,
+        size,
+        int(environment["LOCAL_RANK"]),
+        int(environment.get("LOCAL_WORLD_SIZE", size)),
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        hosts=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Place | None:
+    size = int(environment["SLURM_STEP_NUM_TASKS"])
+    if size == 1:
+        return None
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    tasks = re.split(r"[(,]", environment.get("SLURM_STEP_TASKS_PER_NODE", str(size)))[0]
+    rank, meeting = int(environment["SLURM_PROCID"]), SLURMEnvironment()
+    return Place(
+        rank,
+        size,
+        int(environment["SLURM_LOCALID"]),
+        int(tasks),
+        meeting.main_address,
+        meeting.main_port,
+        hosts=rank == 0,
+    )

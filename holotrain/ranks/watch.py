@@ -1,0 +1,120 @@
+"""Noticing that one of the processes of a run has died, and saying which, whatever the others are waiting for.
+
+A collective whose peer is gone raises (gloo) or hangs (NCCL); neither says who is missing. So every process has a thread that
+leaves a sign of life with the others once a second. The main process looks at the signs, and at its children, and passes a
+verdict; the others look for the verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from subprocess import Popen
+
+from torch.distributed import TCPStore
+
+from holotrain.ranks.place import Place
+
+BEAT = 0.5
+"""Seconds between two signs of life."""
+
+GRACE = 5.0
+"""Seconds in which the main thread of a process may end by itself after a verdict, before it is ended."""
+
+
+class Watch(threading.Thread):
+    """
+    Args:
+        place: of this process.
+        timeout: seconds without a sign of life after which a process counts as dead.
+        children: the processes that this one started, in order of their ranks from 1 on.
+        ended_by: puts the exit status of one of them into words.
+
+    Attributes:
+        verdict: what went wrong with which rank; None as long as all live.
+        hint: how to go on, said behind the verdict.
+        urgent: a collective failed here: who is silent for ``GRACE`` seconds is dead.
+    """
+
+    def __init__(self, place: Place, timeout: float, children: Sequence[Popen], ended_by: Callable[[int], str]) -> None:
+        super().__init__(name="holotrain-watch", daemon=True)
+        self.place, self.timeout, self.children, self.ended_by = place, timeout, children, ended_by
+        self.verdict: str | None = None
+        self.urgent = False
+        self.hint: Callable[[], str] = str
+        self._over = threading.Event()
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        # A connection of its own: a client is locked while it waits for a key.
+        self._store = TCPStore(
+            place.address, place.port, None, False, timedelta(seconds=min(timeout, 30)), wait_for_workers=False
+        )
+
+    def run(self) -> None:
+        count = 0
+        while not self._over.wait(BEAT):
+            count += 1
+            try:
+                self._beat(count)
+            except Exception as error:
+                self.verdict = f"rank 0 died, or cannot be reached ({type(error).__name__})"
+            if self.verdict is not None:
+                self._enforce()
+                return
+
+    def stop(self) -> None:
+        """Ends the watch: the processes may end from now on."""
+        self._over.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join()
+
+    def failed(self, what: str) -> str:
+        """Passes a verdict, unless there is one; returns the one that counts."""
+        said = self._store.compare_set(self._key("verdict"), "", what).decode()
+        self.verdict = self.verdict or said
+        return self.verdict
+
+    def waited(self, seconds: float) -> str | None:
+        """The verdict, for which a process whose collective failed waits so long."""
+        self.urgent = True
+        ends = time.monotonic() + seconds
+        while self.verdict is None and time.monotonic() < ends:
+            time.sleep(BEAT / 5)
+        return self.verdict
+
+    def _key(self, name: str) -> str:
+        return f"watch/{self.place.attempt}/{name}"
+
+    def _beat(self, count: int) -> None:
+        self._store.set(self._key(f"beat/{self.place.rank}"), str(count))
+        if self._store.check([self._key("verdict")]):
+            self.verdict = self._store.get(self._key("verdict")).decode()
+            return
+        for rank, child in enumerate(self.children, 1):
+            if (status := child.poll()) not in (None, 0):
+                self.failed(f"rank {rank} (process {child.pid}) {self.ended_by(status)}")
+                return
+        for rank in range(self.place.size) if self.place.is_main else (0,):
+            self._listen(rank)
+
+    def _listen(self, rank: int) -> None:
+        key, now = self._key(f"beat/{rank}"), time.monotonic()
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        last, since = self._beats.get(rank, (None, now))
+        if beat != last:
+            self._beats[rank] = beat, now
+        elif now - since > (GRACE if self.urgent else self.timeout):
+            self.failed(f"rank {rank} gave no sign of life for {now - since:.0f} s")
+
+    def _enforce(self) -> None:
+        """Ends this process, if its main thread does not within ``GRACE`` seconds."""
+        if self._over.wait(GRACE):
+            return
+        if self.place.is_main or ("rank 0" in self.verdict and self.place.rank == 1):
+            print(f"holotrain: {self.verdict}{self.hint()}", file=sys.stderr, flush=True)
+        for child in self.children:
+            child.kill()
+        os._exit(1)

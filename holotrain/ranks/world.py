@@ -1,0 +1,149 @@
+"""The processes of a run: what they agree on, and the group in which they train."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from subprocess import Popen, TimeoutExpired
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from holotrain.errors import UserError
+from holotrain.ranks.place import Place
+from holotrain.ranks.watch import GRACE, Watch
+
+POLL = 0.02
+"""Seconds between two looks at the store."""
+
+PATIENCE = 120.0
+"""Seconds that processes have to start in."""
+
+
+class Broken(Exception):
+    """One of the processes died or failed. The message says which."""
+
+
+class World:
+    """
+    Args:
+        place: of this process.
+        timeout: seconds within which processes answer each other.
+        store: that the processes share; None: connect to it.
+        children: the processes that this one started.
+
+    Raises:
+        UserError: the port is in use, or the main process cannot be reached.
+    """
+
+    def __init__(self, place: Place, timeout: float, store: TCPStore | None = None, children: Sequence[Popen] = ()) -> None:
+        from holotrain.ranks.launch import ended_by
+
+        self.place, self.timeout, self.children = place, timeout, list(children)
+        connection = store or _connected(place)
+        self.store: Store = PrefixStore(f"holotrain/{place.attempt}", connection)
+        self.jobs = 0
+        self.watch = Watch(place, timeout, self.children, ended_by)
+        self.watch.start()
+
+    def post(self, name: str, value: Any) -> None:
+        """Tells all processes something, in JSON."""
+        self.store.set(name, json.dumps(value))
+
+    def read(self, name: str) -> Any:
+        """What was posted under a name, once it is.
+
+        Raises:
+            Broken: a process died meanwhile.
+        """
+        self._await([name])
+        return json.loads(self.store.get(name))
+
+    def _await(self, names: list[str], mistake: str | None = None) -> None:
+        """Waits until all are posted; where a mistake ended this process's part, not much longer."""
+        ends = time.monotonic() + GRACE
+        while not self._there(names):
+            if mistake and time.monotonic() > ends and self.watch.verdict is None:
+                self.watch.failed(f"rank {self.place.rank}: {mistake}")
+            if self.watch.verdict is not None:
+                raise Broken(self.watch.verdict)
+            time.sleep(POLL)  # the store's own wait would say on stderr each time that it waits
+
+    def _there(self, names: list[str]) -> bool:
+        try:
+            return self.store.check(names)
+        except dist.DistNetworkError as error:
+            raise Broken(self.watch.waited(GRACE) or "rank 0 died") from error
+
+    def agreed(self, name: str, value: Any = None) -> Any:
+        """What the main process says; the others' values do not count. Plain containers."""
+        name = f"{self.jobs}/agreed/{name}"
+        if self.place.is_main:
+            self.post(name, value)
+            return value
+        return self.read(name)
+
+    def gathered(self, name: str, value: Any) -> list[Any]:
+        """What each process says, by rank."""
+        name = f"{self.jobs}/gathered/{name}"
+        self.post(f"{name}/{self.place.rank}", value)
+        return [self.read(f"{name}/{rank}") for rank in range(self.place.size)]
+
+    @contextmanager
+    def group(self, backend: str, device: torch.device) -> Iterator[None]:
+        """The process group of torch.distributed, for one job."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"group/{self.jobs}", self.store),
+            rank=self.place.rank,
+            world_size=self.place.size,
+            timeout=timedelta(seconds=self.timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # with a peer dead it cannot end in order
+                dist.destroy_process_group()
+
+    def finish_job(self, status: int, mistake: str | None) -> int:
+        """Waits until every process has ended the job; returns the worst exit status.
+
+        Args:
+            mistake: what a person is told that ended it here.
+
+        Raises:
+            Broken: another process died, or did not end where this one did.
+        """
+        job, self.jobs = self.jobs, self.jobs + 1
+        self.post(f"{job}/done/{self.place.rank}", status)
+        names = [f"{job}/done/{rank}" for rank in range(self.place.size)]
+        self._await(names, mistake)
+        return max(json.loads(self.store.get(name)) for name in names)
+
+    def close(self) -> None:
+        """Ends the watch, and waits for the processes that this one started; those that do not end are ended."""
+        self.watch.stop()
+        for child in self.children:
+            try:
+                child.wait(GRACE)
+            except TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def _connected(place: Place) -> TCPStore:
+    try:
+        return TCPStore(place.address, place.port, None, place.hosts, timedelta(seconds=PATIENCE), wait_for_workers=False)
+    except RuntimeError as error:
+        where = f"{place.address}:{place.port}"
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"MASTER_PORT={place.port}: the port is in use; give another") from error
+        raise UserError(f"rank {place.rank} cannot reach the main process at {where}") from error
