@@ -21,6 +21,9 @@ def quieten() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's use of a deprecated part of torch
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+        logging.ERROR
+    )  # that two dimensions are reduced in turn
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiler's remarks on machines without a GPU, and on its own stages
     for remark in REMARKS:
         warnings.filterwarnings("ignore", message=remark)

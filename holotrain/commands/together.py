@@ -73,8 +73,9 @@ class Together:
                 return job(world, command, config, run)
             except Broken as broken:
                 print(f"holotrain: {broken}{run.hint()}", file=sys.stderr)
-                self.broken = self.place is not None
                 return 1
+            finally:
+                self.broken = self.place is not None and world.watch.verdict is not None
 
     @contextmanager
     def _joined(self, command: str, config: RunConfig) -> Iterator[World]:
@@ -117,7 +118,7 @@ def follow(place: Place) -> int:
             world.watch.timeout = world.timeout = config.trainer.timeout
             statuses.append(job(world, posted["command"], config, run))
     except (Broken, UserError) as error:
-        if place.rank == 1 and "rank 0" in str(error):
+        if place.rank == 1 and str(error).startswith("rank 0 died"):
             print(f"holotrain: {error}{world.watch.hint() if world else ''}", file=sys.stderr)
         return 1
     world.close()
@@ -156,7 +157,9 @@ def job(world: World, command: str, config: RunConfig, run: Run) -> int:
     try:
         return world.finish_job(status, mistake)
     except Broken:
-        if trace and not world.place.is_main:  # else it was the main process's too
+        if mistake and world.place.is_main:  # which has said so
+            return status
+        if trace:  # nobody else has
             print(trace, file=sys.stderr)
         raise
 

@@ -52,6 +52,8 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
     if place is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, place.nodes)):
         machines = f" on each of {place.nodes} machines" if place.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {count} processes{machines}; leave trainer.devices=auto to it")
+    if count * (place.nodes if place else 1) % (trainer.tensor_parallel or 1):
+        raise UserError(f"trainer.tensor_parallel={trainer.tensor_parallel}: it does not divide {count} processes")
     if kind == "cuda" and count > torch.cuda.device_count():
         raise UserError(f"{named}: this machine has {torch.cuda.device_count()} GPUs; take no more, or trainer.accelerator=cpu")
 
@@ -70,7 +72,13 @@ def backend_of(config: TrainerConfig, device: torch.device) -> str:
 
 def share_of(config: TrainerConfig, place: Place) -> tuple[int, int]:
     """Which share of the data this process reads, of how many."""
-    return place.rank, place.size
+    group = group_of(config, place)
+    return place.rank // group, place.size // group
+
+
+def group_of(config: TrainerConfig, place: Place) -> int:
+    """How many processes share layers out, and read the same data."""
+    return 1 if config.strategy != "tp" else config.tensor_parallel or place.size
 
 
 def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str:
@@ -78,8 +86,8 @@ def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str
     if place is None:
         return "auto"
     common: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout)}
-    if config.strategy == "fsdp":
-        return Sharding(place.size, **common)
+    if config.strategy in ("fsdp", "tp"):
+        return Sharding(place.size // group_of(config, place), group_of(config, place), **common)
     return ddp(config.compression, **common)
 
 

@@ -2,5 +2,6 @@
 
 environment   Joined: tells Lightning that the processes are there already
 data          DDP, with compressed gradients by option
-sharded       FSDP2: parameters shared out
+sharded       FSDP2 and tensor parallel: parameters shared out
+tensor        which layers are shared out, and in what style
 """

@@ -1,4 +1,4 @@
-"""Parameters shared out among processes: FSDP2, by Lightning's ModelParallelStrategy.
+"""Parameters shared out among processes: FSDP2 and tensor parallel, by Lightning's ModelParallelStrategy.
 
 Lightning (2.6) numbers an optimizer's state by the order of the module's parameters, torch by that of the optimizer's groups,
 which is another wherever some parameters decay and others do not. So the states are put together and shared out here, and a
@@ -7,19 +7,25 @@ checkpoint is what one process would have written: any strategy, on any number o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from holotrain.models.layers.residual import ResidualBlock
 from holotrain.models.mvit import Transition
+from holotrain.parallel.tensor import tensor_parallel
+from holotrain.ranks.tensors import part_like, whole
 from holotrain.reversible import ReversibleBlock
 
 BLOCKS = (ReversibleBlock, ResidualBlock, Transition)
@@ -30,30 +36,76 @@ class Sharding(ModelParallelStrategy):
     """Shares out a task's model when its ``configure_model`` asks for it.
 
     Args:
-        size: processes.
+        groups: of processes that each read a share of the data; where there are several, they share parameters out (FSDP2).
+        size: processes of a group, which share layers out (tensor parallel).
         options: ModelParallelStrategy's.
     """
 
-    def __init__(self, size: int, **options: Any) -> None:
-        super().__init__(size, 1, save_distributed_checkpoint=False, **options)
+    def __init__(self, groups: int, size: int = 1, **options: Any) -> None:
+        super().__init__(groups, size, save_distributed_checkpoint=False, **options)
 
     def share_out(self, model: nn.Module) -> None:
         """Leaves each process its part of the parameters; once."""
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return
         self.precision_plugin.convert_module(model)
-        shard(model, self.device_mesh["data_parallel"])
+        layers, data = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
+        if layers.size() > 1:
+            tensor_parallel(model, layers)
+        if data.size() > 1 or layers.size() == 1:
+            shard(model, data)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._step_one_by_one()
+
+    def _step_one_by_one(self) -> None:
+        """Torch's operations on many tensors at once do not take those of several meshes."""
+        for optimizer in self.optimizers:
+            mixed = len(by_mesh(_parameters(optimizer))) > 1
+            for group in optimizer.param_groups:
+                if "foreach" in group:
+                    group["foreach"] = False if mixed else None
+
+    def settle_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
+        """Makes gradients of what every process of a group has whole the same on all, and clips.
+
+        They are the same but for rounding where a GPU adds in any order; unsettled, weights would drift apart.
+
+        Args:
+            largest: norm or value to clip to, if any.
+            algorithm: ``"norm"`` or ``"value"``.
+        """
+        layers = self.device_mesh["tensor_parallel"]
+        kinds = by_mesh(parameter for parameter in _parameters(optimizer) if parameter.grad is not None)
+        for mesh, parameters in kinds.items():
+            if layers.size() > 1 and "tensor_parallel" not in (mesh.mesh_dim_names if mesh else ()):
+                average([parameter.grad for parameter in parameters], layers)
+        if largest is None or largest <= 0:
+            return
+        if algorithm == "value":
+            for parameters in kinds.values():
+                nn.utils.clip_grad_value_(parameters, largest)
+            return
+        norms = [nn.utils.get_total_norm([p.grad for p in parameters]) for parameters in kinds.values()]
+        norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+        for parameters in kinds.values():
+            nn.utils.clip_grads_with_norm_(parameters, largest, norm)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return whole(self.lightning_module.state_dict(), self.is_global_zero)
+        return put_together(self.lightning_module.state_dict(), self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return whole(optimizer.state_dict(), self.is_global_zero)
+        state = put_together(optimizer.state_dict(), self.is_global_zero)
+        for part in state.get("parts", [state]) if state else []:
+            for group in part["param_groups"]:
+                group |= {"foreach": None} if "foreach" in group else {}  # it is this strategy's, not the training's
+        return state
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
@@ -66,6 +118,27 @@ class Sharding(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(parted_state(optimizer, state))
+        self._step_one_by_one()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def by_mesh(parameters: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
+    """Parameters by the mesh that they are shared out on; None: whole."""
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return found
+
+
+def average(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Replaces each process's tensors, or its parts of them, by the means of all."""
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    for tensor in own:
+        dist.all_reduce(tensor, group=mesh.get_group())
+    torch._foreach_div_(own, mesh.size())
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
@@ -76,11 +149,11 @@ def shard(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def whole(state: Any, keep: bool) -> Any:
+def put_together(state: Any, keep: bool) -> Any:
     """A state in whole tensors, on the CPU. All processes must take part; the result is empty where ``keep`` is False."""
 
     def gathered(part: Tensor) -> Tensor | None:
-        full = part.full_tensor() if isinstance(part, DTensor) else part
+        full = whole(part)
         return full.detach().cpu() if keep else None
 
     found = tree_map_only(Tensor, gathered, state)
@@ -89,9 +162,7 @@ def whole(state: Any, keep: bool) -> Any:
 
 def part_of(value: Any, like: Any) -> Any:
     """This process's part of a whole tensor, shared out as another one is."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
 
 
 def parted_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

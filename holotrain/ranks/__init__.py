@@ -4,6 +4,7 @@ place     Place: this process's number among how many, as torchrun, SLURM or our
 launch    starting the others of this machine
 world     World: the processes of a run, what they agree on, the group in which they train
 watch     Watch: notices when one of them dies, and says which
+tensors   tensors that are shared out, put together and taken apart
 share     which share of the data a process reads
 
 Nothing is imported here: the command line asks for its place before it needs torch.

@@ -107,13 +107,13 @@ class Watch(threading.Thread):
         if beat != last:
             self._beats[rank] = beat, now
         elif now - since > (GRACE if self.urgent else self.timeout):
-            self.failed(f"rank {rank} gave no sign of life for {now - since:.0f} s")
+            self.failed(f"rank {rank} died, or hangs: no sign of life for {now - since:.0f} s")
 
     def _enforce(self) -> None:
         """Ends this process, if its main thread does not within ``GRACE`` seconds."""
         if self._over.wait(GRACE):
             return
-        if self.place.is_main or ("rank 0" in self.verdict and self.place.rank == 1):
+        if self.place.is_main or (self.place.rank == 1 and self.verdict.startswith("rank 0 died")):
             print(f"holotrain: {self.verdict}{self.hint()}", file=sys.stderr, flush=True)
         for child in self.children:
             child.kill()

@@ -19,10 +19,11 @@ class Seen:
 
 
 def shards_itself(block: nn.Module, parts: Iterable[nn.Module]) -> bool:
-    """Whether the block's parameters are gathered in its own call (FSDP2), or one of its parts talks to other processes.
+    """Whether the block's parameters are gathered in its own call (FSDP2), or one of its parts talks to other processes: it
+    normalises over them, or its parameters are DTensors (tensor parallelism).
 
-    A part whose parameters are DTensors (tensor parallelism) does. What talks is recomputed in turn: every process must start
-    its collectives in one order, and whether overlap pays is for each to measure.
+    What talks is recomputed in turn: every process must start its collectives in one order, and whether overlap pays is for
+    each to measure.
 
     Raises:
         ValueError: f or g, or a part of them, is wrapped by something that acts in forwards and backwards of its own.

@@ -70,6 +70,15 @@ class Task(pl.LightningModule):
         if self._graphed is None:  # a graphed step has already differentiated
             super().backward(loss)
 
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        settle = getattr(self.trainer.strategy, "settle_gradients", None)
+        if settle is not None:
+            settle(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        else:
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         if self._graphed is None:  # a graphed step overwrites gradients, and Lightning comes here after it
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)

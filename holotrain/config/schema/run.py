@@ -140,6 +140,8 @@ class RunConfig:
         parts = f"trainer={strategy} leaves a process parts alone"
         if self.synthesis.kind != "none":
             raise UserError(f"synthesis={self.synthesis.kind}: it transforms whole gradients, and {parts}; take trainer=ddp")
+        if strategy == "tp" and self.model.adapters:
+            raise UserError("model.adapters: trainer=tp shares out plain layers; take trainer=fsdp or ddp")
         if self.callbacks.ema.decay is not None:
             raise UserError(f"callbacks.ema: it averages whole weights, and {parts}; take trainer=ddp")
         if self.backward.open or self.batch_is_open:
