@@ -13,8 +13,10 @@ from holotrain.config.devices import check_device, device_kind
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.running import TrainerConfig
 from holotrain.errors import UserError
+from holotrain.overlap import Tuner
 from holotrain.parallel.data import ddp
 from holotrain.parallel.sharded import Sharding
+from holotrain.parallel.tensor import Styles, overlapped
 from holotrain.ranks.place import Place
 
 
@@ -87,8 +89,15 @@ def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str
         return "auto"
     common: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout)}
     if config.strategy in ("fsdp", "tp"):
-        return Sharding(place.size // group_of(config, place), group_of(config, place), **common)
+        return Sharding(place.size // group_of(config, place), group_of(config, place), styles_of(config), **common)
     return ddp(config.compression, **common)
+
+
+def styles_of(config: TrainerConfig) -> Styles | None:
+    """How the layers of tensor parallelism communicate; None: as torch's own."""
+    if config.overlap is None:
+        return None
+    return overlapped(Tuner() if config.overlap == "auto" else config.overlap)
 
 
 def spread(config: TrainerConfig, place: Place | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from holotrain.models.layers.residual import ResidualBlock
 from holotrain.models.mvit import Transition
-from holotrain.parallel.tensor import tensor_parallel
+from holotrain.parallel.tensor import Styles, tensor_parallel
 from holotrain.ranks.tensors import part_like, whole
 from holotrain.reversible import ReversibleBlock
 
@@ -38,11 +38,13 @@ class Sharding(ModelParallelStrategy):
     Args:
         groups: of processes that each read a share of the data; where there are several, they share parameters out (FSDP2).
         size: processes of a group, which share layers out (tensor parallel).
+        styles: in which they do; None: torch's own.
         options: ModelParallelStrategy's.
     """
 
-    def __init__(self, groups: int, size: int = 1, **options: Any) -> None:
+    def __init__(self, groups: int, size: int = 1, styles: Styles | None = None, **options: Any) -> None:
         super().__init__(groups, size, save_distributed_checkpoint=False, **options)
+        self.styles = styles
 
     def share_out(self, model: nn.Module) -> None:
         """Leaves each process its part of the parameters; once."""
@@ -51,7 +53,7 @@ class Sharding(ModelParallelStrategy):
         self.precision_plugin.convert_module(model)
         layers, data = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
         if layers.size() > 1:
-            tensor_parallel(model, layers)
+            tensor_parallel(model, layers, self.styles)
         if data.size() > 1 or layers.size() == 1:
             shard(model, data)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.branches import MLPBranch
+from holotrain.overlap import OverlappedColwise, OverlappedRowwise
+from holotrain.overlap.groups import Grouping
 
 
 class StackedColwise(ParallelStyle):
@@ -31,20 +34,34 @@ class StackedColwise(ParallelStyle):
         self.stacked = stacked
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placements = [_StridedShard(0, split_factor=self.stacked)]
-
-        def part(name: str, linear: nn.Module, mesh: DeviceMesh) -> None:
-            for key, value in list(linear.named_parameters()):
-                shared = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
-                linear.register_parameter(key, nn.Parameter(shared, requires_grad=value.requires_grad))
-
         def enter(linear: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
         def leave(linear: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, part, enter, leave)
+        return distribute_module(module, device_mesh, partial(part_of_each, self.stacked), enter, leave)
+
+
+class OverlappedStacked(OverlappedColwise):
+    """The same, with the sum of its input's gradient overlapped.
+
+    Args:
+        stacked: how many there are.
+        groups: as :class:`~holotrain.overlap.OverlappedColwise` takes them.
+    """
+
+    def __init__(self, stacked: int, groups: Grouping) -> None:
+        super().__init__(groups=groups)
+        self._partition_linear_fn = partial(part_of_each, stacked)
+
+
+def part_of_each(stacked: int, name: str, linear: nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves a Linear the process's columns of each of the ``stacked`` outputs that it has end to end."""
+    placements = [_StridedShard(0, split_factor=stacked)]
+    for key, value in list(linear.named_parameters()):
+        shared = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+        linear.register_parameter(key, nn.Parameter(shared, requires_grad=value.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,15 @@ class Styles:
     column: Callable[[], ParallelStyle] = ColwiseParallel
     stacked: Callable[[int], ParallelStyle] = StackedColwise
     row: Callable[[], ParallelStyle] = RowwiseParallel
+
+
+def overlapped(groups: Grouping) -> Styles:
+    """Styles whose sums over processes travel in groups of rows behind what is computed (:mod:`holotrain.overlap`)."""
+    return Styles(
+        partial(OverlappedColwise, groups=groups),
+        partial(OverlappedStacked, groups=groups),
+        partial(OverlappedRowwise, groups=groups),
+    )
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = None) -> None:

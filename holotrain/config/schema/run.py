@@ -137,10 +137,12 @@ class RunConfig:
             raise UserError(f"{option}.cuda_graph: a replay talks to no other process; with trainer={strategy} leave it out")
         if strategy == "ddp":
             return
+        if self.task.kind == "error_diffusion":
+            raise UserError(f"trainer={strategy}: it shares out blocks, which error diffusion has none of; take trainer=ddp")
         parts = f"trainer={strategy} leaves a process parts alone"
         if self.synthesis.kind != "none":
             raise UserError(f"synthesis={self.synthesis.kind}: it transforms whole gradients, and {parts}; take trainer=ddp")
-        if strategy == "tp" and self.model.adapters:
+        if strategy == "tp" and getattr(self.model, "adapters", 0):
             raise UserError("model.adapters: trainer=tp shares out plain layers; take trainer=fsdp or ddp")
         if self.callbacks.ema.decay is not None:
             raise UserError(f"callbacks.ema: it averages whole weights, and {parts}; take trainer=ddp")

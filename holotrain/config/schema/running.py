@@ -32,6 +32,10 @@ class TrainerConfig:
     tensor_parallel: int | None = None
     """of tp: processes that share a layer; fsdp works between such groups; null: all"""
 
+    overlap: Any = "auto"
+    """of tp: groups of rows in which layers' sums travel behind what is computed; auto: as many as measuring finds best (kept
+    in ~/.cache/holotrain/overlap); null: torch's own layers"""
+
     backend: str = "auto"
     """what processes talk through: nccl, gloo or auto, nccl between GPUs"""
 
@@ -129,6 +133,8 @@ class TrainerConfig:
         one_of("trainer.compression", self.compression, COMPRESSIONS)
         at_least_or_auto("trainer.devices", self.devices, 1)
         at_least("trainer.timeout", self.timeout, 1)
+        if self.overlap is not None:
+            at_least_or_auto("trainer.overlap", self.overlap, 1)
         for name in ("num_nodes", "tensor_parallel"):
             if getattr(self, name) is not None:
                 at_least(f"trainer.{name}", getattr(self, name), 1)
