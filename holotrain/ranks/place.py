@@ -94,13 +94,15 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     tasks = re.split(r"[(,]", environment.get("SLURM_STEP_TASKS_PER_NODE", str(size)))[0]
-    rank, meeting = int(environment["SLURM_PROCID"]), SLURMEnvironment()
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "127.0.0.1")
+    rank = int(environment["SLURM_PROCID"])
     return Place(
         rank,
         size,
         int(environment["SLURM_LOCALID"]),
         int(tasks),
-        meeting.main_address,
-        meeting.main_port,
+        environment.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes),
+        # a job's number is its own, and all its processes know it
+        int(environment.get("MASTER_PORT") or 15000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000),
         hosts=rank == 0,
     )

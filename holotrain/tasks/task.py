@@ -57,6 +57,10 @@ class Task(pl.LightningModule):
         if share_out is not None:
             share_out(self.model)
 
+    def log(self, name: str, value: Any, *arguments: Any, batch_size: int | None = None, **options: Any) -> None:
+        # Lightning (2.6) averages sizes over processes as whole numbers, rounded down: means over them come out too large.
+        super().log(name, value, *arguments, batch_size=batch_size and float(batch_size), **options)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs = self.inputs(batch)
         loss = (self._graphed or self.loss)(*inputs)
