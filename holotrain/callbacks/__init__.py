@@ -22,7 +22,7 @@ from holotrain.callbacks.drift import DriftMonitor
 from holotrain.callbacks.epoch_log import EpochLog
 from holotrain.callbacks.exact_checkpoint import ExactCheckpoint, last_checkpoint
 from holotrain.callbacks.exact_resume import ExactResume
-from holotrain.callbacks.flops import peak_flops, training_flops
+from holotrain.callbacks.flops import GPUS, multiprocessors, peak_flops, training_flops
 from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
 from holotrain.callbacks.memory import MemoryMonitor
 from holotrain.callbacks.padding import PaddingMonitor
@@ -31,6 +31,7 @@ from holotrain.callbacks.throughput import ThroughputMonitor
 from holotrain.callbacks.trace import TraceProfiler
 
 __all__ = [
+    "GPUS",
     "DriftMonitor",
     "EpochLog",
     "ErrorDiffusionMonitor",
@@ -44,6 +45,7 @@ __all__ = [
     "ThroughputMonitor",
     "TraceProfiler",
     "last_checkpoint",
+    "multiprocessors",
     "peak_flops",
     "training_flops",
 ]

@@ -7,19 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense peaks in TFLOP/s, without sparsity. Sources: NVIDIA's data sheets of each card; for GeForce the Ada and Blackwell
-# whitepapers' rows with FP32 accumulation, which is what PyTorch uses. Tried in order; "float32" is what matrix products reach
-# without TF32.
+# Dense peaks in TFLOP/s, without sparsity, and streaming multiprocessors. Sources: NVIDIA's data sheets of each card; for
+# GeForce the Ada and Blackwell whitepapers' rows with FP32 accumulation, which is what PyTorch uses. Tried in order; "float32"
+# is what matrix products reach without TF32.
 PEAKS: list[tuple[str, dict[str, float]]] = [
-    (r"H100 PCIe", {"half": 756, "tf32": 378, "float32": 51}),
-    (r"H100 NVL", {"half": 835, "tf32": 417.5, "float32": 60}),
-    (r"H100|H200", {"half": 989.5, "tf32": 494.7, "float32": 67}),
-    (r"B200", {"half": 2250, "tf32": 1125, "float32": 75}),
-    (r"A100", {"half": 312, "tf32": 156, "float32": 19.5}),
-    (r"L40S", {"half": 362, "tf32": 183, "float32": 91.6}),
-    (r"RTX 4090(?! (?:D|Laptop))", {"half": 165.2, "tf32": 82.6, "float32": 82.6}),
-    (r"RTX 5090(?! (?:D|Laptop))", {"half": 209.5, "tf32": 104.8, "float32": 104.8}),
+    (r"H100 PCIe", {"half": 756, "tf32": 378, "float32": 51, "sms": 114}),
+    (r"H100 NVL", {"half": 835, "tf32": 417.5, "float32": 60, "sms": 132}),
+    (r"H100|H200", {"half": 989.5, "tf32": 494.7, "float32": 67, "sms": 132}),
+    (r"B200", {"half": 2250, "tf32": 1125, "float32": 75, "sms": 148}),
+    (r"A100", {"half": 312, "tf32": 156, "float32": 19.5, "sms": 108}),
+    (r"L40S", {"half": 362, "tf32": 183, "float32": 91.6, "sms": 142}),
+    (r"RTX 4090(?! (?:D|Laptop))", {"half": 165.2, "tf32": 82.6, "float32": 82.6, "sms": 128}),
+    (r"RTX 5090(?! (?:D|Laptop))", {"half": 209.5, "tf32": 104.8, "float32": 104.8, "sms": 170}),
 ]
+
+GPUS = ("A100", "B200", "H100", "H100 NVL", "H100 PCIe", "H200", "L40S", "RTX 4090", "RTX 5090")
+"""Names that the table knows, for those who name a GPU."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -36,9 +39,20 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         kind = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     else:
         return None
+    peaks = _peaks_of(device_name)
+    return peaks and peaks[kind] * 1e12
+
+
+def multiprocessors(device_name: str) -> int | None:
+    """How many streaming multiprocessors a GPU of that name has, or None where it is not known."""
+    peaks = _peaks_of(device_name)
+    return peaks and int(peaks["sms"])
+
+
+def _peaks_of(device_name: str) -> dict[str, float] | None:
     for pattern, peaks in PEAKS:
         if re.search(rf"\b(?:{pattern})(?![A-Za-z0-9])", device_name):
-            return peaks[kind] * 1e12
+            return peaks
     return None
 
 

@@ -1,4 +1,4 @@
-"""``holotrain plan``: the memory of a training, before anything is allocated."""
+"""``holotrain plan``: the memory of a training, before anything is allocated, and what several devices would make of it."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,13 @@ from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.files import write_whole
 from holotrain.commands.plan_picture import picture
 from holotrain.commands.run import Run
+from holotrain.commands.scaling_table import show_scaling
 from holotrain.commands.screen import console
 from holotrain.config.budget import budget_of
 from holotrain.config.build import build_data
 from holotrain.config.choose_batch import smallest_batch
 from holotrain.config.make_plan import Plan, make_plan
+from holotrain.config.make_scaling import check_scaling, make_scaling
 from holotrain.config.schema import PlanConfig
 from holotrain.errors import UserError
 from holotrain.planning import Unplannable
@@ -33,6 +35,7 @@ def run(config: PlanConfig, run: Run) -> int:
         UserError: a step of it cannot be planned.
     """
     device = _device(config)
+    check_scaling(config, device)
     if device == "cpu" and config.trainer.precision == "16-mixed":
         raise UserError("trainer.precision=16-mixed: a CPU cannot train so; take bf16-mixed or device=cuda")
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
@@ -46,9 +49,11 @@ def run(config: PlanConfig, run: Run) -> int:
     try:
         with console.status("planning") as status:
             plan = make_plan(config, data, device, budget, lambda what: status.update(f"rehearsing {what}"))
+            scaling = None if config.devices is None else make_scaling(config, data, plan, status.update)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
-    figures = json.dumps(plan.as_json(), indent=2) + "\n"
+    found = plan.as_json() | ({"scaling": scaling.as_json()} if scaling else {})
+    figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / "plan.json", figures)
     write_whole(run.folder / "plan.svg", picture(plan))
     if quiet:
@@ -57,6 +62,9 @@ def run(config: PlanConfig, run: Run) -> int:
     if config.json:
         write_whole(Path(config.json), figures)
     _show(config, run, plan)
+    if scaling:
+        show_scaling(scaling)
+    console.print(f"written to {run.folder}: plan.json, plan.svg")
     return 0
 
 
@@ -105,4 +113,3 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
     if plan.fits is False and plan.remedies:
         console.print(f"it would fit with {', or with '.join(plan.remedies)}")
-    console.print(f"written to {run.folder}: plan.json, plan.svg")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,11 +43,13 @@ class Planner:
         config: of the run.
         data: its data, set up: the plan needs their shapes.
         device: ``"cuda"`` or ``"cpu"``, where it shall run; neither need be here.
+        change: done to the model before anything is made of it.
     """
 
     config: RunConfig
     data: pl.LightningDataModule
     device: str
+    change: Callable[[nn.Module], object] = lambda model: None
     _updates: dict[str, Update] = field(default_factory=dict, init=False, repr=False)
     _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
 
@@ -91,6 +93,7 @@ class Planner:
         config.backward.cuda_graph = False
         with torch.device("meta"):
             task = build_task(config, self.data)
+            self.change(task.model)
         if config.trainer.precision == "64-true":
             task = task.double()
         masked = getattr(config.task, "mask_probability", None)

@@ -37,6 +37,7 @@ class Plan:
         device: what the run is planned for.
         budget: bytes, if any are known.
         backward: the configured one, by its name in ``footprints``.
+        schedule: what that is; of ``backward=auto`` what it comes to.
         footprints: of the step under each backward there is.
         choice: what ``backward=auto`` comes to, where it is configured.
         limits: the largest batch and depth under the configured backward; none without a budget.
@@ -46,6 +47,7 @@ class Plan:
     device: str
     budget: int | None
     backward: str
+    schedule: BackwardConfig
     footprints: dict[str, Footprint]
     choice: Settled | None
     limits: list[Limit]
@@ -116,10 +118,11 @@ def make_plan(
     if name not in footprints:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(size, backward)
+    schedule = backward
     if backward.kind == AUTO:  # which could choose anew for another batch, down to what takes least
         backward = BackwardConfig(thriftiest(config, device), exact=config.backward.exact)
     limits = [] if budget is None else _limits(planner, backward, budget, begin)
-    return Plan(device, budget, name, footprints, choice, limits, _resets(config.backward))
+    return Plan(device, budget, name, schedule, footprints, choice, limits, _resets(config.backward))
 
 
 def _resets(backward: BackwardConfig) -> str:

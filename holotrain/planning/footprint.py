@@ -22,20 +22,26 @@ class Footprint:
         phase: the one in which that is.
         parts: what the peak is made of, by kind: those of :data:`LASTING`, ``activations`` and ``temporary``.
         by_phase: the peak of each phase.
+        parts_by_phase: what each of these is made of.
     """
 
     peak: int
     phase: str
     parts: dict[str, int]
     by_phase: dict[str, int]
+    parts_by_phase: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, ledger: Ledger) -> Footprint:
         by_phase = {phase: ledger.peak(phase) for phase in PHASES}
         phase = max(by_phase, key=by_phase.__getitem__)
-        found = ledger.at_peak()
-        parts = {kind: found.pop(kind, 0) for kind in LASTING}
-        # A forward's own temporaries cannot be told from what its backward waits for: at its peak they are few.
-        parts["activations"] = found.pop("forward", 0)
-        parts["temporary"] = sum(found.values())
-        return cls(by_phase[phase], phase, parts, by_phase)
+        parts = {phase: _parts(ledger.at_peak(phase)) for phase in PHASES}
+        return cls(by_phase[phase], phase, parts[phase], by_phase, parts)
+
+
+def _parts(found: dict[str, int]) -> dict[str, int]:
+    parts = {kind: found.pop(kind, 0) for kind in LASTING}
+    # A forward's own temporaries cannot be told from what its backward waits for: at its peak they are few.
+    parts["activations"] = found.pop("forward", 0)
+    parts["temporary"] = sum(found.values())
+    return parts

@@ -110,13 +110,13 @@ class Ledger:
         """The most bytes alive at once; ``phases``: within these alone."""
         return max((event.after for event in self.events if not phases or event.phase in phases), default=0)
 
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the moment of the peak, the first one."""
-        peak, by_kind = self.peak(), {}
+    def at_peak(self, *phases: str) -> dict[str, int]:
+        """Bytes by kind at the moment of the peak, the first one; ``phases``: of the peak within these alone."""
+        peak, by_kind = self.peak(*phases), {}
         for event in self.events:
             allocation = event.allocation
             by_kind[allocation.kind] = by_kind.get(allocation.kind, 0) + (allocation.bytes if event.made else -allocation.bytes)
-            if event.after == peak:
+            if event.after == peak and (not phases or event.phase in phases):
                 break
         return {kind: size for kind, size in by_kind.items() if size}
 

@@ -153,7 +153,7 @@ class ExportConfig(RunConfig):
 
 @dataclass
 class PlanConfig(RunConfig):
-    """Foretell the memory of a training, and the largest batch and depth that fit."""
+    """Foretell the memory of a training, the largest batch and depth that fit, and what several devices would make of it."""
 
     device: str = "auto"
     """cuda, cpu, or auto: the CPU with trainer.accelerator=cpu, else a GPU, be there one here or not"""
@@ -161,11 +161,28 @@ class PlanConfig(RunConfig):
     json: str | None = None
     """file to write the figures to beside plan.json in the run's folder; -: the standard output, in place of the table"""
 
+    devices: int | None = None
+    """predict, on paper, memory and time of DDP, FSDP2 and tensor parallel on so many"""
+
+    link: str = "nvlink"
+    """between those devices: nvlink, nvlink3, nvlink4, nvlink5, pcie, pcie4, pcie5, infiniband, ethernet, ethernet10 or
+    ethernet100"""
+
+    gpu: str | None = None
+    """GPU whose peak stands for times that cannot be measured here: A100, B200, H100, H100 NVL, H100 PCIe, H200, L40S,
+    RTX 4090, RTX 5090"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("device", self.device, ("auto", "cuda", "cpu"))
         if self.trainer.strategy in ("fsdp", "tp"):
-            raise UserError(f"trainer={self.trainer.strategy}: a plan is of a process that holds all parameters; leave it out")
+            raise UserError(f"trainer={self.trainer.strategy}: a plan is of a process that holds all parameters; give devices=8 for the others")
+        if self.devices is not None:
+            at_least("devices", self.devices, 1)
+        if self.gpu is not None and self.devices is None:
+            raise UserError("gpu: it is for the times of several devices; give devices=8 too")
+        if self.link != "nvlink" and self.devices is None:
+            raise UserError("link: it lies between several devices; give devices=8 too")
 
 
 @dataclass

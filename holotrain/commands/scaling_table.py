@@ -1,0 +1,49 @@
+"""What several devices would make of a training, as a table."""
+
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from holotrain.commands.screen import console
+from holotrain.config.make_scaling import Scaling
+from holotrain.planning import Band
+from holotrain.sizes import in_words
+
+
+def show_scaling(scaling: Scaling) -> None:
+    """Prints the predictions and what they rest on."""
+    several = f"{scaling.devices} devices over {scaling.link}" if scaling.devices > 1 else "1 device"
+    title = f"on paper, {several}: predictions, not measurements"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("strategy", no_wrap=True)
+    for name in ("peak a rank", "ms a step", scaling.unit, "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for found in scaling.predictions:
+        if found.memory is None:
+            continue
+        table.add_row(
+            found.strategy,
+            in_words(found.memory),
+            _band(found.seconds, lambda seconds: f"{1e3 * seconds:.4g}"),
+            _band(found.throughput, lambda rate: f"{rate:.4g}"),
+            _band(found.efficiency, lambda share: f"{share:.0%}"),
+        )
+    Console(highlight=False, width=max(console.width, 120)).print(table)
+    reasons: dict[str, list[str]] = {}
+    for found in scaling.predictions:
+        if found.reason:
+            reasons.setdefault(found.reason, []).append(found.strategy)
+    for reason, strategies in reasons.items():
+        console.print(f"not possible: {'; '.join(strategies)}: {reason}")
+    console.print("assumed:")
+    for line in scaling.assumptions:
+        console.print(f"- {line}")
+
+
+def _band(band: Band | None, said: Callable[[float], str]) -> str:
+    if band is None:
+        return "-"
+    low, high = said(band.low), said(band.high)
+    return low if low == high else f"{low} - {high}"

@@ -1,0 +1,253 @@
+"""What several devices would make of a configured training, on paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain.callbacks import GPUS
+from holotrain.checks import one_of
+from holotrain.config.build_plan import Planner
+from holotrain.config.make_plan import Plan
+from holotrain.config.schema import PlanConfig
+from holotrain.config.schema.backward import BackwardConfig
+from holotrain.config.step_times import StepTimes, step_times
+from holotrain.models.divided import Indivisible, Sums, divide
+from holotrain.models.schedules import sequences
+from holotrain.overlap import LINKS, Link
+from holotrain.overlap.waves import SMS_LOST
+from holotrain.planning import (
+    Divided,
+    Prediction,
+    Setting,
+    Times,
+    Unit,
+    ddp_bytes,
+    ddp_seconds,
+    fsdp_bytes,
+    fsdp_seconds,
+    predicted,
+    settings_of,
+    tp_seconds,
+)
+from holotrain.planning.scaling import BUCKET, FIRST_BUCKET, SLOWER_LINK, UNDIVIDED
+
+DDP, FSDP2, TP, TP_OVERLAPPED = "DDP", "FSDP2", "TP", "TP, overlapped"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """
+    Args:
+        devices: how many.
+        link: its name.
+        times: of a step on one of them.
+        predictions: of each strategy.
+        unit: what throughput counts.
+        assumptions: what all rests on, a line each.
+    """
+
+    devices: int
+    link: str
+    times: StepTimes
+    predictions: list[Prediction]
+    unit: str
+    assumptions: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers; bytes and seconds."""
+        single = self.times.band and {"low": self.times.band[0].step, "high": self.times.band[1].step}
+        return {
+            "devices": self.devices,
+            "link": self.link,
+            "on_paper": True,
+            "single_device": {"seconds": single, "source": self.times.source},
+            "throughput_of": self.unit,
+            "strategies": [asdict(prediction) for prediction in self.predictions],
+            "assumptions": self.assumptions,
+        }
+
+
+def check_scaling(config: PlanConfig, device: str) -> None:
+    """
+    Args:
+        device: that the run is planned for.
+
+    Raises:
+        UserError: no such link or GPU, or a GPU where the CPU is planned for.
+    """
+    one_of("link", config.link, LINKS)
+    if config.gpu is not None:
+        one_of("gpu", config.gpu, GPUS)
+        one_of("device", device, ["cuda"])
+
+
+def make_scaling(
+    config: PlanConfig, data: pl.LightningDataModule, plan: Plan, begin: Callable[[str], object] = lambda what: None
+) -> Scaling:
+    """
+    Args:
+        data: set up.
+        plan: of a single device.
+        begin: told what is done next.
+
+    Raises:
+        Unplannable: an operation cannot be imagined.
+    """
+    devices, link, backward = config.devices, LINKS[config.link], plan.schedule
+    planner = Planner(config, data, plan.device)
+    option, size = config.batch_option
+    begin("the model's parts")
+    model, units = _parts(planner, size, backward)
+    begin("a rank of tensor parallelism")
+    divided, reason = _divided(planner, size, backward, devices, model)
+    times = step_times(planner, backward, (model.forward, model.backward), config.gpu, plan.fits, begin)
+    settings = settings_of(link, times.sms)
+    batches = config.trainer.accumulate_grad_batches
+    make = partial(predicted, devices=devices, times=times.band, settings=settings, samples=batches * size)
+    footprint = plan.configured
+    predictions = [
+        make(DDP, ddp_bytes(footprint, units, devices), seconds=_of(ddp_seconds, units, devices)),
+        make(FSDP2, fsdp_bytes(footprint, units, devices), seconds=_of(fsdp_seconds, units, devices)),
+    ]
+    for name, overlapped in ((TP, False), (TP_OVERLAPPED, True)):
+        if divided is None:
+            predictions.append(Prediction(name, reason=reason))
+        else:
+            seconds = _of(tp_seconds, divided, devices, overlapped=overlapped)
+            predictions.append(make(name, divided.peak, seconds=seconds, one_batch=True))
+    unit = "tokens/s" if option == "data.max_tokens" else "samples/s"
+    assumptions = _assumptions(config, link, times, settings[1], divided)
+    return Scaling(devices, config.link, times, predictions, unit, assumptions)
+
+
+def _of(seconds: Callable[..., float], *what: object, **options: Any) -> Callable[[Times, Setting], float]:
+    return lambda times, setting: seconds(times, *what, setting=setting, **options)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """FLOPs of a batch; ``sequences``: of the forward of each run of blocks."""
+
+    forward: float
+    backward: float
+    sequences: list[float]
+
+
+def _parts(planner: Planner, size: int, backward: BackwardConfig) -> tuple[Arithmetic, list[Unit]]:
+    with planner.step(size, backward) as step:
+        counted = _arithmetic(step.model, step)
+        units = list(_units(step.model, counted))
+    return counted, units
+
+
+def _arithmetic(model: nn.Module, step: Any, between: Callable[[], object] = lambda: None) -> Arithmetic:
+    """Counts a step that is imagined.
+
+    Args:
+        between: done behind the forward.
+    """
+    found: dict[int, float] = {}
+    runs = sequences(model)
+    with FlopCounterMode(display=False) as counter:
+
+        def count(number: int, sign: int) -> None:
+            found[number] = found.get(number, 0.0) + sign * counter.get_total_flops()
+
+        for number, run in enumerate(runs):
+            run.register_forward_pre_hook(lambda *_, number=number: count(number, -1))
+            run.register_forward_hook(lambda *_, number=number: count(number, 1))
+        with step.autocast():
+            loss = step.loss()
+        forward = counter.get_total_flops()
+        between()
+        loss.backward()
+        return Arithmetic(forward, counter.get_total_flops() - forward, [found[number] for number in range(len(runs))])
+
+
+def _units(model: nn.Module, counted: Arithmetic) -> Iterator[Unit]:
+    """The model's parameters, first to last, in blocks and in what lies between; what no block computes is the last one's."""
+    works, owners = [], {}
+    for run, flops in zip(sequences(model), counted.sequences, strict=True):
+        for block in run.blocks:
+            owners |= {parameter: len(works) for parameter in block.parameters()}
+            works.append(flops / len(run.blocks) / counted.forward)
+    groups: list[tuple[int | None, list[nn.Parameter]]] = []
+    for parameter in model.parameters():
+        owner = owners.get(parameter)
+        if not groups or groups[-1][0] != owner:
+            groups.append((owner, []))
+        groups[-1][1].append(parameter)
+    if groups[-1][0] is not None:
+        groups.append((None, []))
+    for number, (owner, parameters) in enumerate(groups):
+        rest = 1 - sum(works) if number == len(groups) - 1 else 0.0
+        yield Unit(
+            sum(parameter.nbytes for parameter in parameters),
+            tuple(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+            rest if owner is None else works[owner],
+            block=owner is not None,
+        )
+
+
+def _divided(
+    planner: Planner, size: int, backward: BackwardConfig, devices: int, whole: Arithmetic
+) -> tuple[Divided | None, str]:
+    """What a rank of tensor parallelism has to do, or the reason why there is none."""
+    noted: list[Sums] = []
+    part = Planner(planner.config, planner.data, planner.device, lambda model: noted.append(divide(model, devices)))
+    try:
+        footprint = part.footprint(size, backward)
+    except Indivisible as error:
+        return None, str(error)
+    forward: list[Any] = []
+    with part.step(size, backward) as step:
+        sums = noted[-1]
+        counted = _arithmetic(step.model, step, lambda: forward.extend(sums.jobs))
+    found = Divided(
+        counted.forward / whole.forward,
+        counted.backward / whole.backward,
+        Counter(forward),
+        Counter(sums.jobs[len(forward) :]),
+        whole.forward + whole.backward,
+        footprint.peak,
+    )
+    return found, ""
+
+
+def _assumptions(config: PlanConfig, link: Link, times: StepTimes, bad: Setting, divided: Divided | None) -> list[str]:
+    alone = f"one device: {times.source}"
+    if config.devices == 1:
+        return [alone, "it shares nothing out and sends nothing"]
+    ends = [
+        f"link {config.link}: {link.bandwidth / 1e9:.4g} GB/s in one direction of a ring, {link.latency * 1e6:.4g} us a "
+        f"collective, half the bandwidth at {link.ramp / 2**10:.4g} KiB; of a table, not measured",
+        f"slow end of a band: the slower time of one device, {SLOWER_LINK:.0%} of the link's bandwidth"
+        + (f", {SMS_LOST} of {times.sms} SMs lost to collectives all along" if bad.slowdown > 1 else "")
+        + (f", {UNDIVIDED:.0%} of what TP's layers save is not saved" if divided else ""),
+    ]
+    lines = [
+        alone,
+        *(ends if times.band else []),
+        f"DDP: buckets of {BUCKET >> 20} MiB (the first {FIRST_BUCKET >> 20} MiB) are all-reduced while the backward goes on; "
+        "memory has a copy of all gradients beside",
+        "FSDP2, full shard: a block is gathered while the one before it is computed, in the forward and again in the backward, "
+        "its gradients are reduced and scattered meanwhile; two blocks stand whole, and what lies outside of blocks",
+    ]
+    if divided:
+        there, back = (sum(sums.values()) for sums in (divided.forward_sums, divided.backward_sums))
+        lines += [
+            f"TP: {there} all-reduces in a forward and {back} in its backward, those of recomputation included; "
+            "a product and its all-reduce in turn",
+            "TP, overlapped: a product's rows in groups, each summed behind the next, at the step's mean FLOP/s, by "
+            "FlashOverlap's recurrence; the weight's gradient covers the last in the backward",
+        ]
+    lines.append("DDP and FSDP2: each device has the batch of one; TP: all share one; updates take as long as on one device")
+    return [*lines, "not counted: input, stragglers, launches"]
