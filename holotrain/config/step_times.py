@@ -13,7 +13,7 @@ import torch
 from holotrain.callbacks import multiprocessors, peak_flops
 from holotrain.config.build import build_task
 from holotrain.config.build_plan import Planner, doubled, training_step
-from holotrain.config.build_trainer import autocast_of
+from holotrain.config.devices import autocast_of
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.data.example import batch_unit, example_batch
 from holotrain.planning import Times, TrainingStep

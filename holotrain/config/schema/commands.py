@@ -176,7 +176,9 @@ class PlanConfig(RunConfig):
         super().__post_init__()
         one_of("device", self.device, ("auto", "cuda", "cpu"))
         if self.trainer.strategy in ("fsdp", "tp"):
-            raise UserError(f"trainer={self.trainer.strategy}: a plan is of a process that holds all parameters; give devices=8 for the others")
+            raise UserError(
+                f"trainer={self.trainer.strategy}: plan it by devices=8; beside that a plan is of one process that holds everything"
+            )
         if self.devices is not None:
             at_least("devices", self.devices, 1)
         if self.gpu is not None and self.devices is None:
