@@ -176,9 +176,7 @@ class PlanConfig(RunConfig):
         super().__post_init__()
         one_of("device", self.device, ("auto", "cuda", "cpu"))
         if self.trainer.strategy in ("fsdp", "tp"):
-            raise UserError(
-                f"trainer={self.trainer.strategy}: plan it by devices=8; beside that a plan is of one process that holds everything"
-            )
+            raise UserError(f"trainer={self.trainer.strategy}: a plan is of one process, and of several on paper by devices=8")
         if self.devices is not None:
             at_least("devices", self.devices, 1)
         if self.gpu is not None and self.devices is None:
