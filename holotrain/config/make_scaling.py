@@ -105,7 +105,7 @@ def make_scaling(
     planner = Planner(config, data, plan.device)
     option, size = config.batch_option
     begin("the model's parts")
-    model, units = _parts(planner, size, backward)
+    model, units = parts(planner, size, backward)
     begin("a rank of tensor parallelism")
     divided, reason = _divided(planner, size, backward, devices, model)
     times = step_times(planner, backward, (model.forward, model.backward), config.gpu, plan.fits, begin)
@@ -141,7 +141,8 @@ class Arithmetic:
     sequences: list[float]
 
 
-def _parts(planner: Planner, size: int, backward: BackwardConfig) -> tuple[Arithmetic, list[Unit]]:
+def parts(planner: Planner, size: int, backward: BackwardConfig) -> tuple[Arithmetic, list[Unit]]:
+    """The arithmetic of a step, and what the model consists of, first to last."""
     with planner.step(size, backward) as step:
         counted = _arithmetic(step.model, step)
         units = list(_units(step.model, counted))
@@ -173,7 +174,6 @@ def _arithmetic(model: nn.Module, step: Any, between: Callable[[], object] = lam
 
 
 def _units(model: nn.Module, counted: Arithmetic) -> Iterator[Unit]:
-    """The model's parameters, first to last, in blocks and in what lies between; what no block computes is the last one's."""
     works, owners = [], {}
     for run, flops in zip(sequences(model), counted.sequences, strict=True):
         for block in run.blocks:

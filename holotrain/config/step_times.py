@@ -122,8 +122,9 @@ def measured(planner: Planner, backward: BackwardConfig, begin: Callable[[str], 
             if part == size or one.step * larger / part * (warm + ROUNDS) > SECONDS:
                 break
             part = larger
-        for _ in range(warm - 1 if part == size else 0):
-            _timed(step, place)
+        if one.step * (warm + ROUNDS) <= SECONDS:
+            for _ in range(warm - 1):
+                _timed(step, place)
         rounds = max(1, min(ROUNDS, int(SECONDS / one.step)))
         found = sorted((_timed(step, place) for _ in range(rounds)), key=lambda times: times.step)
     grown, batches = size / part, config.trainer.accumulate_grad_batches

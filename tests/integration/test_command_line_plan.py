@@ -165,6 +165,50 @@ def test_no_more_is_taken_than_there_is(holotrain):
     assert yaml.safe_load((only(Path("runs/fit")) / "config.yaml").read_text())["data"]["batch_size"] == 128
 
 
+def test_several_devices_are_predicted_and_what_is_assumed_is_said(holotrain):
+    status, out, err = holotrain("plan", *SMALL, "devices=2", "link=pcie", "json=figures.json")
+    assert (status, err) == (0, "")
+    said = " ".join(out.split())
+    for words in (
+        "on paper, 2 devices over pcie: predictions",
+        "measured on the CPU",
+        "44.8 GB/s",
+        "20 us",
+        "buckets of 25 MiB",
+    ):
+        assert words in said, words
+    assert "4 all-reduces in a forward and 8 in its backward" in said  # two blocks, which recompute
+    found = json.loads(Path("figures.json").read_text())
+    assert found == json.loads((only(Path("runs/plan")) / "plan.json").read_text())
+    scaling = found["scaling"]
+    assert (scaling["devices"], scaling["link"]) == (2, "pcie")
+    strategies = {one["strategy"]: one for one in scaling["strategies"]}
+    assert list(strategies) == ["DDP", "FSDP2", "TP", "TP, overlapped"]
+    for name, one in strategies.items():
+        assert one["memory"] > 0 and 0 < one["seconds"]["low"] <= one["seconds"]["high"], name
+        assert 0 < one["efficiency"]["low"] <= one["efficiency"]["high"] <= 1, name
+        assert name in said and f"{1e3 * one['seconds']['low']:.4g}" in out
+    assert strategies["TP"]["memory"] < strategies["FSDP2"]["memory"] < strategies["DDP"]["memory"]
+    assert strategies["TP, overlapped"]["seconds"]["low"] <= strategies["TP"]["seconds"]["low"]
+    single = scaling["single_device"]["seconds"]
+    assert single["low"] <= strategies["DDP"]["seconds"]["low"]
+
+
+def test_layers_that_cannot_be_shared_out_say_why(holotrain):
+    figures = plan_of(holotrain, *SMALL, "devices=8", "device=cuda", "gpu=H100 PCIe")
+    tensor_parallel = figures["scaling"]["strategies"][2:]
+    assert [one["reason"] for one in tensor_parallel] == ["2 heads are not divisible by 8 devices"] * 2
+    assert [one["seconds"] for one in tensor_parallel] == [None] * 2
+    assert "H100 PCIe" in figures["scaling"]["single_device"]["source"]
+    status, out, _ = holotrain("plan", *SMALL, "devices=8", "device=cuda", "gpu=H100 PCIe", "output_dir=again")
+    assert status == 0 and "not possible: TP; TP, overlapped: 2 heads are not divisible by 8 devices" in " ".join(out.split())
+
+
+def test_without_devices_nothing_is_said_of_several(holotrain):
+    figures = plan_of(holotrain, *SMALL)
+    assert "scaling" not in figures
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -194,6 +238,12 @@ def test_no_more_is_taken_than_there_is(holotrain):
         (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),
         (["plan", "data.batch_size=many"], "data.batch_size: 'many' is neither a whole number nor auto"),
         (["plan", "backward=auto", "device=cuda"], "memory: how much has the GPU?"),
+        (["plan", "devices=0"], "devices: 0 is out of range; it must be at least 1"),
+        (["plan", "devices=2", "link=nvlnk"], "Did you mean 'nvlink'?"),
+        (["plan", "link=pcie"], "link: it lies between several devices; give devices=8 too"),
+        (["plan", "gpu=H100"], "gpu: it is for the times of several devices"),
+        (["plan", "devices=2", "gpu=H10", "device=cuda"], "Did you mean 'H100'?"),
+        (["plan", "devices=2", "gpu=H100", "device=cpu"], "device: 'cpu' is not one of cuda"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(holotrain, words, said):

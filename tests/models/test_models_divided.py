@@ -1,0 +1,106 @@
+"""A model as one rank of tensor parallelism has it: its sizes, its sums, its arithmetic, its memory."""
+
+from collections import Counter
+
+import pytest
+import torch
+from small_models import IMAGE, POOLED, TEXT, WINDOWS
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain.models import GPT, MViT, RevGPT, RevViT, Swin, ViT
+from holotrain.models.divided import Indivisible, divide
+from holotrain.planning import TrainingStep, rehearse
+
+BATCH, DIM, HIDDEN = 3, 16, 64
+TOKENS = 16  # of 8 pixels, in patches of 2
+
+
+def run(model, autocast=False):
+    images = torch.randn(BATCH, 1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(images).square().mean()
+    loss.backward()
+
+
+def sums_of(ranks, make=RevViT, autocast=False, **options):
+    model = make(**IMAGE, **options)
+    sums = divide(model, ranks)
+    run(model, autocast)
+    return sums.jobs
+
+
+def test_two_sums_a_block_there_and_two_back():
+    jobs = sums_of(2, ViT)
+    assert [job.covered for job in jobs] == [False] * 4 + [True] * 4
+    assert {job.rows for job in jobs} == {BATCH * TOKENS} and {job.outputs for job in jobs} == {DIM}
+    there, back = (Counter(job.inputs for job in jobs if job.covered == covered) for covered in (False, True))
+    assert there == {DIM // 2: 2, HIDDEN // 2: 2}
+    assert back == {3 * DIM // 2: 2, HIDDEN // 2: 2}
+    assert jobs[0].message(jobs[0].rows) == BATCH * TOKENS * DIM * 4
+
+
+def test_what_recomputes_sums_again():
+    counts = {
+        backward: Counter(job.covered for job in sums_of(2, backward=backward))
+        for backward in ("autograd", "reversible", "checkpoint")
+    }
+    assert counts["autograd"] == {False: 4, True: 4}
+    assert counts["reversible"] == {False: 8, True: 4}
+    assert 4 < counts["checkpoint"][False] <= 8  # which stops where nothing more is needed: before a block's last product
+
+
+def test_sums_are_of_the_precision_of_products():
+    assert {job.dtype for job in sums_of(2, autocast=True)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("make", [ViT, RevViT])
+def test_one_rank_is_the_whole_model(make):
+    def footprint(ranks):
+        model = make(**IMAGE)
+        if ranks is not None:
+            divide(model, ranks)
+        images = torch.zeros(BATCH, 1, 8, 8)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        return rehearse(TrainingStep(model, lambda: model(images).square().mean(), optimizer))
+
+    assert footprint(1) == footprint(None)
+    assert footprint(2).peak < footprint(1).peak
+
+
+def test_products_and_parameters_of_blocks_are_shared_out_evenly():
+    def counted(ranks):
+        model = ViT(**IMAGE | {"dim": 64, "heads": 4})
+        divide(model, ranks)
+        with FlopCounterMode(display=False) as counter:
+            run(model)
+        matrices = sum(p.numel() for block in model.blocks.blocks for p in block.parameters() if p.dim() == 2)
+        rest = [p.numel() for name, p in model.named_parameters() if not name.startswith("blocks")]
+        return counter.get_total_flops(), matrices, sum(rest)
+
+    whole, half, quarter = (counted(ranks) for ranks in (1, 2, 4))
+    assert whole[1] == 2 * half[1] == 4 * quarter[1]
+    assert whole[2] == half[2] == quarter[2]
+    assert whole[0] - half[0] == 2 * (half[0] - quarter[0])
+
+
+def test_frozen_layers_stay_frozen():
+    model = GPT(**TEXT)
+    model.blocks.blocks[0].requires_grad_(False)
+    divide(model, 2)
+    assert not any(parameter.requires_grad for parameter in model.blocks.blocks[0].parameters())
+    assert all(parameter.requires_grad for parameter in model.blocks.blocks[1].parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "ranks", "said"),
+    [
+        (RevGPT, TEXT, 4, "2 heads are not divisible by 4 devices"),
+        (ViT, IMAGE | {"mlp_ratio": 0.7}, 2, "an MLP of width 11 is not divisible by 2 devices"),
+        (Swin, WINDOWS, 2, "in windows, or pooled, is not shared out"),
+        (MViT, POOLED, 2, "in windows, or pooled, is not shared out"),
+        (torch.nn.Linear, {"in_features": 2, "out_features": 2}, 2, "no blocks"),
+    ],
+)
+def test_what_cannot_be_shared_out_says_why(make, sizes, ranks, said):
+    with pytest.raises(Indivisible, match=said):
+        divide(make(**sizes), ranks)
