@@ -28,8 +28,8 @@ from holotrain.errors import UserError
 from holotrain.ranks.launch import launched, threads_each
 from holotrain.ranks.place import Place
 from holotrain.ranks.share import set_share
-from holotrain.ranks.watch import GRACE
-from holotrain.ranks.world import PATIENCE, Broken, World
+from holotrain.ranks.watch import GRACE, PATIENCE
+from holotrain.ranks.world import Broken, World
 
 TOGETHER = ("fit", "validate", "test")
 """The commands that several processes can run."""

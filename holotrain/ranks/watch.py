@@ -22,6 +22,9 @@ from holotrain.ranks.place import Place
 BEAT = 0.5
 """Seconds between two signs of life."""
 
+PATIENCE = 120.0
+"""Seconds that a process has to start in."""
+
 GRACE = 5.0
 """Seconds in which the main thread of a process may end by itself after a verdict, before it is ended."""
 
@@ -104,9 +107,10 @@ class Watch(threading.Thread):
         key, now = self._key(f"beat/{rank}"), time.monotonic()
         beat = self._store.get(key) if self._store.check([key]) else b""
         last, since = self._beats.get(rank, (None, now))
+        silence = GRACE if self.urgent else self.timeout
         if beat != last:
             self._beats[rank] = beat, now
-        elif now - since > (GRACE if self.urgent else self.timeout):
+        elif now - since > (silence if beat else max(silence, PATIENCE)):
             self.failed(f"rank {rank} died, or hangs: no sign of life for {now - since:.0f} s")
 
     def _enforce(self) -> None:

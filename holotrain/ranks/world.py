@@ -16,13 +16,10 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
-from holotrain.ranks.watch import GRACE, Watch
+from holotrain.ranks.watch import BEAT, GRACE, PATIENCE, Watch
 
 POLL = 0.02
 """Seconds between two looks at the store."""
-
-PATIENCE = 120.0
-"""Seconds that processes have to start in."""
 
 
 class Broken(Exception):
@@ -131,9 +128,10 @@ class World:
     def close(self) -> None:
         """Ends the watch, and waits for the processes that this one started; those that do not end are ended."""
         self.watch.stop()
+        ends = time.monotonic() + (2 * BEAT if self.watch.verdict else 2 * GRACE)
         for child in self.children:
             try:
-                child.wait(GRACE)
+                child.wait(max(0, ends - time.monotonic()))
             except TimeoutExpired:
                 child.kill()
                 child.wait()
