@@ -237,7 +237,7 @@ def _assumptions(config: PlanConfig, link: Link, times: StepTimes, bad: Setting,
         alone,
         *(ends if times.band else []),
         f"DDP: buckets of {BUCKET >> 20} MiB (the first {FIRST_BUCKET >> 20} MiB) are all-reduced while the backward goes on; "
-        "memory has a copy of all gradients beside",
+        "their memory is that of the gradients, and stays",
         "FSDP2, full shard: a block is gathered while the one before it is computed, in the forward and again in the backward, "
         "its gradients are reduced and scattered meanwhile; two blocks stand whole, and what lies outside of blocks",
     ]

@@ -30,13 +30,14 @@ class Unit:
 
 
 def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
-    """The single device's peak and the buckets, which are a copy of every gradient, kept all along.
+    """The largest of three phases, each with all gradients: they are views of buckets that stay.
 
-    As DDP has it unless told otherwise; with ``gradient_as_bucket_view=True`` gradients and buckets are one.
+    With ``gradient_as_bucket_view=True``, as our own DDP has it; without, gradients would be there twice.
     """
     if devices == 1:
         return footprint.peak
-    return footprint.peak + sum(sum(unit.gradients) for unit in units)
+    buckets = sum(sum(unit.gradients) for unit in units)
+    return max(buckets + sum(parts.values()) - parts["gradients"] for parts in footprint.parts_by_phase.values())
 
 
 def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:

@@ -190,7 +190,13 @@ def test_one_device_takes_its_own_peak():
 
 
 def test_memory_of_a_rank_by_hand():
-    assert ddp_bytes(FOUND, UNITS, 4) == 525 + 80
+    assert ddp_bytes(FOUND, UNITS, 4) == FOUND.peak  # which has all gradients already
+    late = footprint(
+        forward={"parameters": 80, "activations": 300},
+        backward={"parameters": 80, "gradients": 10, "activations": 100},
+        update={"parameters": 80, "gradients": 80},
+    )
+    assert (late.peak, ddp_bytes(late, UNITS, 4)) == (380, 380 + 80)
     # Whole beside the shares: 20 outside of blocks, and two blocks, 50 at most; in the backward as much of gradients.
     forward = (80 + 160 + 80 + 80) // 4 + 5 + 100 + 70
     backward = (80 + 160 + 80 + 60) // 4 + 5 + 30 + 20 + 140
