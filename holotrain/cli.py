@@ -48,9 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         place = found()
         if place is not None and not place.is_main:
-            from holotrain.commands.together import follow
+            from holotrain.commands.together import TOGETHER, follow
 
-            return follow(place)
+            # Of what one process does, the others need know nothing.
+            return follow(place) if argv[0] in TOGETHER and not {"--help", "-h"} & set(argv) else 0
         if argv[0] in FOLDER_COMMANDS:
             return _of_folders(*argv)
         arguments = parse(argv)

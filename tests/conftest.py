@@ -9,6 +9,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take all cores get 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """What a run keeps for later ones, such as measured groups, stays out of the user's home."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
 def holotrain(tmp_path, monkeypatch, capfd):
     """Runs a command line in this process, in an empty folder: (exit status, standard output, standard error)."""

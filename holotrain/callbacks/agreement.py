@@ -1,5 +1,7 @@
 """Agreement: all processes of a training learn of what one of them noticed, at the same batch."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,11 +12,14 @@ class Agreement:
 
     Every process must call the same methods in the same order. A group of its own, on the CPU: no GPU is waited for. Alone, a
     process agrees with itself at once.
+
+    Args:
+        timeout: for which they wait for each other; None: torch's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if together else None
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if together else None
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def late(self, number: int) -> int:

@@ -36,7 +36,7 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        checkpoint[KEY] = {"random": _of_all_ranks(random_states()), "loader": position}
+        checkpoint[KEY] = {"random": _of_all_ranks(random_states()), "shares": _shares(trainer), "loader": position}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
@@ -48,7 +48,8 @@ class ExactResume(pl.Callback):
                 self._begin(trainer)
             return
         states = kept["random"] if isinstance(kept["random"], list) else [kept["random"]]
-        if len(states) == trainer.world_size:
+        # Processes that work on the same share draw alike: as many processes are not enough.
+        if len(states) == trainer.world_size and kept.get("shares", len(states)) == _shares(trainer):
             restore_random_states(states[trainer.global_rank])
         else:
             self._begin(trainer)
@@ -59,6 +60,11 @@ class ExactResume(pl.Callback):
         """Another state for each share of the data; processes that work on the same one draw alike."""
         kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
         torch.manual_seed(mixed_seed(self.seed, trainer.global_step, kwargs["rank"]))
+
+
+def _shares(trainer: pl.Trainer) -> int:
+    """How many shares the data are read in."""
+    return getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
 
 
 def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:

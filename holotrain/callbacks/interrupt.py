@@ -30,8 +30,7 @@ class SaveOnSignal(Checkpoint):
     """On SIGTERM or SIGINT finishes the batch, or the epoch at its last one, saves a checkpoint and raises ``Interrupted``.
 
     The same signal once more ends the process at once. Of several processes all stop at the same batch, whichever of them the
-    signal reached. It is a ``Checkpoint`` to Lightning, so that it comes
-    after the callbacks whose state it saves.
+    signal reached. It is a ``Checkpoint`` to Lightning, so that it comes after the callbacks whose state it saves.
 
     Args:
         path: file of the checkpoint.
@@ -46,7 +45,7 @@ class SaveOnSignal(Checkpoint):
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._agreement = Agreement()
+        self._agreement = Agreement(getattr(trainer.strategy, "_timeout", None))
         if threading.current_thread() is threading.main_thread():
             self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
 

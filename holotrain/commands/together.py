@@ -7,6 +7,7 @@ sweep is one sweep however many processes train its jobs, and all of them have t
 import importlib
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -58,7 +59,8 @@ class Together:
         """
         alone = config.trainer.strategy == "single" or command not in TOGETHER
         if self.place is None and (alone or processes_of(config.trainer) == 1):
-            check_processes(config, None)
+            if command in TOGETHER:
+                check_processes(config, None)
             return _command(command, config, run)
         if alone:
             raise UserError(
@@ -82,6 +84,7 @@ class Together:
         if self.place is not None:  # a launcher's processes stay for all jobs
             if self._world is None:
                 self._world = World(self.place, config.trainer.timeout)
+            self._world.timeout = self._world.watch.timeout = config.trainer.timeout  # this job's
             yield self._world
             return
         size = processes_of(config.trainer)
@@ -101,6 +104,7 @@ class Together:
         if self.place is not None:
             world = self._world or World(self.place, PATIENCE)
             world.post(f"job/{world.jobs}", None)
+            world.see_off()
             world.close()
 
 
@@ -121,7 +125,9 @@ def follow(place: Place) -> int:
         if place.rank == 1 and str(error).startswith("rank 0 died"):
             print(f"holotrain: {error}{world.watch.hint() if world else ''}", file=sys.stderr)
         return 1
-    world.close()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    world.leave()
     return max(statuses)
 
 

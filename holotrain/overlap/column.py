@@ -51,6 +51,7 @@ class ColumnReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sender: Sender) -> Tensor:
+        x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.sender = sender
         link = sender.link

@@ -80,9 +80,9 @@ class Sharding(ModelParallelStrategy):
         """
         layers = self.device_mesh["tensor_parallel"]
         kinds = by_mesh(parameter for parameter in _parameters(optimizer) if parameter.grad is not None)
-        for mesh, parameters in kinds.items():
-            if layers.size() > 1 and "tensor_parallel" not in (mesh.mesh_dim_names if mesh else ()):
-                average([parameter.grad for parameter in parameters], layers)
+        if layers.size() > 1:
+            for parameters in kinds.values():
+                average([parameter.grad for parameter in parameters if _whole_in_its_group(parameter)], layers)
         if largest is None or largest <= 0:
             return
         if algorithm == "value":
@@ -127,6 +127,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _whole_in_its_group(parameter: Tensor) -> bool:
+    """Whether every process of a tensor parallel group has all of it (or FSDP2's part of all of it)."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    return "tensor_parallel" not in names or parameter.placements[names.index("tensor_parallel")].is_replicate()
+
+
 def by_mesh(parameters: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
     """Parameters by the mesh that they are shared out on; None: whole."""
     found: dict[DeviceMesh | None, list[Tensor]] = {}
@@ -140,7 +146,8 @@ def average(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     for tensor in own:
         dist.all_reduce(tensor, group=mesh.get_group())
-    torch._foreach_div_(own, mesh.size())
+    if own:
+        torch._foreach_div_(own, mesh.size())
 
 
 def shard(model: nn.Module, mesh: Any) -> None:

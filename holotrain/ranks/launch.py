@@ -33,13 +33,19 @@ def launched(size: int, command: str, timeout: float) -> World:
     """
     from torch.distributed import TCPStore
 
-    port = _wanted_port()
-    store = TCPStore(LOOPBACK, port, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+    # A socket of our own: the store's would listen to every machine, and whoever reaches it can tell processes what to do.
+    listener = _listener(_wanted_port())
+    port, handle = listener.getsockname()[1], listener.detach()
+    waiting = {"wait_for_workers": False, "master_listen_fd": handle}
+    store = TCPStore(LOOPBACK, port, None, True, timedelta(seconds=timeout), **waiting)
     place = Place(0, size, 0, size, LOOPBACK, store.port, hosts=True)
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     shared = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is told of in a line
+    if sys.platform == "linux":
+        for environment in (os.environ, shared):  # what they say to each other stays on this machine too
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     shared.setdefault("OMP_NUM_THREADS", str(threads_each(size)))
     children = [
         subprocess.Popen(
@@ -64,13 +70,14 @@ def _wanted_port() -> int:
         return 0
     if not wanted.isdigit() or int(wanted) > 65535:
         raise UserError(f"MASTER_PORT={wanted} is no port")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, int(wanted)))
-        except OSError as error:
-            raise UserError(f"MASTER_PORT={wanted}: the port is in use; unset it, or give another") from error
     return int(wanted)
+
+
+def _listener(port: int) -> socket.socket:
+    try:
+        return socket.create_server((LOOPBACK, port))
+    except OSError as error:
+        raise UserError(f"MASTER_PORT={port}: the port is in use; unset it, or give another") from error
 
 
 def ended_by(status: int) -> str:

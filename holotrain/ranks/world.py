@@ -125,6 +125,16 @@ class World:
         self._await(names, mistake)
         return max(json.loads(self.store.get(name)) for name in names)
 
+    def leave(self) -> None:
+        """Ends this process's part, and lets the main process know that it no longer needs the store."""
+        self.close()
+        self.post(f"gone/{self.place.rank}", True)
+
+    def see_off(self) -> None:
+        """Waits until all others have left: the store may be this process's."""
+        with suppress(Broken, dist.DistError):
+            self._await([f"gone/{rank}" for rank in range(1, self.place.size)])
+
     def close(self) -> None:
         """Ends the watch, and waits for the processes that this one started; those that do not end are ended."""
         self.watch.stop()
