@@ -30,7 +30,7 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_part = [{names[id(p)] for group in part.param_groups for p in group["params"]} for part in optimizer.parts]
     adamw, muon = by_part
-    assert [type(part).__name__ for part in optimizer.parts] == ["AdamW", "Muon"]
+    assert [type(part).__name__ for part in optimizer.parts] == ["AdamW", "ShardedMuon"]
     assert adamw | muon == set(names.values()) - {names[id(frozen)]} and not adamw & muon
     ends = ("qkv.weight", "project.weight", "widen.weight", "narrow.weight", "shortcut.weight")
     assert muon and all(".blocks." in f".{name}" and name.endswith(ends) for name in muon)
