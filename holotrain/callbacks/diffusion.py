@@ -14,7 +14,6 @@ from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, al
 class Pass:
     """What went through one network in the step that is looked at."""
 
-    network: ErrorDiffusionNetwork
     x: Tensor
     grad: Tensor | None = None
 
@@ -48,16 +47,16 @@ class ErrorDiffusionMonitor(pl.Callback):
     ) -> None:
         if outputs.requires_grad:
             (x,) = (*given, *named.values())
-            seen = self._passes[network] = Pass(network, x.detach())
+            seen = self._passes[network] = Pass(x.detach())
             outputs.register_hook(lambda grad: setattr(seen, "grad", grad.detach()))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        passes = [seen for seen in self._passes.values() if seen.grad is not None]
+        passes = [(network, seen) for network, seen in self._passes.items() if seen.grad is not None]
         self._stop()
         if not passes:
             return
         with trainer.precision_plugin.forward_context():
-            found = [_figures(seen) for seen in passes]
+            found = [_figures(network, seen) for network, seen in passes]
         scalars = {f"error_diffusion/{name}": torch.stack([each[name] for each in found]).mean().item() for name in found[0]}
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step + 1)
@@ -74,8 +73,7 @@ class ErrorDiffusionMonitor(pl.Callback):
         self._hooks, self._passes = [], {}
 
 
-def _figures(seen: Pass) -> dict[str, Tensor]:
-    network = seen.network
+def _figures(network: ErrorDiffusionNetwork, seen: Pass) -> dict[str, Tensor]:
     figures = {"sign_violations": sign_violations(network), "dead_cells": dead_cells(network, seen.x)}
     if network.rule != BACKPROPAGATION:
         figures["alignment"] = alignment(network, seen.x, seen.grad)

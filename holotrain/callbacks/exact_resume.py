@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from holotrain.callbacks.share import share_of
 from holotrain.seeds import mixed_seed
 
 KEY = "exact_resume"
@@ -36,7 +37,7 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        checkpoint[KEY] = {"random": _of_all_ranks(random_states()), "shares": _shares(trainer), "loader": position}
+        checkpoint[KEY] = {"random": _of_all_ranks(random_states()), "shares": share_of(trainer)[1], "loader": position}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
@@ -49,7 +50,7 @@ class ExactResume(pl.Callback):
             return
         states = kept["random"] if isinstance(kept["random"], list) else [kept["random"]]
         # Processes that work on the same share draw alike: as many processes are not enough.
-        if len(states) == trainer.world_size and kept.get("shares", len(states)) == _shares(trainer):
+        if len(states) == trainer.world_size and kept.get("shares", len(states)) == share_of(trainer)[1]:
             restore_random_states(states[trainer.global_rank])
         else:
             self._begin(trainer)
@@ -58,13 +59,7 @@ class ExactResume(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Another state for each share of the data; processes that work on the same one draw alike."""
-        kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
-        torch.manual_seed(mixed_seed(self.seed, trainer.global_step, kwargs["rank"]))
-
-
-def _shares(trainer: pl.Trainer) -> int:
-    """How many shares the data are read in."""
-    return getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
+        torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
 
 
 def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:

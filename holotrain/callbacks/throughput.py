@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from holotrain.callbacks.share import share_of
 from holotrain.reversible.clock import Clock, clock_of
 
 
@@ -70,8 +71,7 @@ class ThroughputMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.clock = self.clock or clock_of(pl_module.device)
-        shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # tensor parallel processes share theirs
-        self._ranks = shares["num_replicas"] if shares else 1
+        _, self._ranks = share_of(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer.global_step)

@@ -12,7 +12,35 @@ from holotrain.overlap.linear import GROUPS
 from holotrain.overlap.modules import ColumnParallelLinear, RowParallelLinear
 
 
-class OverlappedRowwise(RowwiseParallel):
+class _Overlapped:
+    """What both styles are beside torch's own; comes before it among their bases."""
+
+    kind: type[RowParallelLinear] | type[ColumnParallelLinear]
+    """What a styled ``nn.Linear`` becomes."""
+
+    def __init__(
+        self,
+        *,
+        groups: Grouping = GROUPS,
+        signals: bool = False,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.groups, self.signals = groups, signals
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            raise TypeError(f"{type(self).__name__} takes an nn.Linear as it is, not {type(module).__name__}")
+        module = distribute_module(module, device_mesh, self._partition_linear_fn)
+        module.__class__ = self.kind  # as fully_shard does: copies, pickles and wrappers of the module keep its forward
+        module.groups, module.signals, module.use_local_output = self.groups, self.signals, self.use_local_output
+        module.input_layout, module.output_layout = self.input_layouts[0], self.output_layouts[0]
+        return module
+
+
+class OverlappedRowwise(_Overlapped, RowwiseParallel):
     """torch's ``RowwiseParallel`` for linear layers, with the output's sum overlapped in groups of rows.
 
     Args:
@@ -31,23 +59,10 @@ class OverlappedRowwise(RowwiseParallel):
         TypeError: applied to something else than an ``nn.Linear``, or to a subclass of it.
     """
 
-    def __init__(
-        self,
-        *,
-        groups: Grouping = GROUPS,
-        signals: bool = False,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.groups, self.signals = groups, signals
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _overlapped(self, module, device_mesh, RowParallelLinear)
+    kind = RowParallelLinear
 
 
-class OverlappedColwise(ColwiseParallel):
+class OverlappedColwise(_Overlapped, ColwiseParallel):
     """torch's ``ColwiseParallel`` for linear layers, with the sum of the input's gradient overlapped.
 
     Args:
@@ -64,32 +79,4 @@ class OverlappedColwise(ColwiseParallel):
         TypeError: applied to something else than an ``nn.Linear``, or to a subclass of it.
     """
 
-    def __init__(
-        self,
-        *,
-        groups: Grouping = GROUPS,
-        signals: bool = False,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.groups, self.signals = groups, signals
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _overlapped(self, module, device_mesh, ColumnParallelLinear)
-
-
-def _overlapped(
-    style: RowwiseParallel | ColwiseParallel,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    kind: type[RowParallelLinear] | type[ColumnParallelLinear],
-) -> nn.Module:
-    if type(module) is not nn.Linear:
-        raise TypeError(f"{type(style).__name__} takes an nn.Linear as it is, not {type(module).__name__}")
-    module = distribute_module(module, mesh, style._partition_linear_fn)
-    module.__class__ = kind  # as fully_shard does: copies, pickles and wrappers of the module keep its forward
-    module.groups, module.signals, module.use_local_output = style.groups, style.signals, style.use_local_output
-    module.input_layout, module.output_layout = style.input_layouts[0], style.output_layouts[0]
-    return module
+    kind = ColumnParallelLinear
