@@ -52,7 +52,8 @@ class Together:
         self.broken = False
 
     def run(self, command: str, config: RunConfig, run: Run) -> int:
-        """Runs one job, here or together with others. Returns the exit status: 1 where one of the processes died.
+        """Runs one job, here or together with others. Returns the exit status: 1 where one of the processes died, 2 where a
+        mistake of the user's ended one of them.
 
         Raises:
             UserError: the processes do not suit the configuration.
@@ -75,7 +76,7 @@ class Together:
                 return job(world, command, config, run)
             except Broken as broken:
                 print(f"holotrain: {broken}{run.hint()}", file=sys.stderr)
-                return 1
+                return broken.status
             finally:
                 self.broken = self.place is not None and world.watch.verdict is not None
 
@@ -124,7 +125,7 @@ def follow(place: Place) -> int:
     except (Broken, UserError) as error:
         if place.rank == 1 and str(error).startswith("rank 0 died"):
             print(f"holotrain: {error}{world.watch.hint() if world else ''}", file=sys.stderr)
-        return 1
+        return error.status if isinstance(error, Broken) else 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     world.leave()
@@ -153,7 +154,8 @@ def job(world: World, command: str, config: RunConfig, run: Run) -> int:
         if world.place.is_main:
             print(f"holotrain: {error}", file=sys.stderr)
     except Exception as error:
-        if _lost_a_peer(error) and (verdict := world.watch.waited(4 * GRACE)) is not None:
+        verdict = world.watch.verdict or (world.watch.waited(4 * GRACE) if _lost_a_peer(error) else None)
+        if verdict is not None:
             raise Broken(verdict) from error
         mistake, status, trace = f"{type(error).__name__}: {error}".splitlines()[0], 1, traceback.format_exc()
         if world.place.is_main:

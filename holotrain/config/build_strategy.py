@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from holotrain.parallel.data import ddp
 from holotrain.parallel.sharded import Sharding
 from holotrain.parallel.tensor import Styles, overlapped
 from holotrain.ranks.place import Place
+from holotrain.ranks.watch import longer
 
 
 def processes_of(config: TrainerConfig) -> int:
@@ -87,7 +87,7 @@ def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str
     """Lightning's strategy; "auto" where one process trains."""
     if place is None:
         return "auto"
-    common: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout)}
+    common: dict[str, Any] = {"timeout": longer(config.timeout)}
     if config.strategy in ("fsdp", "tp"):
         return Sharding(place.size // group_of(config, place), group_of(config, place), styles_of(config), **common)
     return ddp(config.compression, **common)

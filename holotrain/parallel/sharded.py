@@ -28,6 +28,8 @@ from holotrain.parallel.tensor import Styles, tensor_parallel
 from holotrain.ranks.tensors import part_like, whole
 from holotrain.reversible import ReversibleBlock
 
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.15; before it
+
 BLOCKS = (ReversibleBlock, ResidualBlock, Transition)
 """What is gathered as a whole, used and let go."""
 
@@ -45,6 +47,11 @@ class Sharding(ModelParallelStrategy):
     def __init__(self, groups: int, size: int = 1, styles: Styles | None = None, **options: Any) -> None:
         super().__init__(groups, size, save_distributed_checkpoint=False, **options)
         self.styles = styles
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        for dimension in range(self.device_mesh.ndim):  # a mesh makes its groups with torch's own timeout
+            set_timeout(self._timeout, self.device_mesh.get_group(dimension))
 
     def share_out(self, model: nn.Module) -> None:
         """Leaves each process its part of the parameters; once."""

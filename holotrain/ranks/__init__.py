@@ -3,7 +3,8 @@
 place     Place: this process's number among how many, as torchrun, SLURM or our own start says
 launch    starting the others of this machine
 world     World: the processes of a run, what they agree on, the group in which they train
-watch     Watch: notices when one of them dies, and says which
+watch     Watch: notices when one of them dies or hangs, and says which
+progress  how far a process has come, in collectives that it has launched
 tensors   tensors that are shared out, put together and taken apart
 share     which share of the data a process reads
 

@@ -41,21 +41,24 @@ def launched(size: int, command: str, timeout: float) -> World:
     place = Place(0, size, 0, size, LOOPBACK, store.port, hosts=True)
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    shared = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    # Where a launcher started this one process, what it says of its own is not true of ours.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))}
+    shared = outer | {"PYTHONPATH": os.pathsep.join(paths)}
     shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is told of in a line
     if sys.platform == "linux":
         for environment in (os.environ, shared):  # what they say to each other stays on this machine too
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     shared.setdefault("OMP_NUM_THREADS", str(threads_each(size)))
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "holotrain", command, f"rank={rank}"],
-            env=shared | place.environment(rank),
-            stdin=subprocess.DEVNULL,
-        )
-        for rank in range(1, size)
-    ]
-    return World(place, timeout, store, children)
+    children: list[subprocess.Popen] = []
+    try:
+        for rank in range(1, size):
+            words = [sys.executable, "-m", "holotrain", command, f"rank={rank}"]
+            children.append(subprocess.Popen(words, env=shared | place.environment(rank), stdin=subprocess.DEVNULL))
+        return World(place, timeout, store, children)
+    except BaseException:  # they would wait for a main process that never comes
+        for child in children:
+            child.kill()
+        raise
 
 
 def threads_each(size: int) -> int:

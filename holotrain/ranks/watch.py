@@ -1,20 +1,24 @@
-"""Noticing that one of the processes of a run has died, and saying which, whatever the others are waiting for.
+"""Noticing that one of the processes of a run has died or hangs, and saying which, whatever the others are waiting for.
 
 A collective whose peer is gone raises (gloo) or hangs (NCCL); neither says who is missing. So every process has a thread that
-leaves a sign of life with the others once a second. The main process looks at the signs, and at its children, and passes a
-verdict; the others look for the verdict.
+leaves a sign of life with the others twice a second, and says how far the process has come. The main process looks at the
+signs, and at its children, and passes a verdict; the others look for the verdict.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from subprocess import Popen
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from holotrain.ranks.place import Place
@@ -29,28 +33,56 @@ GRACE = 5.0
 """Seconds in which the main thread of a process may end by itself after a verdict, before it is ended."""
 
 
+def longer(timeout: float) -> timedelta:
+    """For which collectives wait: the watch, which can say who is missing, comes first."""
+    return timedelta(seconds=timeout + 2 * GRACE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ends all processes.
+
+    Args:
+        what: went wrong, and with which rank.
+        status: the exit status that it deserves.
+    """
+
+    what: str
+    status: int = 1
+
+
 class Watch(threading.Thread):
     """
     Args:
         place: of this process.
-        timeout: seconds without a sign of life after which a process counts as dead.
+        timeout: seconds without a sign of life, or behind the others without a step forward, after which a process counts as
+            lost.
+        position: says how far this process has come: what grows alike in all of them.
         children: the processes that this one started, in order of their ranks from 1 on.
         ended_by: puts the exit status of one of them into words.
 
     Attributes:
         verdict: what went wrong with which rank; None as long as all live.
-        hint: how to go on, said behind the verdict.
+        hint: how to go on, said behind the verdict by who ends a process.
         urgent: a collective failed here: who is silent for ``GRACE`` seconds is dead.
     """
 
-    def __init__(self, place: Place, timeout: float, children: Sequence[Popen], ended_by: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        timeout: float,
+        position: Callable[[], list[int]],
+        children: Sequence[Popen],
+        ended_by: Callable[[int], str],
+    ) -> None:
         super().__init__(name="holotrain-watch", daemon=True)
-        self.place, self.timeout, self.children, self.ended_by = place, timeout, children, ended_by
-        self.verdict: str | None = None
+        self.place, self.timeout, self.position, self.children, self.ended_by = place, timeout, position, children, ended_by
+        self.verdict: Verdict | None = None
         self.urgent = False
         self.hint: Callable[[], str] = str
         self._over = threading.Event()
         self._beats: dict[int, tuple[bytes, float]] = {}
+        self._positions: dict[int, tuple[list[int], float]] = {}
         # A connection of its own: a client is locked while it waits for a key.
         self._store = TCPStore(
             place.address, place.port, None, False, timedelta(seconds=min(timeout, 30)), wait_for_workers=False
@@ -63,7 +95,7 @@ class Watch(threading.Thread):
             try:
                 self._beat(count)
             except Exception as error:
-                self.verdict = f"rank 0 died, or cannot be reached ({type(error).__name__})"
+                self.verdict = Verdict(f"rank 0 died, or cannot be reached ({type(error).__name__})")
             if self.verdict is not None:
                 self._enforce()
                 return
@@ -74,13 +106,13 @@ class Watch(threading.Thread):
         if self.is_alive() and threading.current_thread() is not self:
             self.join()
 
-    def failed(self, what: str) -> str:
+    def failed(self, what: str, status: int = 1) -> Verdict:
         """Passes a verdict, unless there is one; returns the one that counts."""
-        said = self._store.compare_set(self._key("verdict"), "", what).decode()
-        self.verdict = self.verdict or said
+        said = self._store.compare_set(self._key("verdict"), "", json.dumps(asdict(Verdict(what, status))))
+        self.verdict = self.verdict or Verdict(**json.loads(said))
         return self.verdict
 
-    def waited(self, seconds: float) -> str | None:
+    def waited(self, seconds: float) -> Verdict | None:
         """The verdict, for which a process whose collective failed waits so long."""
         self.urgent = True
         ends = time.monotonic() + seconds
@@ -92,9 +124,9 @@ class Watch(threading.Thread):
         return f"watch/{self.place.attempt}/{name}"
 
     def _beat(self, count: int) -> None:
-        self._store.set(self._key(f"beat/{self.place.rank}"), str(count))
+        self._store.set(self._key(f"beat/{self.place.rank}"), json.dumps([count, self.position()]))
         if self._store.check([self._key("verdict")]):
-            self.verdict = self._store.get(self._key("verdict")).decode()
+            self.verdict = Verdict(**json.loads(self._store.get(self._key("verdict"))))
             return
         for rank, child in enumerate(self.children, 1):
             if (status := child.poll()) not in (None, 0):
@@ -102,23 +134,43 @@ class Watch(threading.Thread):
                 return
         for rank in range(self.place.size) if self.place.is_main else (0,):
             self._listen(rank)
+        if self.place.is_main:
+            self._compare()
 
     def _listen(self, rank: int) -> None:
         key, now = self._key(f"beat/{rank}"), time.monotonic()
         beat = self._store.get(key) if self._store.check([key]) else b""
-        last, since = self._beats.get(rank, (None, now))
+        last, since = self._beats.setdefault(rank, (b"", now))
         silence = GRACE if self.urgent else self.timeout
         if beat != last:
             self._beats[rank] = beat, now
+            position = json.loads(beat)[1]
+            if self._positions.get(rank, (None,))[0] != position:
+                self._positions[rank] = position, now
         elif now - since > (silence if beat else max(silence, PATIENCE)):
             self.failed(f"rank {rank} died, or hangs: no sign of life for {now - since:.0f} s")
 
+    def _compare(self) -> None:
+        """Whoever is behind the others and takes no step forward is what they wait for."""
+        if len(self._positions) < self.place.size:
+            return
+        last = min(self._positions, key=lambda rank: self._positions[rank][0])
+        position, since = self._positions[last]
+        stood = time.monotonic() - since
+        if position < max(position for position, _ in self._positions.values()) and stood > self.timeout:
+            self.failed(f"rank {last} hangs: the others have waited for it for {stood:.0f} s")
+
     def _enforce(self) -> None:
-        """Ends this process, if its main thread does not within ``GRACE`` seconds."""
+        """Ends this process, if its main thread does not end by itself when it need wait no longer."""
         if self._over.wait(GRACE):
             return
-        if self.place.is_main or (self.place.rank == 1 and self.verdict.startswith("rank 0 died")):
-            print(f"holotrain: {self.verdict}{self.hint()}", file=sys.stderr, flush=True)
         for child in self.children:
             child.kill()
-        os._exit(1)
+        if dist.is_initialized() and dist.get_backend() == "nccl":  # which waits for the dead; gloo notices that they are gone
+            with suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+        if self._over.wait(GRACE):
+            return
+        if self.place.is_main or (self.place.rank == 1 and self.verdict.what.startswith("rank 0 died")):
+            print(f"holotrain: {self.verdict.what}{self.hint()}", file=sys.stderr, flush=True)
+        os._exit(self.verdict.status)

@@ -16,14 +16,19 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
-from holotrain.ranks.watch import BEAT, GRACE, PATIENCE, Watch
+from holotrain.ranks.progress import launched
+from holotrain.ranks.watch import BEAT, GRACE, PATIENCE, Verdict, Watch, longer
 
 POLL = 0.02
 """Seconds between two looks at the store."""
 
 
 class Broken(Exception):
-    """One of the processes died or failed. The message says which."""
+    """One of the processes died or failed. The message says which; ``status`` is the exit status that this deserves."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.what)
+        self.status = verdict.status
 
 
 class World:
@@ -45,7 +50,8 @@ class World:
         connection = store or _connected(place)
         self.store: Store = PrefixStore(f"holotrain/{place.attempt}", connection)
         self.jobs = 0
-        self.watch = Watch(place, timeout, self.children, ended_by)
+        # Where a job is over here, the others still have to come so far.
+        self.watch = Watch(place, timeout, lambda: [self.jobs, launched()], self.children, ended_by)
         self.watch.start()
 
     def post(self, name: str, value: Any) -> None:
@@ -61,12 +67,12 @@ class World:
         self._await([name])
         return json.loads(self.store.get(name))
 
-    def _await(self, names: list[str], mistake: str | None = None) -> None:
+    def _await(self, names: list[str], mistake: str | None = None, status: int = 1) -> None:
         """Waits until all are posted; where a mistake ended this process's part, not much longer."""
         ends = time.monotonic() + GRACE
         while not self._there(names):
             if mistake and time.monotonic() > ends and self.watch.verdict is None:
-                self.watch.failed(f"rank {self.place.rank}: {mistake}")
+                self.watch.failed(f"rank {self.place.rank}: {mistake}", status)
             if self.watch.verdict is not None:
                 raise Broken(self.watch.verdict)
             time.sleep(POLL)  # the store's own wait would say on stderr each time that it waits
@@ -75,7 +81,7 @@ class World:
         try:
             return self.store.check(names)
         except dist.DistNetworkError as error:
-            raise Broken(self.watch.waited(GRACE) or "rank 0 died") from error
+            raise Broken(self.watch.waited(GRACE) or Verdict("rank 0 died")) from error
 
     def agreed(self, name: str, value: Any = None) -> Any:
         """What the main process says; the others' values do not count. Plain containers."""
@@ -101,7 +107,7 @@ class World:
             store=PrefixStore(f"group/{self.jobs}", self.store),
             rank=self.place.rank,
             world_size=self.place.size,
-            timeout=timedelta(seconds=self.timeout),
+            timeout=longer(self.timeout),
             device_id=device if device.type == "cuda" else None,
         )
         try:
@@ -122,7 +128,7 @@ class World:
         job, self.jobs = self.jobs, self.jobs + 1
         self.post(f"{job}/done/{self.place.rank}", status)
         names = [f"{job}/done/{rank}" for rank in range(self.place.size)]
-        self._await(names, mistake)
+        self._await(names, mistake, status)
         return max(json.loads(self.store.get(name)) for name in names)
 
     def leave(self) -> None:

@@ -1,0 +1,89 @@
+"""The watch of two processes, both in this one: who is dead, who hangs, what all are told."""
+
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from holotrain.ranks.launch import LOOPBACK, ended_by
+from holotrain.ranks.place import Place
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+
+
+@pytest.fixture
+def watches(monkeypatch):
+    from holotrain.ranks import watch
+
+    monkeypatch.setattr(watch, "BEAT", 0.05)
+    store = dist.TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    positions = [[0, 7], [0, 7]]
+    places = [Place(rank, 2, rank, 2, LOOPBACK, store.port, hosts=rank == 0) for rank in (0, 1)]
+    made = [watch.Watch(place, 2.0, partial(positions.__getitem__, place.rank), [], ended_by) for place in places]
+    yield made, positions
+    for each in made:
+        each.stop()
+    del store
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_whoever_is_behind_and_stands_still_hangs(watches, late):
+    """Its thread gives signs of life all the same; the others wait for it, one collective on."""
+    made, positions = watches
+    positions[1 - late] = [0, 8]
+    for each in made:
+        each.start()
+    until(lambda: all(each.verdict for each in made))
+    for each in made:
+        assert each.verdict.what.startswith(f"rank {late} hangs: the others have waited for it for")
+
+
+def test_one_that_has_ended_its_job_is_ahead_of_one_that_has_not(watches):
+    made, positions = watches
+    positions[0] = [1, 0]  # its groups are gone
+    for each in made:
+        each.start()
+    until(lambda: made[0].verdict)
+    assert made[0].verdict.what.startswith("rank 1 hangs")
+
+
+def test_nobody_hangs_who_is_as_far_as_the_others_or_goes_on(watches):
+    made, positions = watches
+    for each in made:
+        each.start()
+    for step in range(100):  # rank 1 is slow; then both stand still, as in a long piece of work without collectives
+        positions[0] = [0, 9 + step]
+        positions[1] = [0, 8 + step]
+        time.sleep(0.02)
+    positions[1] = positions[0]
+    time.sleep(3)
+    assert [each.verdict for each in made] == [None, None]
+
+
+def test_a_verdict_reaches_all_with_its_status_and_the_first_one_counts(watches):
+    made, _ = watches
+    for each in made:
+        each.start()
+    assert made[1].failed("rank 1: no such file", 2).status == 2
+    assert made[0].failed("rank 1 died").what == "rank 1: no such file"
+    until(lambda: made[0].verdict)
+    assert (made[0].verdict.what, made[0].verdict.status) == ("rank 1: no such file", 2)
+
+
+def test_whoever_falls_silent_is_dead(watches):
+    made, _ = watches
+    for each in made:
+        each.start()
+    until(lambda: 1 in made[0]._positions)
+    made[1].stop()
+    until(lambda: made[0].verdict)
+    assert made[0].verdict.what.startswith("rank 1 died, or hangs: no sign of life for")
