@@ -9,9 +9,11 @@ from torch import nn
 
 from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
+from holotrain.config.build_strategy import left_whole
 from holotrain.config.devices import device_name
 from holotrain.config.schema import RunConfig
 from holotrain.data import TextDataModule
+from holotrain.ranks.place import Place
 
 PROFILES = {
     "profile": "fit-profile.txt",
@@ -45,10 +47,15 @@ def show_start(
         "precision": config.trainer.precision,
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
-        "processes": f"{run.place.size}, {config.trainer.strategy}" if run.place else None,
+        "processes": _processes(config, run.place, model) if run.place else None,
         "folder": run.folder,
     }
     console.print(_table(f"holotrain {command}", {key: value for key, value in rows.items() if value is not None}))
+
+
+def _processes(config: RunConfig, place: Place, model: nn.Module) -> str:
+    whole = left_whole(config.trainer, place, model)
+    return f"{place.size}, {config.trainer.strategy}" + (f"; whole in each: {', '.join(whole)}" if whole else "")
 
 
 def show_end(summary: Summary, folder: Path) -> None:

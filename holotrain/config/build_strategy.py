@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 
 from holotrain.config.devices import check_device, device_kind
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.running import TrainerConfig
 from holotrain.errors import UserError
+from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
 from holotrain.parallel.data import ddp
 from holotrain.parallel.sharded import Sharding
@@ -81,6 +83,21 @@ def share_of(config: TrainerConfig, place: Place) -> tuple[int, int]:
 def group_of(config: TrainerConfig, place: Place) -> int:
     """How many processes share layers out, and read the same data."""
     return 1 if config.strategy != "tp" else config.tensor_parallel or place.size
+
+
+def left_whole(config: TrainerConfig, place: Place, model: nn.Module) -> list[str]:
+    """Why tensor parallel processes compute some layers of a model whole, a phrase each.
+
+    Raises:
+        UserError: they would compute all of them whole.
+    """
+    ranks = group_of(config, place)
+    if ranks == 1:
+        return []
+    try:
+        return division(model, ranks).whole
+    except Indivisible as error:
+        raise UserError(f"trainer=tp: nothing can be shared out among {ranks} processes: {error}") from error
 
 
 def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str:

@@ -19,7 +19,8 @@ from holotrain.config.make_plan import Plan
 from holotrain.config.schema import PlanConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.step_times import StepTimes, step_times
-from holotrain.models.divided import Indivisible, Sums, divide
+from holotrain.models.divided import Sums, divide
+from holotrain.models.division import Indivisible, division
 from holotrain.models.schedules import sequences
 from holotrain.overlap import LINKS, Link
 from holotrain.overlap.waves import SMS_LOST
@@ -107,7 +108,7 @@ def make_scaling(
     begin("the model's parts")
     model, units = parts(planner, size, backward)
     begin("a rank of tensor parallelism")
-    divided, reason = _divided(planner, size, backward, devices, model)
+    divided, words = _divided(planner, size, backward, devices, model)
     times = step_times(planner, backward, (model.forward, model.backward), config.gpu, plan.fits, begin)
     settings = settings_of(link, times.sms)
     batches = config.trainer.accumulate_grad_batches
@@ -119,12 +120,12 @@ def make_scaling(
     ]
     for name, overlapped in ((TP, False), (TP_OVERLAPPED, True)):
         if divided is None:
-            predictions.append(Prediction(name, reason=reason))
+            predictions.append(Prediction(name, reason=words))
         else:
             seconds = _of(tp_seconds, divided, devices, overlapped=overlapped)
             predictions.append(make(name, divided.peak, seconds=seconds, one_batch=True))
     unit = "tokens/s" if option == "data.max_tokens" else "samples/s"
-    assumptions = _assumptions(config, link, times, settings[1], divided)
+    assumptions = _assumptions(config, link, times, settings[1], divided, words)
     return Scaling(devices, config.link, times, predictions, unit, assumptions)
 
 
@@ -198,31 +199,39 @@ def _units(model: nn.Module, counted: Arithmetic) -> Iterator[Unit]:
 
 
 def _divided(
-    planner: Planner, size: int, backward: BackwardConfig, devices: int, whole: Arithmetic
+    planner: Planner, size: int, backward: BackwardConfig, devices: int, alone: Arithmetic
 ) -> tuple[Divided | None, str]:
-    """What a rank of tensor parallelism has to do, or the reason why there is none."""
+    """What a rank of tensor parallelism has to do, and why some of it is whole; or why there is no such rank."""
     noted: list[Sums] = []
-    part = Planner(planner.config, planner.data, planner.device, lambda model: noted.append(divide(model, devices)))
+    whole: list[str] = []
+
+    def share_out(model: nn.Module) -> None:
+        whole[:] = division(model, devices).whole
+        noted.append(divide(model, devices))
+
+    part = Planner(planner.config, planner.data, planner.device, share_out)
     try:
         footprint = part.footprint(size, backward)
     except Indivisible as error:
-        return None, str(error)
+        return None, f"nothing can be shared out: {error}"
     forward: list[Any] = []
     with part.step(size, backward) as step:
         sums = noted[-1]
         counted = _arithmetic(step.model, step, lambda: forward.extend(sums.jobs))
     found = Divided(
-        counted.forward / whole.forward,
-        counted.backward / whole.backward,
+        counted.forward / alone.forward,
+        counted.backward / alone.backward,
         Counter(forward),
         Counter(sums.jobs[len(forward) :]),
-        whole.forward + whole.backward,
+        alone.forward + alone.backward,
         footprint.peak,
     )
-    return found, ""
+    return found, ", ".join(whole)
 
 
-def _assumptions(config: PlanConfig, link: Link, times: StepTimes, bad: Setting, divided: Divided | None) -> list[str]:
+def _assumptions(
+    config: PlanConfig, link: Link, times: StepTimes, bad: Setting, divided: Divided | None, whole: str
+) -> list[str]:
     alone = f"one device: {times.source}"
     if config.devices == 1:
         return [alone, "it shares nothing out and sends nothing"]
@@ -245,7 +254,7 @@ def _assumptions(config: PlanConfig, link: Link, times: StepTimes, bad: Setting,
         there, back = (sum(sums.values()) for sums in (divided.forward_sums, divided.backward_sums))
         lines += [
             f"TP: {there} all-reduces in a forward and {back} in its backward, those of recomputation included; "
-            "a product and its all-reduce in turn",
+            "a product and its all-reduce in turn" + (f"; every rank computes whole: {whole}" if whole else ""),
             "TP, overlapped: a product's rows in groups, each summed behind the next, at the step's mean FLOP/s, by "
             "FlashOverlap's recurrence; the weight's gradient covers the last in the backward",
         ]

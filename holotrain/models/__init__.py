@@ -16,6 +16,8 @@ int8            weights in a quarter of the memory
 saved           a model in a folder and back (its class found by registry)
 programs        image models as torch.export's programs and as ONNX
 compiling       torch.compile, block by block
+division        which layers tensor parallelism shares out
+divided         a model as one of its ranks has it, for plans
 """
 
 from holotrain.models.adapters import add_adapters, freeze

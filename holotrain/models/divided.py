@@ -12,15 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from holotrain.models.division import division
 from holotrain.models.layers.attention import Attention
-from holotrain.models.layers.branches import MLPBranch
-from holotrain.models.schedules import sequences
 from holotrain.overlap import Job
 from holotrain.overlap.groups import ALL_REDUCE
-
-
-class Indivisible(ValueError):
-    """What cannot be shared out among so many."""
 
 
 @dataclass
@@ -42,46 +37,26 @@ class Sums:
 
 
 def divide(model: nn.Module, ranks: int) -> Sums:
-    """Replaces the large layers of every block by one rank's part of them, in place; nothing is sent, but noted.
+    """Replaces what can be shared out by one rank's part of it, in place; nothing is sent, but noted.
 
     Returns:
         filled while the model runs, forward and backward.
 
     Raises:
-        Indivisible: a block whose heads or hidden width are no multiple of ``ranks``, or whose attention is not shared out.
+        Indivisible: nothing can be shared out.
     """
-    require_divisible(model, ranks)
     sums = Sums(ranks)
-    for module in list(model.modules()):
-        if isinstance(module, Attention):
-            module.heads //= ranks
-            width = module.project.in_features // ranks
-            module.qkv = _Columns(module.qkv, 3 * width, sums)
-            module.project = _Rows(module.project, width, sums)
-        elif isinstance(module, MLPBranch):
-            width = module.widen.out_features // ranks
-            module.widen = _Columns(module.widen, width, sums)
-            module.narrow = _Rows(module.narrow, width, sums)
+    for layer in division(model, ranks).layers:
+        if isinstance(layer, Attention):
+            layer.heads //= ranks
+            width = layer.project.in_features // ranks
+            layer.qkv = _Columns(layer.qkv, 3 * width, sums)
+            layer.project = _Rows(layer.project, width, sums)
+        else:
+            width = layer.widen.out_features // ranks
+            layer.widen = _Columns(layer.widen, width, sums)
+            layer.narrow = _Rows(layer.narrow, width, sums)
     return sums
-
-
-def require_divisible(model: nn.Module, ranks: int) -> None:
-    """
-    Raises:
-        Indivisible: as :func:`divide`.
-    """
-    blocks = [block for sequence in sequences(model) for block in sequence.blocks]
-    if not blocks:
-        raise Indivisible("there are no blocks whose layers could be shared out")
-    for block in blocks:
-        parts = list(block.modules())
-        if not any(isinstance(part, Attention) for part in parts):
-            raise Indivisible("attention in windows, or pooled, is not shared out")
-        for part in parts:
-            if isinstance(part, Attention) and part.heads % ranks:
-                raise Indivisible(f"{part.heads} heads are not divisible by {ranks} devices")
-            if isinstance(part, MLPBranch) and part.widen.out_features % ranks:
-                raise Indivisible(f"an MLP of width {part.widen.out_features} is not divisible by {ranks} devices")
 
 
 class _Columns(nn.Linear):

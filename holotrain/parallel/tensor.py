@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module, dist
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from holotrain.models.division import division
 from holotrain.models.layers.attention import Attention
-from holotrain.models.layers.branches import MLPBranch
 from holotrain.overlap import OverlappedColwise, OverlappedRowwise
 from holotrain.overlap.groups import Grouping
 
@@ -89,19 +89,20 @@ def overlapped(groups: Grouping) -> Styles:
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = None) -> None:
-    """Shares the matrices of a model's branches out among the processes of ``mesh``, in place.
-
-    MLPs are shared out wherever their width divides, attention where the number of its heads does; what does not, and the
-    windowed and pooling attentions of Swin and MViT, every process computes whole.
+    """Shares the matrices of a model's branches out among the processes of ``mesh``, in place, where they can be
+    (:func:`~holotrain.models.division.division`); every process computes the others whole.
 
     Args:
         mesh: of one dimension. All its processes have the same weights, and are given the same batches.
         styles: None: torch's own.
+
+    Raises:
+        Indivisible: nothing can be shared out.
     """
     styles, size = styles or Styles(), mesh.size()
-    for module in model.modules():
-        if isinstance(module, MLPBranch) and module.widen.out_features % size == 0:
-            parallelize_module(module, mesh, {"widen": styles.column(), "narrow": styles.row()})
-        elif isinstance(module, Attention) and module.heads % size == 0:
-            parallelize_module(module, mesh, {"qkv": styles.stacked(3), "project": styles.row()})
-            module.heads //= size
+    for layer in division(model, size).layers:
+        if isinstance(layer, Attention):
+            parallelize_module(layer, mesh, {"qkv": styles.stacked(3), "project": styles.row()})
+            layer.heads //= size
+        else:
+            parallelize_module(layer, mesh, {"widen": styles.column(), "narrow": styles.row()})

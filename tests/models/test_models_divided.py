@@ -1,6 +1,7 @@
 """A model as one rank of tensor parallelism has it: its sizes, its sums, its arithmetic, its memory."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from small_models import IMAGE, POOLED, TEXT, WINDOWS
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import GPT, MViT, RevGPT, RevViT, Swin, ViT
-from holotrain.models.divided import Indivisible, divide
+from holotrain.models.divided import divide
+from holotrain.models.division import Indivisible, division
 from holotrain.planning import TrainingStep, rehearse
 
 BATCH, DIM, HIDDEN = 3, 16, 64
@@ -92,15 +94,32 @@ def test_frozen_layers_stay_frozen():
 
 
 @pytest.mark.parametrize(
-    ("make", "sizes", "ranks", "said"),
+    ("make", "sizes", "ranks", "shared", "whole"),
     [
-        (RevGPT, TEXT, 4, "2 heads are not divisible by 4 devices"),
-        (ViT, IMAGE | {"mlp_ratio": 0.7}, 2, "an MLP of width 11 is not divisible by 2 devices"),
-        (Swin, WINDOWS, 2, "in windows, or pooled, is not shared out"),
-        (MViT, POOLED, 2, "in windows, or pooled, is not shared out"),
-        (torch.nn.Linear, {"in_features": 2, "out_features": 2}, 2, "no blocks"),
+        (RevGPT, TEXT, 2, 4, []),
+        (RevGPT, TEXT, 4, 2, ["2 heads (not divisible by 4)"]),
+        (ViT, IMAGE | {"mlp_ratio": 0.7}, 2, 2, ["MLPs of width 11 (not divisible by 2)"]),
+        (Swin, WINDOWS, 2, 3, ["attention in windows, or pooled"]),
+        (MViT, POOLED, 2, 4, ["attention in windows, or pooled"]),
     ],
 )
-def test_what_cannot_be_shared_out_says_why(make, sizes, ranks, said):
+def test_what_cannot_be_shared_out_is_whole_and_says_why(make, sizes, ranks, shared, whole):
+    found = division(make(**sizes), ranks)
+    assert (len(found.layers), found.whole) == (shared, whole)
+    model = make(**sizes)
+    before = [parameter.numel() for parameter in model.parameters()]
+    divide(model, ranks)
+    changed = sum(a != b.numel() for a, b in zip(before, model.parameters(), strict=True))
+    assert changed == 3 * len(found.layers)  # two matrices, and the bias of the first
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "said"),
+    [
+        (partial(RevGPT, **TEXT), 3, r"2 heads \(not divisible by 3\); MLPs of width 64 \(not divisible by 3\)"),
+        (partial(torch.nn.Linear, 2, 2), 2, "it has no such layers"),
+    ],
+)
+def test_a_model_of_which_nothing_can_be_shared_out_says_why(model, ranks, said):
     with pytest.raises(Indivisible, match=said):
-        divide(make(**sizes), ranks)
+        divide(model(), ranks)

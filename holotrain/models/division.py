@@ -1,0 +1,54 @@
+"""Which layers of a model several processes can share out among themselves, by tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from holotrain.models.layers.attention import Attention
+from holotrain.models.layers.branches import MLPBranch
+from holotrain.models.schedules import sequences
+
+
+class Indivisible(ValueError):
+    """A model of which nothing can be shared out among so many."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """
+    Args:
+        layers: that are shared out: attention by its heads, an MLP by its hidden width.
+        whole: why others are not, a phrase each; every process computes them whole.
+    """
+
+    layers: list[Attention | MLPBranch]
+    whole: list[str]
+
+
+def division(model: nn.Module, ranks: int) -> Division:
+    """
+    Args:
+        ranks: among how many the model is to be shared out.
+
+    Raises:
+        Indivisible: nothing can be; says why.
+    """
+    layers: list[Attention | MLPBranch] = []
+    whole: dict[str, None] = {}  # a set, in order
+    for block in (block for sequence in sequences(model) for block in sequence.blocks):
+        if not any(isinstance(part, Attention) for part in block.modules()):
+            whole["attention in windows, or pooled"] = None
+    for part in model.modules():
+        if not isinstance(part, Attention | MLPBranch):
+            continue
+        count = part.heads if isinstance(part, Attention) else part.widen.out_features
+        if count % ranks == 0:
+            layers.append(part)
+        else:
+            named = f"{count} heads" if isinstance(part, Attention) else f"MLPs of width {count}"
+            whole[f"{named} (not divisible by {ranks})"] = None
+    if not layers:
+        raise Indivisible("; ".join(whole) or "it has no such layers")
+    return Division(layers, list(whole))
