@@ -18,13 +18,18 @@ from holotrain.sizes import in_words
 
 
 def chosen(
-    config: RunConfig, data: pl.LightningDataModule, device: str, say: Callable[[str], object] = console.print
+    config: RunConfig,
+    data: pl.LightningDataModule,
+    device: str,
+    processes: int = 1,
+    say: Callable[[str], object] = console.print,
 ) -> RunConfig:
     """The configuration with all that it left open filled in, and says what.
 
     Args:
         data: set up; where the batch is open, with the smallest one, which this changes.
         device: what the run is for.
+        processes: of this machine, which share its memory.
         say: told what is being chosen, and the choice.
 
     Raises:
@@ -38,14 +43,13 @@ def chosen(
         if config.batch_is_open:
             option, _ = config.batch_option
             say(f"{option}=auto: planning the largest batch ...")
-            config = choose_batch(config, data, device)
-            say(
-                f"  {option}={config.batch_option[1]} is the most that {in_words(budget_of(config, device))}, or the data, hold"
-            )
+            budget = budget_of(config, device, processes)
+            config = choose_batch(config, data, device, budget)
+            say(f"  {option}={config.batch_option[1]} is the most that {in_words(budget)}, or the data, hold")
         if config.backward.open:
             say("backward=auto: planning what each block stores ...")
             with memory_errors_told_apart():
-                settled = settle(Planner(config, data, device), budget_of(config, device))
+                settled = settle(Planner(config, data, device), budget_of(config, device, processes))
             say(f"  {described(settled)}")
             config = settled.config
     except Unplannable as error:

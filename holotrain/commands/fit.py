@@ -2,6 +2,7 @@
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -102,10 +103,11 @@ def run(config: FitConfig, run: Run) -> int:
 
 def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitConfig:
     """The configuration with all that it left open filled in, the same in all processes; ``data`` give such batches."""
-    if not (config.batch_is_open or config.backward.open):
-        return chosen(config, data, device_kind(config.trainer.accelerator))
+    choose = partial(chosen, config, data, device_kind(config.trainer.accelerator))
+    if run.place is None or not (config.batch_is_open or config.backward.open):
+        return choose()
     if run.is_main:
-        config = chosen(config, data, device_kind(config.trainer.accelerator))
+        config = choose(processes=run.place.local_size)
     config = checkpointed.typed("fit", run.agreed("chosen", container(config)))
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)

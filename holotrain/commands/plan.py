@@ -43,7 +43,7 @@ def run(config: PlanConfig, run: Run) -> int:
     data.prepare_data()
     data.setup("fit")
     if config.batch_is_open:
-        config = chosen(config, data, device, Console(stderr=True).print if config.json == "-" else console.print)
+        config = chosen(config, data, device, say=Console(stderr=True).print if config.json == "-" else console.print)
     budget = _budget(config, device)
     quiet = config.json == "-"
     try:

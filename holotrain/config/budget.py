@@ -14,8 +14,11 @@ CONTAINER = Path("/sys/fs/cgroup")
 """Where Linux says how much a container may take (cgroup v2)."""
 
 
-def budget_of(config: RunConfig, device: str) -> int:
+def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
     """Bytes: what ``memory`` says, else what is free on the device (of a GPU, with what this process has of it already).
+
+    Args:
+        processes: of this machine that train together; on a CPU each may take its share of what is free.
 
     Raises:
         UserError: none are named, and what is free cannot be asked.
@@ -23,7 +26,7 @@ def budget_of(config: RunConfig, device: str) -> int:
     if config.memory is not None:
         return parse_bytes(config.memory)
     if device != "cuda":
-        return _of_this_machine()
+        return _of_this_machine() // processes
     if not torch.cuda.is_available():
         raise UserError("memory: how much has the GPU? There is none here to ask; give memory=16GiB")
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()

@@ -48,6 +48,10 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
         raise UserError(f"trainer={trainer.strategy}: this GPU cannot train with others; take trainer.accelerator=cpu")
     if trainer.backend == "nccl" and kind != "cuda":
         raise UserError("trainer.backend=nccl: it joins NVIDIA GPUs, and this run is on the CPU; take gloo")
+    if trainer.signals and (kind != "cuda" or trainer.precision != "bf16-mixed"):
+        raise UserError(
+            "trainer.signals: it needs NVIDIA GPUs and trainer.precision=bf16-mixed; this run would train without it"
+        )
     if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
         raise UserError(f"trainer={trainer.strategy}: this torch was built without what joins processes; take trainer=default")
     count = processes_of(trainer) if place is None else place.local_size
@@ -114,7 +118,7 @@ def styles_of(config: TrainerConfig) -> Styles | None:
     """How the layers of tensor parallelism communicate; None: as torch's own."""
     if config.overlap is None:
         return None
-    return overlapped(Tuner() if config.overlap == "auto" else config.overlap)
+    return overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
 
 
 def spread(config: TrainerConfig, place: Place | None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from holotrain.parallel.environment import Joined
 from holotrain.ranks.place import Place
 from holotrain.tasks import Task
 
-OURS = ("tensor_parallel", "overlap", "backend", "compression", "timeout")
+OURS = ("tensor_parallel", "overlap", "signals", "backend", "compression", "timeout")
 """Options of a trainer that are none of Lightning's."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
-from holotrain.config.budget import budget_of, too_little
+from holotrain.config.budget import too_little
 from holotrain.config.build_plan import Planner
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
@@ -47,11 +47,12 @@ def smallest_batch(config: RunConfig) -> RunConfig:
     return config.with_batch(config.data.context if config.batch_option[0] == "data.max_tokens" else 1)
 
 
-def choose_batch(config: RunConfig, data: pl.LightningDataModule, device: str) -> RunConfig:
+def choose_batch(config: RunConfig, data: pl.LightningDataModule, device: str, budget: int) -> RunConfig:
     """The configuration with the largest batch that fits; ``data`` give such batches from now on.
 
     Args:
         data: set up, of the smallest batch.
+        budget: bytes to keep within.
 
     Raises:
         UserError: not even the smallest fits.
@@ -59,7 +60,6 @@ def choose_batch(config: RunConfig, data: pl.LightningDataModule, device: str) -
     """
     option, _ = config.batch_option
     most = len(data.train_dataloader()) if option == "data.batch_size" else None
-    budget = budget_of(config, device)
     planner, least = Planner(config, data, device), smallest_batch(config).batch_option[1]
     size = largest_batch(planner, config.backward, int(budget * (1 - MARGIN)), most)
     if size < least:  # of documents: no batch may be smaller than the longest that may come

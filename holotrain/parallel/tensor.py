@@ -48,11 +48,11 @@ class OverlappedStacked(OverlappedColwise):
 
     Args:
         stacked: how many there are.
-        groups: as :class:`~holotrain.overlap.OverlappedColwise` takes them.
+        groups, signals: as :class:`~holotrain.overlap.OverlappedColwise` takes them.
     """
 
-    def __init__(self, stacked: int, groups: Grouping) -> None:
-        super().__init__(groups=groups)
+    def __init__(self, stacked: int, groups: Grouping, signals: bool = False) -> None:
+        super().__init__(groups=groups, signals=signals)
         self._partition_linear_fn = partial(part_of_each, stacked)
 
 
@@ -79,12 +79,11 @@ class Styles:
     row: Callable[[], ParallelStyle] = RowwiseParallel
 
 
-def overlapped(groups: Grouping) -> Styles:
+def overlapped(groups: Grouping, signals: bool = False) -> Styles:
     """Styles whose sums over processes travel in groups of rows behind what is computed (:mod:`holotrain.overlap`)."""
+    options = {"groups": groups, "signals": signals}
     return Styles(
-        partial(OverlappedColwise, groups=groups),
-        partial(OverlappedStacked, groups=groups),
-        partial(OverlappedRowwise, groups=groups),
+        partial(OverlappedColwise, **options), partial(OverlappedStacked, **options), partial(OverlappedRowwise, **options)
     )
 
 

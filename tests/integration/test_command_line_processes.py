@@ -188,6 +188,8 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp shares out plain layers"),
         (["trainer=fsdp", "trainer.precision=16-mixed"], "trainer=fsdp cannot scale gradients"),
         (["trainer=ddp", "trainer.timeout=0"], "trainer.timeout: 0"),
+        (["trainer=tp", "trainer.overlap=null", "trainer.signals=true"], "an option of trainer=tp with trainer.overlap"),
+        (["trainer=tp", "trainer.devices=2", "trainer.signals=true"], "trainer.signals: it needs NVIDIA GPUs"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(holotrain, words, expected):

@@ -36,6 +36,10 @@ class TrainerConfig:
     """of tp: groups of rows in which layers' sums travel behind what is computed; auto: as many as measuring finds best (kept
     in ~/.cache/holotrain/overlap); null: torch's own layers"""
 
+    signals: bool = False
+    """of tp's overlap: one product signals its groups to the communication, in the place of a product a group (NVIDIA GPUs,
+    bf16-mixed)"""
+
     backend: str = "auto"
     """what processes talk through: nccl, gloo or auto, nccl between GPUs"""
 
@@ -144,6 +148,8 @@ class TrainerConfig:
             raise UserError(f"trainer.compression={self.compression}: it is an option of trainer=ddp alone")
         if self.tensor_parallel is not None and self.strategy != "tp":
             raise UserError("trainer.tensor_parallel: it is an option of trainer=tp alone")
+        if self.signals and (self.strategy != "tp" or self.overlap is None):
+            raise UserError("trainer.signals: it is an option of trainer=tp with trainer.overlap alone")
         if self.strategy in ("fsdp", "tp") and self.precision == "16-mixed":
             raise UserError(f"trainer.precision=16-mixed: trainer={self.strategy} cannot scale gradients; take bf16-mixed")
 
