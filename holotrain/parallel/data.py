@@ -1,31 +1,32 @@
 """Data parallel: every process has the whole model and its share of each batch (DDP)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-RANK = 4
-"""Of PowerSGD's approximation of a gradient: what the paper takes for language models."""
+from holotrain.parallel.powersgd import PowerSGD
 
-WARM_UP = 100
-"""Steps before PowerSGD begins: the gradients of the first ones are of no low rank."""
+KEY = "powersgd"
+"""Of its state in checkpoints."""
 
 
 class CompressingDDP(DDPStrategy):
     """Lightning's DDP, whose hooks work on the CPU too.
 
     Args:
-        compression: ``"none"``, ``"bf16"`` or ``"powersgd"`` (Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression
-            for Distributed Optimization", 2019).
+        compression: ``"none"``, ``"bf16"`` or ``"powersgd"`` (:mod:`~holotrain.parallel.powersgd`), whose state checkpoints
+            keep.
         options: DDPStrategy's.
     """
 
     def __init__(self, compression: str = "none", **options: Any) -> None:
         super().__init__(**options)
         self.compression = compression
+        self.powersgd: PowerSGD | None = None
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         modules = model.named_modules()
@@ -38,10 +39,18 @@ class CompressingDDP(DDPStrategy):
         if self.compression == "bf16":
             self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif self.compression == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=RANK, start_powerSGD_iter=WARM_UP, min_compression_rate=2
-            )
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            self.powersgd = PowerSGD(self.model.module.named_parameters())
+            self.model.register_comm_hook(self.powersgd, PowerSGD.send)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.powersgd is not None and "optimizer_states" in checkpoint:
+            checkpoint[KEY] = self.powersgd.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self.powersgd is not None and KEY in checkpoint:
+            self.powersgd.load_state_dict(checkpoint[KEY])
 
 
 def ddp(compression: str, **options: Any) -> DDPStrategy:

@@ -1,0 +1,118 @@
+"""PowerSGD: gradients sent as products of two thin matrices, what that leaves out being added to the next ones.
+
+Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019. torch has the
+algorithm; here is what it needs to be resumed. torch (2.15) keeps its state by bucket, and DDP deals parameters out to other
+buckets after the first step of every run; so the state is known by parameter here.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+RANK = 4
+"""Of a gradient's approximation: what the paper takes for language models."""
+
+WARM_UP = 100
+"""Steps that send whole gradients: those of the first steps are of no low rank."""
+
+WORTH = 2
+"""Matrices are sent as two thin ones where that divides their size by so much."""
+
+
+class PowerSGD:
+    """A communication hook: ``ddp.register_comm_hook(powersgd, PowerSGD.send)``.
+
+    Args:
+        parameters: of the model, by name.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=RANK, start_powerSGD_iter=WARM_UP, min_compression_rate=WORTH
+        )
+        self._names = {parameter: name for name, parameter in parameters}
+        self._parameters = {name: parameter for parameter, name in self._names.items()}
+        self._sent: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._buckets: dict[int, list[str]] = {}
+        self._errors: dict[str, Tensor] = {}
+        self._bases: dict[str, Tensor] = {}
+
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The mean of a bucket's gradients over the processes, as far as it has a low rank."""
+        index, names = bucket.index(), [self._names[parameter] for parameter in bucket.parameters()]
+        if self._buckets.get(index, names) != names:  # DDP has dealt them out anew
+            self._take_apart()
+            self._forget_buckets()
+        if index not in self._buckets:
+            self._buckets[index] = names
+            self._put_together(index)
+        if index and dist.get_backend() == "gloo":
+            # A bucket's second collective is launched when its first is done: of two buckets under way at once, not in the
+            # same order on all processes. (NCCL's are all launched at once.)
+            self._sent.wait()
+        self._sent = powerSGD_hook.powerSGD_hook(self.state, bucket)
+        return self._sent
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors on the CPU, the same for all processes; all must take part.
+
+        Each process goes on with the mean of all errors. That changes nothing but rounding, since it is the mean of gradients
+        and errors that is approximated; and one mean is enough for any number of processes.
+        """
+        self._take_apart()
+        for error in self._errors.values():
+            dist.all_reduce(error)
+            error.div_(dist.get_world_size())
+        for index in self._buckets:
+            self._put_together(index)
+        kept = {"errors": self._errors, "bases": self._bases}
+        return {"step": self.state.iter} | {key: {n: t.cpu().clone() for n, t in of.items()} for key, of in kept.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a training left off, under whatever number of processes."""
+        self.state.iter = state["step"]
+        self._forget_buckets()
+        for own, kept in ((self._errors, state["errors"]), (self._bases, state["bases"])):
+            own.clear()
+            own |= {name: tensor.to(self._parameters[name].device, copy=True) for name, tensor in kept.items()}
+
+    def _forget_buckets(self) -> None:
+        for by_bucket in (self._buckets, self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
+            by_bucket.clear()
+
+    def _take_apart(self) -> None:
+        """Buckets' states to those of parameters."""
+        for index, names in self._buckets.items():
+            if index not in self.state.error_dict:  # warming up
+                continue
+            sizes = [self._parameters[name].numel() for name in names]
+            self._errors |= zip(names, (part.clone() for part in self.state.error_dict[index].split(sizes)), strict=True)
+            thin = self._compressed(names)
+            bases = self.state.q_memory_dict[index].split([size for _, _, size in thin])
+            self._bases |= {name: base.clone() for (name, _, _), base in zip(thin, bases, strict=True)}
+
+    def _put_together(self, index: int) -> None:
+        """The reverse, as far as anything is known of a bucket's parameters."""
+        names = self._buckets[index]
+        if not self._errors.keys() >= set(names):
+            return
+        thin, errors = self._compressed(names), [self._errors[name] for name in names]
+        self.state.error_dict[index] = torch.cat(errors)
+        self.state.q_memory_dict[index] = torch.cat([errors[0][:0], *(self._bases[name] for name, _, _ in thin)])
+        self.state.p_memory_dict[index] = errors[0].new_empty(sum(size for _, size, _ in thin))  # written before it is read
+
+    def _compressed(self, names: list[str]) -> list[tuple[str, int, int]]:
+        """The matrices that are sent as thin ones, in the order of torch's memory, with the numbers of entries of both."""
+        by_shape: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+        for name in names:
+            parameter = self._parameters[name]
+            rows = len(parameter)
+            columns = parameter.numel() // rows
+            rank = min(rows, columns, RANK)
+            if powerSGD_hook._should_compress(rows, columns, rank, WORTH)[0]:
+                by_shape.setdefault((rows, columns), []).append((name, rows * rank, columns * rank))
+        return [thin for shape in by_shape.values() for thin in shape]
