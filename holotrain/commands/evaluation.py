@@ -14,6 +14,7 @@ from holotrain.config.build import build_data, build_task
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema import RunConfig
+from holotrain.errors import UserError
 from holotrain.tasks import Task
 
 Split = Literal["validate", "test"]
@@ -56,6 +57,9 @@ def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.Lightn
 def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
     """The whole of ``holotrain validate`` and ``holotrain test``."""
     started = time.monotonic()
+    limit = {"validate": "limit_val_batches", "test": "limit_test_batches"}[split]
+    if getattr(config.trainer, limit) == 0:  # of the training, perhaps, which the checkpoint's configuration goes back to
+        raise UserError(f"trainer.{limit}=0: there is nothing to measure; take trainer.{limit}=1.0")
     path, data, task = prepared(split, config, run)
     screen.show_start(split, config, run, task.model, path, data)
     summary = Summary.of(run, config, task.model)

@@ -73,7 +73,7 @@ def run(config: FitConfig, run: Run) -> int:
     try:
         with memory_errors_told_apart():
             trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
-            if config.test:
+            if config.test and config.trainer.limit_test_batches != 0:
                 if run.world is not None:  # whose strategies may have shared the trained one out
                     task = build_task(config, data)
                 tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers)

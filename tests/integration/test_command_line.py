@@ -88,6 +88,18 @@ def test_evaluation_needs_the_checkpoint_alone(holotrain, trained):
     assert summary(only(Path("other/test")))["metrics"] != expected
 
 
+def test_what_was_trained_without_evaluation_is_evaluated_when_asked(holotrain):
+    """The checkpoint brings limits of zero along; a training with them leaves its test out."""
+    words = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "trainer.max_epochs=1", "logger=none"]
+    status, _, err = holotrain("fit", *SMALL, *words)
+    assert (status, err) == (0, "")
+    checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
+    for command, limit in (("validate", "limit_val_batches"), ("test", "limit_test_batches")):
+        status, _, err = holotrain(command, f"ckpt_path={checkpoint}")
+        assert status == 2 and f"take trainer.{limit}=1.0" in err and err.count("\n") == 1
+        assert holotrain(command, f"ckpt_path={checkpoint}", f"trainer.{limit}=1.0")[0] == 0
+
+
 def test_predictions_of_the_test_part_and_of_files(holotrain, trained):
     from PIL import Image
 
