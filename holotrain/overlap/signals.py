@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from holotrain.overlap.collectives import Collectives, Work
-from holotrain.overlap.waves import SMS_LOST
+from holotrain.overlap.waves import SMS_LOST, TILE_COLUMNS, TILE_ROWS
 
 DTYPES = (torch.bfloat16, torch.float16)
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
@@ -59,9 +59,6 @@ def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut
         return link.reduce_scatter(out[rows], computed[ranks * rows.start : ranks * rows.stop].unflatten(0, (ranks, -1)))
 
     return _signalled(x.flatten(0, 1), matrix, bias, computed, cut, tiles, collective)
-
-
-TILE_ROWS, TILE_COLUMNS = 128, 128
 
 
 def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> tuple[tuple[int, int, int, int, int], ...]:

@@ -11,6 +11,9 @@ import torch
 from holotrain.overlap.groups import Job
 from holotrain.overlap.pipeline import WAVES_SEARCHED
 
+TILE_ROWS, TILE_COLUMNS = 128, 128
+"""Of the output tile that one SM computes."""
+
 SMS_LOST = 2
 """That a collective takes for itself while it runs (FlashOverlap)."""
 
@@ -24,8 +27,8 @@ class Waves:
     """
 
     sms: int
-    tile_rows: int = 128
-    tile_columns: int = 128
+    tile_rows: int = TILE_ROWS
+    tile_columns: int = TILE_COLUMNS
 
     def tiles(self, rows: int, columns: int) -> int:
         return math.ceil(rows / self.tile_rows) * math.ceil(columns / self.tile_columns)

@@ -7,7 +7,6 @@ sweep. Here they are started as followers, which take one configuration after th
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -81,10 +80,3 @@ def _listener(port: int) -> socket.socket:
         return socket.create_server((LOOPBACK, port))
     except OSError as error:
         raise UserError(f"MASTER_PORT={port}: the port is in use; unset it, or give another") from error
-
-
-def ended_by(status: int) -> str:
-    """How a process ended, in words."""
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"

@@ -9,8 +9,8 @@ from contextlib import suppress
 from torch.distributed import distributed_c10d
 
 
-def launched() -> int:
-    """Collectives of all groups that this process has now. Asks without waiting, from any thread."""
+def collectives_launched() -> int:
+    """Of all groups that this process has now. Asks without waiting, from any thread."""
     count = 0
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # of a group that is being made or let go

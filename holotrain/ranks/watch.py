@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -59,7 +60,6 @@ class Watch(threading.Thread):
             lost.
         position: says how far this process has come: what grows alike in all of them.
         children: the processes that this one started, in order of their ranks from 1 on.
-        ended_by: puts the exit status of one of them into words.
 
     Attributes:
         verdict: what went wrong with which rank; None as long as all live.
@@ -72,11 +72,10 @@ class Watch(threading.Thread):
         place: Place,
         timeout: float,
         position: Callable[[], list[int]],
-        children: Sequence[Popen],
-        ended_by: Callable[[int], str],
+        children: Sequence[Popen] = (),
     ) -> None:
         super().__init__(name="holotrain-watch", daemon=True)
-        self.place, self.timeout, self.position, self.children, self.ended_by = place, timeout, position, children, ended_by
+        self.place, self.timeout, self.position, self.children = place, timeout, position, children
         self.verdict: Verdict | None = None
         self.urgent = False
         self.hint: Callable[[], str] = str
@@ -130,7 +129,7 @@ class Watch(threading.Thread):
             return
         for rank, child in enumerate(self.children, 1):
             if (status := child.poll()) not in (None, 0):
-                self.failed(f"rank {rank} (process {child.pid}) {self.ended_by(status)}")
+                self.failed(f"rank {rank} (process {child.pid}) {ended_by(status)}")
                 return
         for rank in range(self.place.size) if self.place.is_main else (0,):
             self._listen(rank)
@@ -174,3 +173,10 @@ class Watch(threading.Thread):
         if self.place.is_main or (self.place.rank == 1 and self.verdict.what.startswith("rank 0 died")):
             print(f"holotrain: {self.verdict.what}{self.hint()}", file=sys.stderr, flush=True)
         os._exit(self.verdict.status)
+
+
+def ended_by(status: int) -> str:
+    """How a process ended, in words."""
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
-from holotrain.ranks.progress import launched
+from holotrain.ranks.progress import collectives_launched
 from holotrain.ranks.watch import BEAT, GRACE, PATIENCE, Verdict, Watch, longer
 
 POLL = 0.02
@@ -44,14 +44,12 @@ class World:
     """
 
     def __init__(self, place: Place, timeout: float, store: TCPStore | None = None, children: Sequence[Popen] = ()) -> None:
-        from holotrain.ranks.launch import ended_by
-
         self.place, self.timeout, self.children = place, timeout, list(children)
         connection = store or _connected(place)
         self.store: Store = PrefixStore(f"holotrain/{place.attempt}", connection)
         self.jobs = 0
         # Where a job is over here, the others still have to come so far.
-        self.watch = Watch(place, timeout, lambda: [self.jobs, launched()], self.children, ended_by)
+        self.watch = Watch(place, timeout, lambda: [self.jobs, collectives_launched()], self.children)
         self.watch.start()
 
     def post(self, name: str, value: Any) -> None:

@@ -14,6 +14,7 @@ from holotrain.overlap import EmulatedCollectives, row_parallel_linear, signals
 from holotrain.overlap.groups import spans
 from holotrain.overlap.links import Link
 from holotrain.overlap.sending import Sender
+from holotrain.overlap.waves import TILE_COLUMNS
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), [([300], 1), ([130, 1, 150], 1), ([100, 33], 4)])
@@ -23,7 +24,7 @@ def test_tiles_cover_every_element_once_in_the_order_of_groups(sizes, ranks):
     group_of = torch.full((ranks * rows,), -1)
     tiles = signals.tiles_of(cut, ranks, rows, columns)
     for read, written, height, column, group in tiles:
-        seen[written : written + height, column : column + signals.TILE_COLUMNS] += 1
+        seen[written : written + height, column : column + TILE_COLUMNS] += 1
         group_of[written : written + height] = group
         rank, at = divmod(read, rows)
         assert cut[group].start <= at and at + height <= cut[group].stop  # rows of one rank and one group

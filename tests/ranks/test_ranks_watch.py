@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from holotrain.ranks.launch import LOOPBACK, ended_by
+from holotrain.ranks.launch import LOOPBACK
 from holotrain.ranks.place import Place
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
@@ -21,7 +21,7 @@ def watches(monkeypatch):
     store = dist.TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=30), wait_for_workers=False)
     positions = [[0, 7], [0, 7]]
     places = [Place(rank, 2, rank, 2, LOOPBACK, store.port, hosts=rank == 0) for rank in (0, 1)]
-    made = [watch.Watch(place, 2.0, partial(positions.__getitem__, place.rank), [], ended_by) for place in places]
+    made = [watch.Watch(place, 2.0, partial(positions.__getitem__, place.rank)) for place in places]
     yield made, positions
     for each in made:
         each.stop()
