@@ -18,6 +18,7 @@ from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.adapters import add_adapters
 from holotrain.models.int8 import is_quantised, quantise
+from holotrain.ranks.shards import read_all
 
 
 class KeepConfiguration(pl.Callback):
@@ -99,7 +100,7 @@ def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     checkpoint = checkpointed.load(path)
     kept = checkpoint[checkpointed.KEY]
     described = kept["description"]
-    if path.is_dir():
+    if checkpointed.is_exported(path):
         with described_by("ckpt_path"):
             return saved.load(path), described
     model = registry.build(described["kind"], described["arguments"])
@@ -107,7 +108,7 @@ def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         add_adapters(model, width)
     prefix = "model."
     weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
-    model.load_state_dict(weights)
+    model.load_state_dict(read_all(weights))
     return model, described
 
 
@@ -128,7 +129,7 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
     Raises:
         UserError: the checkpoint cannot be read, or is of another model.
     """
-    if path.is_dir():
+    if checkpointed.is_exported(path):
         with described_by("ckpt_path"):
             model = saved.load(path)
             if is_quantised(model):
@@ -138,7 +139,7 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         return
     weights = checkpointed.load(path)["state_dict"]
     check_weights(task, weights, path)
-    task.load_state_dict(weights)
+    task.load_state_dict(read_all(weights))
 
 
 def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -> None:
@@ -146,7 +147,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
     Raises:
         UserError: the checkpoint cannot be read, or is of another model or optimizer, so that training cannot continue.
     """
-    if path.is_dir():
+    if checkpointed.is_exported(path):
         raise UserError(f"ckpt_path: {path} holds weights alone; begin with them by model.pretrained={path}")
     checkpoint = checkpointed.load(path)
     model = checkpoint[checkpointed.KEY]["config"]["model"]

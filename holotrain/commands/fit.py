@@ -117,7 +117,7 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
 def _origin(config: FitConfig, run: Run) -> Path | None:
     """The checkpoint to continue from. A job of a resumed sweep that had not begun starts from nothing."""
     if config.resume:
-        return run.last_checkpoint if run.last_checkpoint.is_file() else None
+        return run.last_checkpoint if run.last_checkpoint.exists() else None
     return Path(config.ckpt_path) if config.ckpt_path else None
 
 
@@ -140,7 +140,7 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
 def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
     """The best, else the last, else none."""
     best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
-    if best and Path(best).is_file():
+    if best and Path(best).exists():
         ours = run.checkpoints / Path(best).name
-        return ours if ours.is_file() else Path(best)  # of the run that this one continues, if nothing was better since
-    return run.last_checkpoint if run.last_checkpoint.is_file() else None
+        return ours if ours.exists() else Path(best)  # of the run that this one continues, if nothing was better since
+    return run.last_checkpoint if run.last_checkpoint.exists() else None

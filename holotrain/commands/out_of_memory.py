@@ -53,7 +53,7 @@ def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: s
     option, size = config.batch_option
     asked = f": tried to allocate {asked_for} more" if asked_for else ""
     lines = [f"holotrain: out of memory {when} with {option}={size} on {device_name(config.trainer.accelerator)}{asked}"]
-    if run.last_checkpoint.is_file():
+    if run.last_checkpoint.exists():
         lines.append(
             f"resume from {run.last_checkpoint} with: python -m holotrain fit resume=true hydra.run.dir={run.folder} ..."
         )

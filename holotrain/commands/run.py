@@ -45,7 +45,7 @@ class Run:
 
     def hint(self) -> str:
         """How to go on after a death, if there is a checkpoint."""
-        return f"; {self.how_to_resume}" if self.last_checkpoint.is_file() else ""
+        return f"; {self.how_to_resume}" if self.last_checkpoint.exists() else ""
 
     @property
     def place(self) -> Place | None:

@@ -42,7 +42,7 @@ def container(config: RunConfig) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(config))
 
 
-PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "compression")
+PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "compression", "sharded_checkpoints")
 """Options that say in how many processes a run is done: a training continues in as many, other commands take one."""
 
 
@@ -89,29 +89,35 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
 def load(path: Path) -> dict[str, Any]:
     """Reads a checkpoint of holotrain's, on the CPU, running nothing that stands in it; of an exported folder all but weights.
 
+    What lies in shards is not read yet (:func:`holotrain.ranks.shards.read_all`).
+
     Raises:
         UserError: it is missing, damaged, or of another program.
     """
-    import torch
+    from holotrain.ranks import shards
 
-    if path.is_dir():
+    if is_exported(path):
         return _exported(path)
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}")
-    try:
-        # Mapped, not read: whoever asks for the configuration does not wait for the state of an optimizer.
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises a different kind for every way in which a file can be damaged
-        raise UserError(f"ckpt_path: {path} is no readable checkpoint; it is damaged, truncated or not one at all") from error
+    with described_by("ckpt_path"):
+        checkpoint = shards.load(path)
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
     return _described(checkpoint, path)
 
 
+def is_exported(path: Path) -> bool:
+    """Whether this is a folder of ``holotrain export``'s, if it is anything: a checkpoint in shards is one too."""
+    from holotrain.ranks.shards import is_folder
+
+    return path.is_dir() and not is_folder(path)
+
+
 def _exported(folder: Path) -> dict[str, Any]:
     from holotrain.models.saved import read_config
 
-    if not (folder / "config.json").is_file() and (folder / LAST_CHECKPOINT).is_file():
+    if not (folder / "config.json").is_file() and (folder / LAST_CHECKPOINT).exists():
         raise UserError(f"ckpt_path: {folder} is the folder of a run; give ckpt_path={folder / LAST_CHECKPOINT}")
     with described_by("ckpt_path"):
         config = read_config(folder)

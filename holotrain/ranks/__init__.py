@@ -6,6 +6,7 @@ world     World: the processes of a run, what they agree on, the group in which 
 watch     Watch: notices when one of them dies or hangs, and says which
 progress  how far a process has come, in collectives that it has launched
 tensors   tensors that are shared out, put together and taken apart
+shards    checkpoints of such tensors, to which each process adds its own part: read, and what stands in them
 share     which share of the data a process reads
 
 Nothing is imported here: the command line asks for its place before it needs torch.

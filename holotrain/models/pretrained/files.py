@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from holotrain.ranks.shards import Sharded, is_folder, load, read
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
@@ -17,13 +20,15 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
     Args:
         path: a ``.safetensors`` file; the index of a sharded one (``model.safetensors.index.json``); a torch file, which may be
-            a checkpoint that keeps them under ``state_dict`` or ``model``; or a folder that holds one of them under the name
-            that Hugging Face gives it.
+            a checkpoint that keeps them under ``state_dict`` or ``model``; a folder that holds one of them under the name
+            that Hugging Face gives it; or a checkpoint in shards.
 
     Raises:
         ValueError: there is no such file, or it cannot be read as weights.
     """
     path = Path(path)
+    if is_folder(path):
+        return {name: read(x) for name, x in _weights(load(path), path).items()}
     if path.is_dir():
         found = [path / name for name in IN_A_FOLDER if (path / name).is_file()]
         if not found:
@@ -64,10 +69,14 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
         held = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different kind for every way in which a file can be damaged
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
+    return _weights(held, path)
+
+
+def _weights(held: Any, path: Path) -> dict[str, Tensor | Sharded]:
     for key in WITHIN:
         if isinstance(held, dict) and isinstance(held.get(key), dict):
             held = held[key]
-    weights = {name: x for name, x in held.items() if isinstance(x, Tensor)} if isinstance(held, dict) else {}
+    weights = {name: x for name, x in held.items() if isinstance(x, Tensor | Sharded)} if isinstance(held, dict) else {}
     if not weights:
         raise ValueError(f"{path} holds no weights by name")
     return weights
