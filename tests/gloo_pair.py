@@ -1,4 +1,4 @@
-"""Starts a script as two gloo processes and reads what rank 0 found; and what such a script does at either end."""
+"""Starts a script as two gloo processes, or more, and reads what rank 0 found; and what such a script does at either end."""
 
 import json
 import os
@@ -12,26 +12,27 @@ import torch
 import torch.distributed as dist
 
 
-def found_by_two_processes(script: Path, folder: Path) -> dict:
-    """Runs ``python SCRIPT RANK STORE RESULTS`` twice; returns the JSON in RESULTS."""
+def found_by_two_processes(script: Path, folder: Path, count: int = 2) -> dict:
+    """Runs ``python SCRIPT RANK STORE RESULTS`` twice, or ``count`` times; returns the JSON in RESULTS."""
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_PROCESSES": str(count)}
     files = [str(folder / "store"), str(folder / "found.json")]
     ranks = [
         subprocess.Popen([sys.executable, str(script), str(rank), *files], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in (0, 1)
+        for rank in range(count)
     ]
     errors = [process.communicate(timeout=300)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+    assert [process.returncode for process in ranks] == [0] * count, "\n".join(errors)
     return json.loads((folder / "found.json").read_text())
 
 
 def find_as_one_of_two(find: Callable[[int], dict]) -> None:
-    """In the script: joins the other process, lets ``find`` look, given the rank, and writes down what rank 0 found."""
+    """In the script: joins the others, lets ``find`` look, given the rank, and writes down what rank 0 found."""
     rank, store, results = int(sys.argv[1]), *sys.argv[2:]
+    count, timeout = int(os.environ["GLOO_PROCESSES"]), timedelta(seconds=60)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout)
     found = find(rank)
     if rank == 0:
         Path(results).write_text(json.dumps(found))

@@ -110,7 +110,8 @@ def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str
         return "auto"
     common: dict[str, Any] = {"timeout": longer(config.timeout)}
     if config.strategy in ("fsdp", "tp"):
-        return Sharding(place.size // group_of(config, place), group_of(config, place), styles_of(config), **common)
+        size = group_of(config, place)
+        return Sharding(place.size // size, size, styles_of(config), config.sharded_checkpoints, **common)
     return ddp(config.compression, **common)
 
 

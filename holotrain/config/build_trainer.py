@@ -44,11 +44,12 @@ from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
+from holotrain.parallel.checkpoints import CheckpointFiles
 from holotrain.parallel.environment import Joined
 from holotrain.ranks.place import Place
 from holotrain.tasks import Task
 
-OURS = ("tensor_parallel", "overlap", "signals", "backend", "compression", "timeout")
+OURS = ("tensor_parallel", "overlap", "signals", "backend", "compression", "sharded_checkpoints", "timeout")
 """Options of a trainer that are none of Lightning's."""
 
 
@@ -73,12 +74,13 @@ def build_trainer(
     """
     check_device(config)
     changed: dict[str, Any] = {"profiler": _profiler(profiler if place is None or place.is_main else None, folder)}
-    changed |= spread(config, place) | {"strategy": build_strategy(config, place)}
+    changed |= spread(config, place) | {"strategy": build_strategy(config, place), "plugins": [CheckpointFiles()]}
     if place is not None:
-        changed["plugins"] = [Joined(place)]
+        changed["plugins"].append(Joined(place))
     if place is not None and config.precision == "64-true":
         # Lightning's ModelParallelStrategy takes it as a plugin alone.
-        changed |= {"precision": None, "plugins": [Joined(place), DoublePrecision()]}
+        changed["precision"] = None
+        changed["plugins"].append(DoublePrecision())
     if batches is not None:
         changed |= validation(config, batches)
     return pl.Trainer(

@@ -2,12 +2,14 @@
 
 Lightning (2.6) numbers an optimizer's state by the order of the module's parameters, torch by that of the optimizer's groups,
 which is another wherever some parameters decay and others do not. So the states are put together and shared out here, and a
-checkpoint is what one process would have written: any strategy, on any number of processes, continues from it.
+checkpoint is what one process would have written, or is read as that: any strategy, on any number of processes, continues from
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +26,9 @@ from torch.utils._pytree import tree_map_only
 
 from holotrain.models.layers.residual import ResidualBlock
 from holotrain.models.mvit import Transition
+from holotrain.parallel.checkpoints import save_in_shards
 from holotrain.parallel.tensor import Styles, tensor_parallel
+from holotrain.ranks import shards
 from holotrain.ranks.tensors import part_like, whole
 from holotrain.reversible import ReversibleBlock
 
@@ -41,12 +45,17 @@ class Sharding(ModelParallelStrategy):
         groups: of processes that each read a share of the data; where there are several, they share parameters out (FSDP2).
         size: processes of a group, which share layers out (tensor parallel).
         styles: in which they do; None: torch's own.
+        sharded_checkpoints: each process writes its own part of them (:mod:`holotrain.ranks.shards`), else the first one the
+            whole.
         options: ModelParallelStrategy's.
     """
 
-    def __init__(self, groups: int, size: int = 1, styles: Styles | None = None, **options: Any) -> None:
+    def __init__(
+        self, groups: int, size: int = 1, styles: Styles | None = None, sharded_checkpoints: bool = False, **options: Any
+    ) -> None:
         super().__init__(groups, size, save_distributed_checkpoint=False, **options)
         self.styles = styles
+        self.sharded_checkpoints = sharded_checkpoints
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -106,17 +115,28 @@ class Sharding(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return put_together(self.lightning_module.state_dict(), self.is_global_zero)
+        return self._to_save(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = put_together(optimizer.state_dict(), self.is_global_zero)
+        state = self._to_save(optimizer.state_dict())
         for part in state.get("parts", [state]) if state else []:
             for group in part["param_groups"]:
                 group |= {"foreach": None} if "foreach" in group else {}  # it is this strategy's, not the training's
         return state
 
+    def _to_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self.sharded_checkpoints else put_together(state, self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.sharded_checkpoints:
+            save_in_shards(checkpoint, Path(filepath))
+        else:
+            ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if shards.is_folder(checkpoint_path):  # of which no process needs more than one whole tensor at a time
+            return shards.load(checkpoint_path)
         return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -177,7 +197,8 @@ def put_together(state: Any, keep: bool) -> Any:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """This process's part of a whole tensor, shared out as another one is."""
+    """This process's part of a whole tensor, or of one in shards, shared out as another one is."""
+    value = shards.read(value)
     return part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
 
 

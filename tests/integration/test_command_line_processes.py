@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 import torch
 import torch.distributed
 from left_by_runs import only, summary
+
+from holotrain.models.pretrained import read_weights
+from holotrain.ranks.shards import Sharded, load
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
@@ -52,7 +56,9 @@ WORK = {
     "images": [*IMAGES, *SHARED, "trainer=ddp,fsdp,tp", "backward=reversible"],
     "text": [*TEXT, *SHARED, "trainer=ddp,fsdp,tp", "backward=pareprop"],
     "begun": [*CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1"],
+    "begun_in_shards": [*CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", "trainer.sharded_checkpoints=true"],
     "continued": [*CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun/0/checkpoints/last.ckpt"],
+    "continued_in_shards": [*CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun_in_shards/0/checkpoints/last.ckpt"],
 }
 
 
@@ -106,13 +112,15 @@ def test_losses_are_those_of_one_process(holotrain, left, kind):
         assert found["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
 
 
+@pytest.mark.parametrize("kind", ["", "_in_shards"])
 @pytest.mark.parametrize("job", ["0", "1"])
-def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left, job):
+def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left, kind, job):
     """Job 0 began under FSDP2, job 1 tensor parallel; both end here as they end where two processes continue them."""
     folder, _ = left
-    checkpoint = folder / "did_begun" / job / "checkpoints" / "last.ckpt"
-    kept = torch.load(checkpoint, weights_only=True)
-    assert all(type(weight) is torch.Tensor for weight in kept["state_dict"].values())
+    checkpoint = folder / f"did_begun{kind}" / job / "checkpoints" / "last.ckpt"
+    kept = load(checkpoint)
+    kinds = {type(weight) for weight in kept["state_dict"].values()}
+    assert checkpoint.is_dir() == (Sharded in kinds) == bool(kind) and kinds <= {torch.Tensor, Sharded}
     batch = 8 if job == "1" else 16
     status, _, err = holotrain(
         "fit", *CONTINUED, f"ckpt_path={checkpoint}", f"data.batch_size={batch}", "trainer=default", "hydra.run.dir=alone"
@@ -120,17 +128,42 @@ def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left
     assert (status, err) == (0, "")
     if job == "0":
         for strategy in ("0", "1"):
-            assert losses(folder / "did_continued" / strategy) == pytest.approx(losses(Path("alone")), rel=1e-6)
+            assert losses(folder / f"did_continued{kind}" / strategy) == pytest.approx(losses(Path("alone")), rel=1e-6)
     status, _, _ = holotrain("fit", *CONTINUED, f"data.batch_size={batch}", "hydra.run.dir=whole")
     assert losses(Path("alone")) == pytest.approx(losses(Path("whole"))[3:], rel=1e-6)
 
 
-def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
-    checkpoint = left[0] / "did_begun" / "1" / "checkpoints" / "last.ckpt"
-    for command in ("validate", "export"):
+@pytest.mark.parametrize("kind", ["", "_in_shards"])
+def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left, kind):
+    checkpoint = left[0] / f"did_begun{kind}" / "1" / "checkpoints" / "last.ckpt"
+    for command in ("validate", "predict", "export"):
         status, _, err = holotrain(command, f"ckpt_path={checkpoint}")
         assert (status, err) == (0, "")
     assert summary(only(Path("runs/validate")))["strategy"] == "single"
+    exported = read_weights(only(Path("runs/export")) / "export")
+    weights = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(weights[name].float(), exported[name]) for name in weights)  # the run was in double precision
+
+
+def test_a_run_that_left_shards_is_resumed_in_its_folder(holotrain, left):
+    """By one process, which writes whole checkpoints."""
+    folder = Path(shutil.copytree(left[0] / "did_begun_in_shards" / "0", "resumed"))
+    words = ["trainer=default", "data.batch_size=16", "resume=true", f"hydra.run.dir={folder}"]
+    status, _, err = holotrain("fit", *CONTINUED, *words)
+    assert (status, err) == (0, "")
+    assert (summary(folder)["steps"], load(folder / "checkpoints" / "last.ckpt")["global_step"]) == (6, 6)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "export"])
+@pytest.mark.parametrize("lost", ["shards-*/*.safetensors", "shards-*", "checkpoint.pt"])
+def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
+    checkpoint = Path(shutil.copytree(left[0] / "did_begun_in_shards" / "0" / "checkpoints" / "last.ckpt", "broken.ckpt"))
+    part = min(checkpoint.glob(lost))
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    words = [*CONTINUED, "trainer=default"] if command == "fit" else []
+    status, _, err = holotrain(command, *words, f"ckpt_path={checkpoint}")
+    assert (status, err.count("\n")) == (2, 1) and err.startswith("holotrain: ckpt_path: broken.ckpt/"), err
 
 
 @pytest.mark.parametrize("backward", ["reversible", "pareprop"])
@@ -182,6 +215,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
         (["trainer=ddp", "trainer.num_nodes=2"], "start it with torchrun or srun"),
         (["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=3"], "it does not divide 4 processes"),
         (["trainer=fsdp", "trainer.compression=bf16"], "an option of trainer=ddp alone"),
+        (["trainer=ddp", "trainer.sharded_checkpoints=true"], "an option of trainer=fsdp and trainer=tp alone"),
         (["trainer=fsdp", "synthesis=associative"], "synthesis=associative: it transforms whole gradients"),
         (["trainer=tp", "callbacks=ema"], "callbacks.ema: it averages whole weights"),
         (["trainer=fsdp", "backward=auto"], "choose backward and batch yourself"),

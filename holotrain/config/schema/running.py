@@ -46,6 +46,9 @@ class TrainerConfig:
     compression: str = "none"
     """of ddp: gradients are sent as none (they are), bf16 or powersgd (low rank; Vogels et al., 2019)"""
 
+    sharded_checkpoints: bool = False
+    """of fsdp and tp: a checkpoint is a folder to which each process adds its own part, and nothing is put together"""
+
     timeout: float = 600.0
     """seconds after which a process that does not answer counts as dead"""
 
@@ -150,6 +153,8 @@ class TrainerConfig:
             raise UserError("trainer.tensor_parallel: it is an option of trainer=tp alone")
         if self.signals and (self.strategy != "tp" or self.overlap is None):
             raise UserError("trainer.signals: it is an option of trainer=tp with trainer.overlap alone")
+        if self.sharded_checkpoints and self.strategy not in ("fsdp", "tp"):
+            raise UserError("trainer.sharded_checkpoints=true: it is an option of trainer=fsdp and trainer=tp alone")
         if self.strategy in ("fsdp", "tp") and self.precision == "16-mixed":
             raise UserError(f"trainer.precision=16-mixed: trainer={self.strategy} cannot scale gradients; take bf16-mixed")
 

@@ -1,0 +1,149 @@
+"""Checkpoints in shards (:mod:`holotrain.ranks.shards`) on their way out of a training and into one.
+
+Each process plans its own pieces, and torch.distributed.checkpoint writes them: torch's own plan (2.15) takes the rows that
+tensor parallel deals out in stacks for rows that lie together, and refuses them for they overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.plugins import TorchCheckpointIO
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_with_path
+
+from holotrain.ranks.shards import (
+    CHECKPOINT,
+    SHARDS,
+    is_folder,
+    load,
+    numbered,
+    placeholder,
+    read_all,
+    remove_shards,
+    stack_name,
+)
+from holotrain.ranks.tensors import numbers, stacks
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """Lightning's, for all strategies: reads a checkpoint in shards as if it were whole.
+
+    A whole one that takes its place is written into its folder: a file cannot replace a folder at one stroke.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if not Path(path).is_dir():
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        super().save_checkpoint(checkpoint, Path(path) / CHECKPOINT, storage_options)
+        remove_shards(Path(path))
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        return read_all(load(path)) if is_folder(path) else super().load_checkpoint(path, *args, **options)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this process has of a tensor that is shared out.
+
+    Args:
+        begins: index of its first element in the whole.
+        shape: of the whole.
+    """
+
+    tensor: Tensor
+    begins: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Plan(dcp.DefaultSavePlanner):
+    """Every process writes its pieces; of those that several have, one does."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(name, own) for name, own in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        # A copy, for safetensors takes no two tensors that share memory.
+        return self.state_dict[index.fqn].tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _item(name: str, own: Own) -> WriteItem:
+    begins = torch.Size(own.begins)
+    data = TensorWriteData(
+        ChunkStorageMetadata(begins, own.tensor.shape), TensorProperties(own.tensor.dtype), torch.Size(own.shape)
+    )
+    return WriteItem(MetadataIndex(name, begins), WriteItemType.SHARD, tensor_data=data)
+
+
+def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint into a folder, from all processes: each what it has of the tensors that are shared out, the first one
+    all else.
+
+    What stands there remains whole until the new one is. (But for a moment where the folder takes the place of a file, as when
+    a training is resumed with shards for the first time: the new one then lies beside it, as ``.<name>.partial``.)
+
+    Args:
+        path: which the first process's counts.
+    """
+    folder, name = _agreed(path)
+    pieces: dict[str, Own] = {}
+    rest = tree_map_with_path(lambda keys, leaf: _taken_out(_named(keys), leaf, pieces), checkpoint)
+    dcp.save(pieces, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True), planner=Plan())
+    if dist.get_rank() != 0:
+        return
+    partial = folder / f".{CHECKPOINT}.partial"
+    torch.save(rest | {SHARDS: name}, partial)
+    partial.replace(folder / CHECKPOINT)
+    remove_shards(folder, but=name)
+    if folder != path:
+        path.unlink(missing_ok=True)
+        folder.rename(path)
+
+
+def _agreed(path: Path) -> tuple[Path, str]:
+    """The folder to write into, and that of the shards in it, which no other save has written to."""
+    folder = path if path.is_dir() else path.with_name(f".{path.name}.partial")
+    said = [(folder, f"{SHARDS}-{max(numbered(folder), default=0) + 1}")]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def _named(keys: tuple[Any, ...]) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
+
+
+def _taken_out(name: str, leaf: Any, pieces: dict[str, Own]) -> Any:
+    """What stands for a leaf in checkpoint.pt; this process's pieces of it join the others."""
+    if not isinstance(leaf, DTensor):
+        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+    count = stacks(leaf)
+    pieces |= {stack_name(name, stack, count): own for stack, own in owned(leaf)}
+    return placeholder(name, leaf.shape, leaf.dtype, count)
+
+
+def owned(part: DTensor) -> Iterator[tuple[int, Own]]:
+    """What this process has of each stack of a tensor, with the stack's number; rows that lie together there."""
+    local, rows, count = part.detach().to_local(), numbers(part, 0), stacks(part)
+    if not local.numel():
+        return
+    columns = [int(numbers(part, dim)[0]) for dim in range(1, part.ndim)]
+    shape = (len(part) // count, *part.shape[1:])
+    for stack in range(count):
+        mine = (rows // shape[0] == stack).nonzero().flatten()
+        if len(mine):
+            first, last = int(mine[0]), int(mine[-1])
+            yield stack, Own(local[first : last + 1], (int(rows[first]) % shape[0], *columns), shape)
