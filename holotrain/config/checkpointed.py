@@ -42,7 +42,7 @@ def container(config: RunConfig) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(config))
 
 
-PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "compression", "sharded_checkpoints")
+PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
 """Options that say in how many processes a run is done: a training continues in as many, other commands take one."""
 
 
