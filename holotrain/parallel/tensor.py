@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -19,6 +19,7 @@ from holotrain.models.division import division
 from holotrain.models.layers.attention import Attention
 from holotrain.overlap import OverlappedColwise, OverlappedRowwise
 from holotrain.overlap.groups import Grouping
+from holotrain.ranks.tensors import shared_out
 
 
 class StackedColwise(ParallelStyle):
@@ -60,7 +61,7 @@ def part_of_each(stacked: int, name: str, linear: nn.Module, mesh: DeviceMesh) -
     """Leaves a Linear the process's columns of each of the ``stacked`` outputs that it has end to end."""
     placements = [_StridedShard(0, split_factor=stacked)]
     for key, value in list(linear.named_parameters()):
-        shared = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+        shared = shared_out(value.detach(), mesh, placements)
         linear.register_parameter(key, nn.Parameter(shared, requires_grad=value.requires_grad))
 
 

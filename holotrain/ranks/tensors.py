@@ -1,7 +1,8 @@
 """Tensors that are shared out among processes, put together and taken apart.
 
-On two dimensions (FSDP2 over tensor parallel) torch (2.15) puts together in the wrong order what both cut by rows, if tensor
-parallel deals the rows out in stacks, as those of queries, keys and values. One dimension after the other, it does not.
+Tensor parallel may deal rows out in stacks, as those of queries, keys and values: ``_StridedShard`` says so. torch's own ways
+from there to the whole differ by version (2.11 knows none, 2.15 puts together in the wrong order what FSDP2 cut by rows too).
+So stacks are a dimension of their own here, and one dimension of a mesh comes after the other.
 """
 
 from collections.abc import Sequence
@@ -16,28 +17,36 @@ def whole(part: Tensor) -> Tensor:
     """The tensor that this is a part of, on every process; all must take part. What is no part is returned as it is."""
     if not isinstance(part, DTensor):
         return part
-    if part.device_mesh.ndim == 1:
+    mesh, own, count = part.device_mesh, part.to_local(), stacks(part)
+    if mesh.ndim == 1 and count == 1:
         return part.full_tensor()
-    data, layers = (part.device_mesh[name] for name in part.device_mesh.mesh_dim_names)
-    shape = list(part.shape)
-    if (dim := getattr(part.placements[1], "dim", None)) is not None:
-        shape[dim] //= layers.size()  # layers are shared out only where that divides
+    layers = mesh
+    if mesh.ndim == 2:
+        data, layers = (mesh[name] for name in mesh.mesh_dim_names)
+        shape = list(part.shape)
+        if (dim := getattr(part.placements[1], "dim", None)) is not None:
+            shape[dim] //= layers.size()  # layers are shared out only where that divides
+        own = _gathered(own, data, _of_data(part.placements), torch.Size(shape))
+    if count == 1:
+        return _gathered(own, layers, part.placements[-1], part.shape)
+    shape = torch.Size((count, len(part) // count, *part.shape[1:]))
+    return _gathered(own.unflatten(0, (count, -1)), layers, Shard(1), shape).flatten(0, 1)
+
+
+def _gathered(own: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
-    rows = DTensor.from_local(
-        part.to_local(), data, [_of_data(part.placements)], run_check=False, shape=torch.Size(shape), stride=stride
-    ).full_tensor()
-    return DTensor.from_local(
-        rows, layers, part.placements[1:], run_check=False, shape=part.shape, stride=part.stride()
-    ).full_tensor()
+    return DTensor.from_local(own, mesh, [placement], run_check=False, shape=shape, stride=stride).full_tensor()
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This process's part of a whole tensor, shared out as another of its shape is; no process needs the others for it."""
-    if not isinstance(like, DTensor):
-        return tensor
-    mesh = like.device_mesh
-    own = _own(tensor.to(like.device), mesh, like.placements)
-    return DTensor.from_local(own, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return shared_out(tensor.to(like.device), like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
+
+
+def shared_out(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This process's part of a tensor that all processes have whole."""
+    own = _own(tensor, mesh, placements)
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def numbers(part: DTensor, dim: int) -> Tensor:
@@ -48,15 +57,24 @@ def numbers(part: DTensor, dim: int) -> Tensor:
 
 def stacks(part: DTensor) -> int:
     """In how many stacks tensor parallel deals the rows out."""
-    return getattr(part.placements[-1], "split_factor", 1)
+    return _stacks(part.placements[-1])
+
+
+def _stacks(placement: Placement) -> int:
+    return getattr(placement, "split_factor", 1)
 
 
 def _own(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     if mesh.ndim == 1:
-        return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local()
+        return _cut(tensor, mesh, placements[0])
     data, layers = (mesh[name] for name in mesh.mesh_dim_names)
-    rows = distribute_tensor(tensor, layers, placements[1:], src_data_rank=None).to_local()
-    return distribute_tensor(rows, data, [_of_data(placements)], src_data_rank=None).to_local()
+    return _cut(_cut(tensor, layers, placements[1]), data, _of_data(placements))
+
+
+def _cut(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    if (count := _stacks(placement)) > 1:
+        return _cut(tensor.unflatten(0, (count, -1)), mesh, Shard(1)).flatten(0, 1)
+    return distribute_tensor(tensor, mesh, [placement], src_data_rank=None).to_local()
 
 
 def _of_data(placements: Sequence[Placement]) -> Placement:
