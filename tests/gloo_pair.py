@@ -32,8 +32,12 @@ def find_as_one_of_two(find: Callable[[int], dict]) -> None:
     rank, store, results = int(sys.argv[1]), *sys.argv[2:]
     count, timeout = int(os.environ["GLOO_PROCESSES"]), timedelta(seconds=60)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout)
+    shared = dist.FileStore(store, count)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=timeout)
     found = find(rank)
+    # Who is through with its last collective may not close what another is still reading from.
+    shared.set(f"through/{rank}", "")
+    shared.wait([f"through/{other}" for other in range(count)], timeout)
     if rank == 0:
         Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
