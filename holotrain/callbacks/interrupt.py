@@ -61,14 +61,12 @@ class SaveOnSignal(Checkpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._agreement.end()
+        self._restore()  # before Lightning (2.6) restores what it found: the teardown of callbacks comes after that
 
     def _save_and_raise(self, trainer: pl.Trainer, signum: int) -> None:
         if signum:
             trainer.save_checkpoint(self.path)
             raise Interrupted(signum, self.path)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._restore()

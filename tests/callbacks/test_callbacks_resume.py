@@ -140,6 +140,12 @@ def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     assert_same(fit(checkpoint=path), reference, step + 1)
 
 
+def test_after_a_training_signals_do_what_they_did_before(tmp_path):
+    handlers = [signal.getsignal(number) for number in SaveOnSignal.SIGNALS]
+    fit([SaveOnSignal(tmp_path / "last.ckpt")])
+    assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
+
+
 PROGRAM = """
 import sys, time, torch, lightning.pytorch as pl
 from holotrain.callbacks import SaveOnSignal
