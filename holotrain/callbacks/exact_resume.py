@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops.loop import _Loop as Loop
 
 from holotrain.callbacks.share import share_of
 from holotrain.seeds import mixed_seed
@@ -54,12 +56,28 @@ class ExactResume(pl.Callback):
             restore_random_states(states[trainer.global_rank])
         else:
             self._begin(trainer)
+        _end_or_reopen_epoch(trainer.fit_loop)
         if kept["loader"] is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
             trainer.train_dataloader.load_state_dict(kept["loader"])
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Another state for each share of the data; processes that work on the same one draw alike."""
         torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
+
+
+def _end_or_reopen_epoch(loop: FitLoop) -> None:
+    """Says whether the epoch of a checkpoint had ended. Where ``max_steps`` is given, Lightning (2.6) counts it as done, takes
+    it up again, and passes over the next one or ends an epoch too soon."""
+    epoch = loop.epoch_progress
+    missing = epoch.current.processed - epoch.current.completed
+    if loop.epoch_loop.batch_progress.is_last_batch:
+        Loop.restarting.fset(loop, False)
+        loop.reset_restart_stage()
+        for count in (epoch.current, epoch.total):
+            count.completed += missing
+    else:  # max_steps ended it
+        for count in (epoch.current, epoch.total):
+            count.processed -= missing
 
 
 def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:

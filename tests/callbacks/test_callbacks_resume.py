@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from holotrain.callbacks import ExactCheckpoint, ExactResume, Interrupted, SaveOnSignal
+from holotrain.callbacks import ExactCheckpoint, ExactResume, Interrupted, SaveOnSignal, last_checkpoint
 from holotrain.data import ResumableLoader
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -108,6 +108,18 @@ def test_resuming_from_a_validation_within_an_epoch(tmp_path):
     reference = fit([checkpoint], val_check_interval=2)
     for step in (2, 4, 6, 8):
         assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt", val_check_interval=2), reference, step)
+
+
+@pytest.mark.parametrize("most", [STEPS, 100])
+def test_resuming_where_steps_are_bounded_too(tmp_path, most):
+    """After each step, at the ends of epochs too, and where a bound had ended the training within an epoch."""
+    reference = fit([every_step(tmp_path)], max_steps=most)
+    assert len(reference[0]) == STEPS
+    for step in range(1, STEPS + 1):
+        assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt", max_steps=most), reference, step)
+    fit([last_checkpoint(tmp_path / "ended.ckpt")], max_steps=6)
+    assert torch.load(tmp_path / "ended.ckpt", weights_only=True)["global_step"] == 6
+    assert_same(fit(checkpoint=tmp_path / "ended.ckpt", max_steps=most), reference, 6)
 
 
 def test_resuming_with_accumulated_gradients(tmp_path):
