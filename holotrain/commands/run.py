@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holotrain.config.folders import LAST_CHECKPOINT
+from holotrain.errors import UserError
 from holotrain.ranks.place import Place
 from holotrain.ranks.world import World
 
@@ -61,10 +62,22 @@ class Run:
         return value if self.world is None else self.world.agreed(name, value)
 
     def once_a_machine(self, name: str, act: Callable[[], object]) -> None:
-        """Calls ``act`` in one process of each machine, and then in the others, which find done what it does once."""
-        if self.world is None or self.place.local_rank == 0:
+        """Calls ``act`` in one process of each machine, and then in the others, which find done what it does once.
+
+        Raises:
+            UserError: ``act`` did, in all processes if in one.
+        """
+        if self.world is None:
             act()
-        if self.world is not None:
-            self.world.gathered(name, None)
-            if self.place.local_rank != 0:
+            return
+        mistake = None
+        if self.place.local_rank == 0:
+            try:
                 act()
+            except UserError as error:
+                mistake = str(error)
+        for rank, theirs in enumerate(self.world.gathered(name, mistake)):
+            if theirs is not None:
+                raise UserError(theirs if rank == 0 else f"rank {rank}: {theirs}")
+        if self.place.local_rank != 0:
+            act()
