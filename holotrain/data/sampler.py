@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
+from holotrain.errors import UserError
 from holotrain.ranks.share import share
 from holotrain.seeds import mixed_seed
 
@@ -67,6 +68,9 @@ class EpochBatchSampler(ResumableBatchSampler):
         size: samples in the data set; what is left over when they are dealt out to the processes is left out.
         batch_size: keys a batch; the last batch is dropped where it would be smaller, unless there is no other.
         seed, rank, world_size: as of :class:`ResumableBatchSampler`.
+
+    Raises:
+        UserError: there are fewer samples than processes.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class EpochBatchSampler(ResumableBatchSampler):
     ) -> None:
         super().__init__(seed, rank, world_size)
         self.size = size
+        if size < self.world_size:
+            raise UserError(f"data: {size} samples cannot be dealt out to {self.world_size} processes")
         self.share = size // self.world_size
         self.batch_size = min(batch_size, self.share)
 

@@ -61,14 +61,28 @@ def found(environment: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         UserError: what the launcher says makes no sense.
     """
+    place = None
     try:
         if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-            return _of_torchrun(environment)
-        if {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
-            return _of_slurm(environment)
+            place = _of_torchrun(environment)
+        elif {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
+            place = _of_slurm(environment)
     except ValueError as error:
         raise UserError(f"the launcher's variables hold no numbers: {error}") from error
-    return None
+    if place is not None:
+        _check(place)
+    return place
+
+
+def _check(place: Place) -> None:
+    """Who waits for a process that there is not waits for long."""
+    if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size):
+        here = f"local rank {place.local_rank} of {place.local_size}"
+        raise UserError(f"the launcher's variables make no sense: rank {place.rank} of {place.size} processes, {here}")
+    if place.size % place.local_size:
+        raise UserError(f"the launcher started {place.size} processes, which are not equally many on each machine")
+    if not 0 < place.port < 2**16:
+        raise UserError(f"MASTER_PORT={place.port} is no port")
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
@@ -93,14 +107,17 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    tasks = re.split(r"[(,]", environment.get("SLURM_STEP_TASKS_PER_NODE", str(size)))[0]
+    # such as 4(x2),3: of each machine, as many times as there are such
+    tasks = re.sub(r"\(x\d+\)", "", environment.get("SLURM_STEP_TASKS_PER_NODE", str(size))).split(",")
+    if len(set(tasks)) > 1:
+        raise UserError(f"srun started {' and '.join(tasks)} processes on the machines; it must be equally many on each")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "127.0.0.1")
     rank = int(environment["SLURM_PROCID"])
     return Place(
         rank,
         size,
         int(environment["SLURM_LOCALID"]),
-        int(tasks),
+        int(tasks[0]),
         environment.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes),
         # a job's number is its own, and all its processes know it
         int(environment.get("MASTER_PORT") or 15000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000),
