@@ -4,90 +4,133 @@ import csv
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed
-from left_by_runs import only, summary
+from left_by_runs import only, summary, weights
+from made_once import made_once
+from torch.nn import functional
 
+from holotrain.callbacks import ExactResume
+from holotrain.config.folders import LAST_CHECKPOINT as LAST
+from holotrain.models.layers.branches import MLPBranch
 from holotrain.models.pretrained import read_weights
 from holotrain.ranks.shards import Sharded, load
+from holotrain.seeds import mixed_seed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
-STEPS = 10
-IMAGES = ["model=rev_vit_tiny", "model.dim=16", "model.depth=2", "model.heads=2"]
+STEPS = 20
+IMAGES = ["model=rev_vit_tiny", "model.dim=16", "model.depth=2", "model.heads=2", f"trainer.limit_train_batches={STEPS}"]
 TEXT = [
     "task=causal_lm", "model=rev_gpt_tiny", "model.dim=16", "model.depth=2", "model.heads=2", "data=text_files",
     "data.files=[text/*.txt]", "data.context=16", "data.cache_dir=cache", "trainer.accumulate_grad_batches=2",
-    "trainer.gradient_clip_val=0.1",
+    "trainer.gradient_clip_val=0.1", f"trainer.limit_train_batches={2 * STEPS}",
 ]  # fmt: skip
 SHARED = [
-    "trainer.accelerator=cpu", "trainer.precision=64-true", "trainer.max_epochs=1", f"trainer.limit_train_batches={STEPS}",
-    "trainer.log_every_n_steps=1", "callbacks.progress=none", "logger=csv", "trainer.timeout=100", "data.batch_size=8",
-    "test=false", "scheduler=constant",
+    "trainer.accelerator=cpu", "trainer.precision=64-true", "trainer.max_epochs=1", "trainer.log_every_n_steps=1",
+    "callbacks.progress=none", "logger=csv", "trainer.timeout=100", "data.batch_size=8", "test=false", "scheduler=constant",
 ]  # fmt: skip
+FEW = ["trainer.max_steps=6", "trainer.limit_val_batches=1"]
 CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1"]
+SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
+DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3"]
+MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2"]
+COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(*wanted: int) -> int:
+    """A port that is free, among those wanted if any are."""
+    for port in wanted or (0,):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise OSError("no port is free")
 
 
 def losses(folder: Path) -> list[float]:
-    rows = csv.DictReader((folder / "csv" / "version_0" / "metrics.csv").open())
-    return [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    """Of all the logs of a run: of its parts, where it was resumed."""
+    logs = sorted((folder / "csv").glob("version_*/metrics.csv"))
+    return [float(row["train/loss"]) for log in logs for row in csv.DictReader(log.open()) if row["train/loss"]]
 
 
 def write_text(folder: Path) -> None:
     folder.mkdir()
     for number in range(4):
-        text = "".join(chr(97 + (i * i * (number + 3) + i // 7) % 26) for i in range(4000))
+        text = "".join(chr(97 + (i * i * (number + 3) + i // 7) % 26) for i in range(6000))
         (folder / f"{number}.txt").write_text(text)
 
 
+MATRIX = ["trainer=ddp,fsdp,tp", "backward=autograd,reversible,pareprop"]
 WORK = {
-    "images": [*IMAGES, *SHARED, "trainer=ddp,fsdp,tp", "backward=reversible"],
-    "text": [*TEXT, *SHARED, "trainer=ddp,fsdp,tp", "backward=pareprop"],
-    "begun": [*CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1"],
-    "begun_in_shards": [*CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", "trainer.sharded_checkpoints=true"],
-    "continued": [*CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun/0/checkpoints/last.ckpt"],
-    "continued_in_shards": [*CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun_in_shards/0/checkpoints/last.ckpt"],
+    "images": ["-m", *IMAGES, *SHARED, *MATRIX],
+    "text": ["-m", *TEXT, *SHARED, *MATRIX],
+    "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1"],
+    "begun_in_shards": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", "trainer.sharded_checkpoints=true"],
+    "continued": ["-m", *CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun/0/checkpoints/last.ckpt"],
+    "continued_in_shards": ["-m", *CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun_in_shards/0/checkpoints/last.ckpt"],
+    "muon": ["-m", *MUON, "trainer=fsdp,tp"],
+    "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
+    "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,powersgd"],
+    "mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"],
+    "srun": [*IMAGES, *SHARED, *FEW, "trainer=ddp"],
+    "signalled": [*SIGNALLED, "trainer=fsdp"],
+    "resumed": ["resume=true"],
+    "orders": [],
+    "killed": [*CONTINUED, "trainer=ddp"],
 }
+"""Command lines of fit, in this order; what some of them are for is in two_ranks.py."""
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory) -> tuple[Path, dict]:
-    """The folder where two processes did all the sweeps of WORK, and what rank 0 wrote down."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    write_text(folder / "text")
+def environment() -> dict[str, str]:
+    """Of processes that are started here."""
     here = Path(__file__).parents[1]
     paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    work = [(free_port(), ["fit", "-m", *words, f"hydra.sweep.dir=did_{name}"]) for name, words in WORK.items()]
-    work.append((free_port(), []))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("two_ranks.py"), str(rank), json.dumps(work), "found.json"],
-            cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=500) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], said
-    assert said[1][0] == "" and "Error" not in said[0][1] + said[1][1], said
-    return folder, json.loads((folder / "found.json").read_text())
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def done_by_two_ranks(folder: Path) -> None:
+    """Has all of WORK done by two processes in ``folder``; each leaves there what it saw and said."""
+    write_text(folder / "text")
+    work = []
+    for name, words in WORK.items():
+        port = free_port(*range(15000, 25000)) if name == "srun" else free_port()
+        run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
+        line = ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]
+        work.append((name, port, line if words else []))
+    script = [sys.executable, Path(__file__).with_name("two_ranks.py")]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in "01":
+            out, errors = (stack.enter_context((folder / f"{name}_{rank}").open("w")) for name in ("said", "errors"))
+            words = [*script, rank, json.dumps(work), f"found_{rank}.json"]
+            ranks.append(subprocess.Popen(words, cwd=folder, env=environment(), stdout=out, stderr=errors))
+            stack.callback(ranks[-1].kill)
+        statuses = [process.wait(timeout=500) for process in ranks]
+    said = [(folder / f"{name}_{rank}").read_text() for name in ("said", "errors") for rank in "01"]
+    assert statuses == [-signal.SIGKILL, 0] and said[1] == "", said
+
+
+@pytest.fixture(scope="session")
+def left(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """The folder where two processes did all of WORK, and what each of them wrote down."""
+    folder = made_once(tmp_path_factory, "two_ranks", done_by_two_ranks)
+    return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
 def test_losses_are_those_of_one_process(holotrain, left, kind):
-    """DDP and FSDP2 read 8 samples a process, tensor parallel processes the same 8."""
+    """Under each strategy, by each backward: of images, and of text with accumulated and clipped gradients.
+
+    DDP and FSDP2 read 8 samples a process, tensor parallel processes the same 8.
+    """
     folder, _ = left
     words = {"images": IMAGES, "text": TEXT}[kind]
     if kind == "text":
@@ -98,18 +141,147 @@ def test_losses_are_those_of_one_process(holotrain, left, kind):
         assert status == 0
         alone[batch] = only(Path(f"{batch}/fit"))
     jobs = sorted((folder / f"did_{kind}").glob("[0-9]*"))
-    assert len(jobs) == 3
-    for job in jobs:
-        found = summary(job)
-        reference = alone[8 if found["strategy"] == "tp" else 16]
+    found = {(run["strategy"], run["backward"]): job for job in jobs for run in [summary(job)]}
+    assert len(found) == len(jobs) == 9
+    for where, job in found.items():
+        reference = alone[8 if where[0] == "tp" else 16]
         expected = losses(reference)
-        assert len(expected) == (STEPS if kind == "images" else STEPS // 2)
-        where = (found["strategy"], found["backward"])
+        assert len(expected) == STEPS
         assert losses(job) == pytest.approx(expected, rel=1e-9), where
         # all of the validation part, no sample of it twice
         whole = {name: value for name, value in summary(reference)["metrics"].items() if name.startswith("val/")}
-        assert {name: found["metrics"][name] for name in whole} == pytest.approx(whole, rel=1e-6), where
-        assert found["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
+        metrics = summary(job)["metrics"]
+        assert {name: metrics[name] for name in whole} == pytest.approx(whole, rel=1e-6), where
+        assert summary(job)["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
+
+
+def alone_in(holotrain, name: str, *words: str) -> Path:
+    """The folder of a training in this process."""
+    status, _, err = holotrain("fit", *words, f"hydra.run.dir={name}")
+    assert (status, err) == (0, "")
+    return Path(name)
+
+
+def test_muon_orthogonalises_whole_matrices(holotrain, left):
+    """It does so in bfloat16, but in the same one: what it is given differs in the last of 53 bits, of which it takes 8."""
+    write_text(Path("text"))
+    for job, strategy, batch in (("0", "fsdp", 16), ("1", "tp", 8)):
+        run = left[0] / "did_muon" / job
+        assert summary(run)["strategy"] == strategy
+        alone = alone_in(holotrain, strategy, *MUON, f"data.batch_size={batch}")
+        assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
+        found, expected = weights(run / LAST), weights(alone / LAST)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def test_tensor_parallel_processes_drop_alike(holotrain, left, monkeypatch):
+    """One process draws what they draw if it, too, drops the same neurons of both halves of a hidden layer."""
+
+    def begin(self, trainer, module) -> None:
+        torch.manual_seed(mixed_seed(self.seed, 0, 0))
+
+    def update(self, x):
+        hidden = functional.gelu(self.widen(x), approximate=self.gelu)
+        kept = self.dropout(torch.ones_like(hidden.chunk(2, dim=-1)[0]))
+        return self.drop_path(self.dropout(self.narrow(hidden * torch.cat([kept, kept], dim=-1))))
+
+    monkeypatch.setattr(ExactResume, "on_train_start", begin)
+    monkeypatch.setattr(MLPBranch, "update", update)
+    dropped = losses(alone_in(holotrain, "alone", *DROPOUT, "backward=autograd"))
+    assert losses(left[0] / "did_dropout") == pytest.approx(dropped, rel=1e-9)
+    monkeypatch.undo()
+
+
+def test_what_all_have_whole_stays_the_same_on_all(left):
+    """Bit for bit: all parameters under DDP, of compressed gradients too; norms, biases, embeddings of tensor parallelism."""
+    zero, one = (seen["seen"] for seen in left[1])
+    counts = {}
+    for folder, noted in zero.items():
+        if "alike" in noted:
+            assert noted["alike"] == one[folder]["alike"], folder
+            counts[folder] = noted["alike"][0]
+    everything = {folder: len(weights(left[0] / folder / LAST)) for folder in counts}
+    for folder in ("did_srun", "did_compressed/0", "did_compressed/1"):
+        assert counts[folder] == everything[folder], folder
+    assert everything["did_dropout"] / 2 < counts["did_dropout"] < everything["did_dropout"]
+
+
+def test_compressed_gradients_train_nearly_as_others(holotrain, left):
+    """bf16 has 8 bits: an update of the weights is off by 1/256 of its size or so, and the losses by less, for they begin as
+    the same ones. PowerSGD's gradients are of rank 4 once it has begun, with what they lack at one step sent at the next."""
+    folder, (zero, _) = left
+    write_text(Path("text"))
+    alone = losses(alone_in(holotrain, "alone", *COMPRESSED, "data.batch_size=16"))
+    rounded, approximated = (losses(folder / "did_compressed" / job) for job in "01")
+    assert rounded == pytest.approx(alone, rel=1 / 256) and rounded[1:] != pytest.approx(alone[1:], rel=1e-7)
+    ranks = zero["seen"]["did_compressed/1"]["gradient ranks"]
+    assert len(ranks) == STEPS and all(min(of_step) > 4 for of_step in ranks[:4])
+    assert all(0 < rank <= 4 for of_step in ranks[4:] for rank in of_step)
+    assert approximated[:5] == pytest.approx(alone[:5], rel=1e-9)
+    assert sum(approximated[-5:]) < 0.9 * sum(approximated[:5])
+
+
+def test_a_signal_to_one_process_ends_all_at_the_same_step_and_they_resume(holotrain, left):
+    """SIGTERM to rank 1 alone, at its third batch; the others learn of it a batch later."""
+    folder, found = left
+    assert [rank["statuses"]["signalled"] for rank in found] == [128 + signal.SIGTERM] * 2
+    assert [rank["seen"]["did_signalled"]["ended"] for rank in found] == [["Interrupted", 4]] * 2
+    assert [rank["statuses"]["resumed"] for rank in found] == [0, 0]
+    run = folder / "did_signalled"
+    assert summary(run)["status"] == "completed" and summary(run)["steps"] == 6
+    whole = losses(alone_in(holotrain, "alone", *SIGNALLED, "data.batch_size=16"))
+    # what its last batch came to was not logged when it ended
+    assert len(whole) == 6 and losses(run) == pytest.approx([*whole[:3], *whole[4:]], rel=1e-9)
+
+
+def test_the_death_of_the_main_process_is_told_by_another(left):
+    """kill -9 of rank 0 in the second epoch, to whom all are connected."""
+    folder, (_, one) = left
+    assert one["statuses"]["killed"] == 1
+    (said,) = (folder / "errors_1").read_text().splitlines()
+    assert said.startswith("holotrain: rank 0 died") and said.endswith("fit resume=true hydra.run.dir=did_killed")
+    assert torch.load(folder / "did_killed" / LAST, weights_only=True)["global_step"] == 3
+
+
+def test_what_srun_starts_trains_and_a_mistake_is_told_once(left):
+    folder, found = left
+    assert summary(folder / "did_srun")["processes"] == 2 and len(losses(folder / "did_srun")) == 6
+    done = {"mistaken": 2, "signalled": 128 + signal.SIGTERM, "killed": 1}
+    assert found[1]["statuses"] == {name: done.get(name, 0) for name, words in WORK.items() if words}
+    mistake, signalled, _ = (folder / "errors_0").read_text().splitlines()[-3:]
+    assert mistake.startswith("holotrain: data.files: ") and signalled.startswith("SIGTERM ended the training")
+    assert not (folder / "did_mistaken").exists()
+
+
+def by_torchrun(processes: int, *words: str) -> tuple[int, list[str]]:
+    """Lets torchrun start a command line: its exit status, and what each process says on stderr."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-r", "3", "--log-dir", "logs"]
+    done = subprocess.run([sys.executable, "-m", *torchrun, "-m", "holotrain", *words], env=environment(), capture_output=True)
+    said = sorted(Path("logs").glob("*/attempt_0/*/stderr.log"), key=lambda path: int(path.parent.name))
+    return done.returncode, [path.read_text() for path in said]
+
+
+def test_torchrun_starts_two_pairs_that_share_layers(holotrain):
+    """FSDP2 between two pairs of processes, each of which is tensor parallel within."""
+    write_text(Path("text"))
+    words = [*TEXT, *SHARED, *FEW, "trainer.max_steps=3"]
+    pairs = ["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=2", "backward=pareprop"]
+    assert by_torchrun(4, "fit", *words, *pairs) == (0, [""] * 4)
+    run = only(Path("runs/fit"))
+    assert summary(run)["processes"] == 4
+    alone = alone_in(holotrain, "alone", *words, "data.batch_size=16", "backward=autograd")
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
+    found, expected = weights(run / LAST), weights(alone / LAST)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def test_a_mistake_under_torchrun_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, said = by_torchrun(2, "fit", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=0")
+    assert status != 0 and said[0].startswith("holotrain: data.batch_size: ") and said[0].count("\n") == 1
+    assert said[1] == "" and not any(Path("runs/fit").iterdir())
 
 
 @pytest.mark.parametrize("kind", ["", "_in_shards"])
@@ -168,7 +340,7 @@ def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, com
 
 @pytest.mark.parametrize("backward", ["reversible", "pareprop"])
 def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
-    order = left[1]["orders"][backward]
+    order = left[1][0]["orders"][backward]
     assert order.count("first block") > 4 and order.index("all-reduce") < order.index("first block")
 
 

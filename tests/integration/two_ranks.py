@@ -1,14 +1,18 @@
-"""One of two gloo processes: the command line as torchrun would start it, then a training; rank 0 writes what it saw.
+"""One of two gloo processes: command lines as torchrun or srun would start them; it writes down what it sees of each.
 
     python two_ranks.py RANK WORK RESULTS
 
-Not a test by itself: test_command_line_processes.py starts it twice. WORK is JSON: a port and a command line each, the
-last without one.
+Not a test by itself: test_command_line_processes.py starts it twice. WORK is JSON: a name, a port and a command line each;
+the one called "orders" has none, the one called "killed" is rank 0's last.
 """
 
+import hashlib
 import json
 import os
+import signal
 import sys
+import time
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +21,58 @@ import torch
 import torch.distributed as dist
 from small_models import IMAGE
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import DTensor
 
+from holotrain.callbacks import ExactResume
 from holotrain.cli import main
+from holotrain.config import build_trainer
 from holotrain.models.vit import RevViT
-from holotrain.parallel.data import ddp
+from holotrain.parallel import data, powersgd
 from holotrain.parallel.environment import Joined
 from holotrain.ranks.place import found
 from holotrain.tasks import ImageClassifier
 from holotrain.tasks.optimizers import adamw
+
+RANK = int(sys.argv[1])
+WARM_UP = 4
+"""Steps before PowerSGD begins, in the place of its hundred."""
+
+
+class Witness(ExactResume):
+    """Notes, in the place of ExactResume, what every training comes to in this process; and ends two of them."""
+
+    job = ""
+    seen: dict[str, dict] = {}
+
+    def setup(self, trainer, module, stage) -> None:
+        self.noted = self.seen.setdefault(str(trainer.default_root_dir), {"gradient ranks": []})
+
+    def on_train_batch_start(self, trainer, module, batch, index) -> None:
+        if (self.job, RANK, trainer.global_step) == ("signalled", 1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if (self.job, RANK, trainer.global_step) == ("killed", 0, 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+        if self.job == "compressed":
+            wide = [p.grad for name, p in module.named_parameters() if name.endswith(("qkv.weight", "widen.weight"))]
+            self.noted["gradient ranks"].append([torch.linalg.matrix_rank(grad, rtol=1e-9).item() for grad in wide])
+
+    def on_train_end(self, trainer, module) -> None:
+        own = [whole for parameter in module.parameters() if (whole := alike(parameter)) is not None]
+        self.noted["alike"] = [len(own), hashlib.sha256(b"".join(own)).hexdigest()]
+
+    def on_exception(self, trainer, module, exception) -> None:
+        self.noted["ended"] = [type(exception).__name__, trainer.global_step]
+
+
+def alike(parameter: torch.Tensor) -> bytes | None:
+    """The bytes of a parameter that every process should have the same of."""
+    if isinstance(parameter, DTensor):
+        if not all(placement.is_replicate() for placement in parameter.placements):
+            return None
+        parameter = parameter.to_local()
+    return parameter.detach().numpy().tobytes()
 
 
 class Order(pl.Callback):
@@ -47,13 +95,14 @@ class Order(pl.Callback):
 
 
 def order(backward: str) -> list[str]:
+    warnings.simplefilter("ignore")  # there is nothing to validate with
     place = found()
     seen = Order()
     images, labels = torch.rand(16, 1, 8, 8), torch.randint(5, (16,))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ddp("none", bucket_cap_mb=1e-3),
+        strategy=data.ddp("none", bucket_cap_mb=1e-3),
         plugins=[Joined(place)],
         max_steps=3,
         logger=False,
@@ -67,17 +116,41 @@ def order(backward: str) -> list[str]:
     return seen.events
 
 
+def through(name: str) -> None:
+    """Waits for the other process, which may still read what this one is about to close."""
+    Path(f"through_{name}_{RANK}").touch()
+    while not Path(f"through_{name}_{1 - RANK}").exists():
+        time.sleep(0.02)
+
+
+def variables(name: str, port: int) -> dict[str, str]:
+    """What the launcher would tell this process."""
+    if name != "srun":
+        mine = {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
+        return mine | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    mine = {"SLURM_PROCID": str(RANK), "SLURM_LOCALID": str(RANK), "SLURM_JOB_NAME": "holotrain"}
+    return mine | {
+        "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(70000 + port - 15000),  # of which the port is made
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
-    rank, work, results = int(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    statuses = []
-    for port, words in work:
-        os.environ["MASTER_PORT"] = str(port)
+    build_trainer.ExactResume = Witness
+    powersgd.WARM_UP = WARM_UP
+    work, results = json.loads(sys.argv[2]), Path(sys.argv[3])
+    found_here = {"statuses": {}, "seen": Witness.seen}
+    told: set[str] = set()
+    for Witness.job, port, words in work:
+        for name in told:
+            del os.environ[name]
+        os.environ |= (given := variables(Witness.job, port))
+        told = set(given)
         if words:
-            statuses.append(main(words))
-    assert statuses == [0] * len(statuses), statuses  # of the one that follows too
-    orders = {backward: order(backward) for backward in ("reversible", "pareprop")}
-    if rank == 0:
-        results.write_text(json.dumps({"orders": orders}))
-    dist.destroy_process_group()
+            found_here["statuses"][Witness.job] = main(words)
+        else:
+            found_here["orders"] = {backward: order(backward) for backward in ("reversible", "pareprop")}
+            through(Witness.job)
+            dist.destroy_process_group()
+        results.write_text(json.dumps(found_here))
