@@ -25,10 +25,10 @@ def at_least(where: str, value: float, least: float) -> None:
         raise UserError(f"{where}: {value} is out of range; it must be at least {least}")
 
 
-def at_least_or_auto(where: str, value: object, least: int) -> None:
-    """A whole number, or ``"auto"``."""
+def at_least_or_auto(where: str, value: object, least: int, others: str = "auto") -> None:
+    """A whole number, or ``"auto"``; ``others``: all that there is beside numbers, in words."""
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, int)):
-        raise UserError(f"{where}: {value!r} is neither a whole number nor auto")
+        raise UserError(f"{where}: {value!r} is neither a whole number nor {others}")
     if value != "auto":
         at_least(where, value, least)
 

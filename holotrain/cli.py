@@ -98,7 +98,7 @@ class Launch:
         self.arguments = arguments
         self.place = place
         self.origin = checkpointed.origin(arguments)
-        self.folders: list[Path] = []
+        self.jobs: dict[Path, list[str]] = {}
         self.statuses: list[int] = []
 
     def run(self) -> int:
@@ -125,10 +125,10 @@ class Launch:
         finally:
             if self.place is not None:
                 self.together.close()
-        if arguments.multirun and self.folders and arguments.command != "plan":  # which leaves no summary
+        if arguments.multirun and self.jobs and arguments.command != "plan":  # which leaves no summary
             from holotrain.commands.sweep import show_sweep
 
-            show_sweep(self.folders)
+            show_sweep(self.jobs)
         return max(self.statuses, default=0)
 
     @cached_property
@@ -143,7 +143,7 @@ class Launch:
         folder = Path(hydra.runtime.output_dir)
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         overrides = [word for word in hydra.overrides.task if not self.origin or word not in self.origin.choices]
-        self.folders.append(folder)
+        self.jobs[folder] = overrides
         try:
             typed = self._typed(config, overrides)
             from holotrain.commands.quiet import quieten

@@ -11,6 +11,9 @@ class EpochLog(pl.Callback):
     Epoch, step, metrics, seconds since the epoch's beginning.
     """
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._started = time.monotonic()  # an epoch that is taken up in its middle does not begin
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
 
@@ -27,7 +30,7 @@ class EpochLog(pl.Callback):
         epochs = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         shown = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(("train/loss", "val/"))}
         figures = "  ".join(f"{name} {value.item():.4f}" for name, value in sorted(shown.items()))
-        seconds = time.monotonic() - getattr(self, "_started", time.monotonic())
+        seconds = time.monotonic() - self._started
         print(f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s", flush=True)
 
 

@@ -26,7 +26,7 @@ from holotrain.commands.hparams import log_options
 from holotrain.commands.layout import log_layout
 from holotrain.commands.out_of_memory import OutOfMemory, explained, memory_errors_told_apart
 from holotrain.commands.run import Run
-from holotrain.commands.summary import Summary
+from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer
@@ -68,6 +68,7 @@ def run(config: FitConfig, run: Run) -> int:
     screen.show_start("fit", config, run, task.model, origin, data)
 
     if run.is_main:
+        (run.folder / SUMMARY).unlink(missing_ok=True)  # of the part that is resumed: this one may not live to write its own
         log_layout(trainer, task, config)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:

@@ -42,7 +42,10 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        return f"resume with: python -m holotrain fit resume=true hydra.run.dir={self.folder}"
+        job = f"python -m holotrain fit resume=true hydra.run.dir={self.folder}"
+        if not self.varied:
+            return f"resume with: {job}"
+        return f"resume the sweep by its own command and resume=true, or this job with: {job}"
 
     def hint(self) -> str:
         """How to go on after a death, if there is a checkpoint."""

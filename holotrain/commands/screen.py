@@ -1,5 +1,7 @@
 """What a person sees: what a run is about to do, and what came of it."""
 
+import os
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -9,7 +11,7 @@ from torch import nn
 
 from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
-from holotrain.config.build_strategy import left_whole
+from holotrain.config.build_strategy import group_of, left_whole, share_of
 from holotrain.config.devices import device_name
 from holotrain.config.schema import RunConfig
 from holotrain.data import TextDataModule
@@ -24,7 +26,8 @@ PROFILES = {
 }
 """What a profiler may have left."""
 
-console = Console(highlight=False)
+# In a file a path is to stay in one line.
+console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 
 def show_start(
@@ -39,7 +42,7 @@ def show_start(
     rows = {
         "model": f"{run.choices.get('model', config.model.kind)}, {_parameters(model)}",
         "task": config.task.kind,
-        "data": f"{run.choices.get('data', config.data.kind)}, {_batches(config)}",
+        "data": f"{run.choices.get('data', config.data.kind)}, {_batches(config, run.place)}",
         "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
         "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
@@ -54,8 +57,18 @@ def show_start(
 
 
 def _processes(config: RunConfig, place: Place, model: nn.Module) -> str:
-    whole = left_whole(config.trainer, place, model)
-    return f"{place.size}, {config.trainer.strategy}" + (f"; whole in each: {', '.join(whole)}" if whole else "")
+    trainer, group = config.trainer, group_of(config.trainer, place)
+    words = [f"{place.size}, {trainer.strategy}"]
+    if group > 1:
+        words[0] += f" in {place.size // group} groups of {group}" if group < place.size else ""
+        words.append("torch's own layers" if trainer.overlap is None else f"sums in groups: {trainer.overlap}")
+    if trainer.compression != "none":
+        words.append(f"gradients as {trainer.compression}")
+    if trainer.sharded_checkpoints:
+        words.append("checkpoints in shards")
+    if whole := left_whole(trainer, place, model):
+        words.append(f"whole in each: {', '.join(whole)}")
+    return "; ".join(words)
 
 
 def show_end(summary: Summary, folder: Path) -> None:
@@ -102,8 +115,10 @@ def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
     console.print(_table(summary.status, rows))
 
 
-def _batches(config: RunConfig) -> str:
+def _batches(config: RunConfig, place: Place | None) -> str:
     option, size = config.batch_option
+    if place is not None and (shares := share_of(config.trainer, place)[1]) > 1:
+        size = f"{shares} x {size}"
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # who only reads summaries need not wait for torch and Lightn
 
     from holotrain.commands.run import Run
     from holotrain.config.schema import RunConfig
+    from holotrain.config.schema.running import TrainerConfig
 
 SUMMARY = "summary.json"
 
@@ -66,6 +67,20 @@ class Summary:
     def write(self, folder: Path) -> None:
         """Writes ``summary.json`` into the run's folder, whole or not at all."""
         write_whole(folder / SUMMARY, json.dumps(_finite(asdict(self)), indent=2) + "\n")
+
+
+def ended(trainer: TrainerConfig, folder: Path) -> str | None:
+    """Says so of a training that has got to where it is to end; None of one that has not, or has left no summary.
+
+    To resume it would leave figures of nothing in the place of its own.
+    """
+    found = read(folder)
+    if found is None or found["command"] != "fit" or found["status"] != "completed":
+        return None
+    for name, limit in (("epochs", trainer.max_epochs), ("steps", trainer.max_steps)):
+        if limit > 0 and (found.get(name) or 0) >= limit:
+            return f"{folder}: completed before, {found[name]} {name} of {limit}; left as it is"
+    return None
 
 
 def read(folder: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich import box
@@ -22,14 +23,16 @@ FIGURES = {
 """The figures of a summary that a table shows, and their headings on the screen."""
 
 
-def show_sweep(folders: list[Path]) -> None:
-    """Prints the table of the jobs in ``folders`` and writes it as sweep.csv above them."""
-    rows = [_row(folder) for folder in folders]
+def show_sweep(jobs: Mapping[Path, list[str]]) -> None:
+    """Prints the table of the jobs, folders and overrides, and writes it as sweep.csv above them."""
+    rows = [_row(folder, overrides) for folder, overrides in jobs.items()]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
-    path = folders[0].parent / "sweep.csv"
+    path = next(iter(jobs)).parent / "sweep.csv"
     write_whole(path, _csv(columns, rows))
-    table = Table(title=f"sweep of {len(rows)} jobs", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"sweep of {len(rows)} job{'s' * (len(rows) != 1)}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
     shown = [name for name in columns if name in ("job", "status", *FIGURES) or name not in constant]
     for name in shown:
         table.add_column(FIGURES.get(name, name), no_wrap=True)
@@ -40,13 +43,13 @@ def show_sweep(folders: list[Path]) -> None:
     console.print(f"written to {path}")
 
 
-def _row(folder: Path) -> dict[str, object]:
+def _row(folder: Path, overrides: list[str]) -> dict[str, object]:
+    changed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     found = summary.read(folder)
     if found is None:
-        return {"job": folder.name, "status": "failed"}
-    overrides = dict(override.lstrip("+").partition("=")[::2] for override in found["overrides"])
+        return {"job": folder.name, "status": "failed"} | changed
     figures = {name: found[name] for name in FIGURES if found[name] is not None}
-    return {"job": folder.name, "status": found["status"]} | overrides | found["metrics"] | figures
+    return {"job": folder.name, "status": found["status"]} | changed | found["metrics"] | figures
 
 
 def _csv(columns: list[str], rows: list[dict[str, object]]) -> str:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
+from holotrain.commands.screen import console
+from holotrain.commands.summary import ended
 from holotrain.config import checkpointed
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
 from holotrain.config.schema import RunConfig
@@ -44,12 +46,14 @@ class Together:
 
     Attributes:
         broken: one of a launcher's processes died, so that no other job can be done.
+        unreachable: a launcher's processes could not be joined.
     """
 
     def __init__(self, place: Place | None) -> None:
         self.place = place
         self._world: World | None = None
         self.broken = False
+        self.unreachable = False
 
     def run(self, command: str, config: RunConfig, run: Run) -> int:
         """Runs one job, here or together with others. Returns the exit status: 1 where one of the processes died, 2 where a
@@ -58,10 +62,15 @@ class Together:
         Raises:
             UserError: the processes do not suit the configuration.
         """
+        if command == "fit" and config.resume and (words := ended(config.trainer, run.folder)):
+            console.print(words)
+            return 0
         alone = config.trainer.strategy == "single" or command not in TOGETHER
         if self.place is None and (alone or processes_of(config.trainer) == 1):
             if command in TOGETHER:
                 check_processes(config, None)
+            if not alone:
+                console.print(f"trainer={config.trainer.strategy}: one process, for one device; more by trainer.devices=")
             return _command(command, config, run)
         if alone:
             raise UserError(
@@ -84,7 +93,9 @@ class Together:
     def _joined(self, command: str, config: RunConfig) -> Iterator[World]:
         if self.place is not None:  # a launcher's processes stay for all jobs
             if self._world is None:
+                self.unreachable = True
                 self._world = World(self.place, config.trainer.timeout)
+                self.unreachable = False
             self._world.timeout = self._world.watch.timeout = config.trainer.timeout  # this job's
             yield self._world
             return
@@ -102,7 +113,7 @@ class Together:
 
     def close(self) -> None:
         """Lets a launcher's processes go, those too that have never been given a job."""
-        if self.place is not None:
+        if self.place is not None and not self.unreachable:
             world = self._world or World(self.place, PATIENCE)
             world.post(f"job/{world.jobs}", None)
             world.see_off()

@@ -147,7 +147,9 @@ def adopted(command: str, config: DictConfig, start: Origin, overrides: list[str
     _change(result, before, changed)
     for override in overrides:
         key = override.lstrip("+").partition("=")[0].replace("/", ".")
-        if override not in start.choices and not key.startswith(("hydra", "~")):
+        if key == "trainer":  # its options differ in the processes; all else that the run was given stays
+            result["trainer"] = result["trainer"] | {name: changed["trainer"][name] for name in PROCESSES}
+        elif override not in start.choices and not key.startswith(("hydra", "~")):
             _set(result, changed, key.split("."))
     return result
 

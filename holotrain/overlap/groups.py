@@ -52,6 +52,20 @@ Grouping = int | Callable[[Job, Collectives], Sequence[int]]
 """How many groups of equal size, or what chooses the size of each: the same on every rank."""
 
 
+def require_grouping(groups: Grouping) -> None:
+    """
+    Raises:
+        TypeError: neither a number nor what chooses one.
+        ValueError: fewer groups than one.
+    """
+    if callable(groups):
+        return
+    if not isinstance(groups, int) or isinstance(groups, bool):
+        raise TypeError(f"groups must be a whole number, or choose sizes as a Tuner or a Predictor does; not {groups!r}")
+    if groups < 1:
+        raise ValueError(f"groups must be 1 or more, not {groups}")
+
+
 def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> list[int]:
     """Rows of each group, first to last. No group is empty: of fewer rows than groups each is a group of its own.
 
@@ -70,8 +84,7 @@ def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> list[in
 
 def equal_sizes(rows: int, groups: int) -> list[int]:
     """Sizes that differ by one row at most, the larger ones first."""
-    if groups < 1:
-        raise ValueError(f"groups must be 1 or more, not {groups}")
+    require_grouping(groups)
     groups = min(groups, rows)
     return [rows // groups + (number < rows % groups) for number in range(groups)]
 

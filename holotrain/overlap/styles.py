@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from holotrain.overlap.groups import Grouping
+from holotrain.overlap.groups import Grouping, require_grouping
 from holotrain.overlap.linear import GROUPS
 from holotrain.overlap.modules import ColumnParallelLinear, RowParallelLinear
 
@@ -27,6 +27,7 @@ class _Overlapped:
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
+        require_grouping(groups)
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.groups, self.signals = groups, signals
 

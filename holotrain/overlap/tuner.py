@@ -68,6 +68,9 @@ class Tuner:
 
         predictor = Predictor(seconds, self.link or measured_link(collectives, job))
         sizes, predicted = predictor.best(job)
+        if len(sizes) == 1:
+            (in_one,) = collectives.slowest([job_seconds(job, sizes, collectives)], job.device)
+            return Tuned(sizes, predicted, in_one, in_one)
         times = [job_seconds(job, cut, collectives) for cut in (sizes, [job.rows])]
         confirmed, in_one = collectives.slowest(times, job.device)
         if in_one <= confirmed:

@@ -156,6 +156,8 @@ def load(path: str | Path) -> Any:
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise ValueError(f"{file} is not there: the checkpoint has lost it")
     try:
         # Mapped, not read: whoever asks for the configuration does not wait for the state of an optimizer.
         held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

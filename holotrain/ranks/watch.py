@@ -93,8 +93,8 @@ class Watch(threading.Thread):
             count += 1
             try:
                 self._beat(count)
-            except Exception as error:
-                self.verdict = Verdict(f"rank 0 died, or cannot be reached ({type(error).__name__})")
+            except Exception:
+                self.verdict = Verdict("rank 0 died, or cannot be reached")
             if self.verdict is not None:
                 self._enforce()
                 return

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+import yaml
 from left_by_runs import only, summary, weights
 from made_once import made_once
 from torch.nn import functional
@@ -365,17 +366,26 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
     words = ["trainer=ddp", "trainer.devices=2", *CONTINUED, "logger=none", "optimizer.lr=1e-3,1e-4"]
     status, out, err = holotrain("fit", "-m", *words)
     (sweep,) = Path("runs/fit/sweeps").iterdir()
-    said = f"holotrain: rank 1 (process {children[1].pid}) was ended by SIGKILL; resume with: "
+    said = f"holotrain: rank 1 (process {children[1].pid}) was ended by SIGKILL; resume the sweep by its own command and "
     assert (status, err.count("\n")) == (1, 1) and err.startswith(said) and f"hydra.run.dir={sweep}/1" in err
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
-    assert [row["status"] for row in rows] == ["completed", "failed"] and out.count("sweep of 2 jobs") == 1
+    assert [(row["status"], row["optimizer.lr"]) for row in rows] == [("completed", "0.001"), ("failed", "0.0001")]
+    assert out.count("sweep of 2 jobs") == 1
     assert torch.load(sweep / "1/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
     assert not (sweep / "2").exists()
 
+    before = summary(sweep / "0")
     monkeypatch.setattr(ExactResume, "on_train_batch_start", lambda *_: None)
     status, out, err = holotrain("fit", "-m", "resume=true", *words)
     assert (status, err) == (0, "")
     assert [summary(sweep / job)["steps"] for job in "01"] == [6, 6]
+    assert summary(sweep / "0") == before and "completed before, 2 epochs of 2; left as it is" in out
+
+    # another strategy changes the processes, and nothing else that the checkpoint brings
+    status, out, _ = holotrain("fit", f"ckpt_path={sweep}/0/checkpoints/last.ckpt", "trainer=fsdp", "trainer.max_epochs=3")
+    assert status == 0 and "trainer=fsdp: one process, for one device" in out
+    trainer = yaml.safe_load((only(Path("runs/fit")) / "config.yaml").read_text())["trainer"]
+    assert (trainer["strategy"], trainer["precision"], trainer["limit_train_batches"]) == ("fsdp", "64-true", 3)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ class TrainerConfig:
         at_least_or_auto("trainer.devices", self.devices, 1)
         at_least("trainer.timeout", self.timeout, 1)
         if self.overlap is not None:
-            at_least_or_auto("trainer.overlap", self.overlap, 1)
+            at_least_or_auto("trainer.overlap", self.overlap, 1, "auto or null")
         for name in ("num_nodes", "tensor_parallel"):
             if getattr(self, name) is not None:
                 at_least(f"trainer.{name}", getattr(self, name), 1)
@@ -149,8 +149,9 @@ class TrainerConfig:
             raise UserError("trainer.devices: trainer=default trains in one process; take trainer=ddp, fsdp or tp")
         if self.compression != "none" and self.strategy != "ddp":
             raise UserError(f"trainer.compression={self.compression}: it is an option of trainer=ddp alone")
-        if self.tensor_parallel is not None and self.strategy != "tp":
-            raise UserError("trainer.tensor_parallel: it is an option of trainer=tp alone")
+        for name, default in (("tensor_parallel", None), ("overlap", "auto")):
+            if getattr(self, name) != default and self.strategy != "tp":
+                raise UserError(f"trainer.{name}: it is an option of trainer=tp alone")
         if self.signals and (self.strategy != "tp" or self.overlap is None):
             raise UserError("trainer.signals: it is an option of trainer=tp with trainer.overlap alone")
         if self.sharded_checkpoints and self.strategy not in ("fsdp", "tp"):
