@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 
-def found_by_two_processes(script: Path, folder: Path, count: int = 2) -> dict:
+def found_by_processes(script: Path, folder: Path, count: int = 2) -> dict:
     """Runs ``python SCRIPT RANK STORE RESULTS`` twice, or ``count`` times; returns the JSON in RESULTS."""
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
@@ -27,7 +27,7 @@ def found_by_two_processes(script: Path, folder: Path, count: int = 2) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
-def find_as_one_of_two(find: Callable[[int], dict]) -> None:
+def find_as_one_of_them(find: Callable[[int], dict]) -> None:
     """In the script: joins the others, lets ``find`` look, given the rank, and writes down what rank 0 found."""
     rank, store, results = int(sys.argv[1]), *sys.argv[2:]
     count, timeout = int(os.environ["GLOO_PROCESSES"]), timedelta(seconds=60)

@@ -11,6 +11,7 @@ from holotrain.commands.checkpoint import check_classes, check_origin, load_weig
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_data, build_task
+from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema import RunConfig
@@ -51,7 +52,9 @@ def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.Lightn
     data.setup(command)
     check_classes(config, data, path)
     pl.seed_everything(config.seed, verbose=False)
-    return path, data, build_task(config, data)
+    task = build_task(config, data)
+    check_division(config.trainer, run.place, task.model)
+    return path, data, task
 
 
 def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:

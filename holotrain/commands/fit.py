@@ -29,6 +29,7 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, description
+from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer
 from holotrain.config.checkpointed import container
 from holotrain.config.choose_batch import smallest_batch
@@ -52,6 +53,7 @@ def run(config: FitConfig, run: Run) -> int:
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=origin is None)
+    check_division(config.trainer, run.place, task.model)
     if origin is not None:
         check_continuable(task, config, origin)
         check_classes(config, data, origin)

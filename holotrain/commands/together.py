@@ -30,6 +30,7 @@ from holotrain.config.schema import RunConfig
 from holotrain.errors import UserError
 from holotrain.ranks.launch import launched, threads_each
 from holotrain.ranks.place import Place
+from holotrain.ranks.shards import recover
 from holotrain.ranks.share import set_share
 from holotrain.ranks.watch import GRACE, PATIENCE
 from holotrain.ranks.world import Broken, World
@@ -62,9 +63,11 @@ class Together:
         Raises:
             UserError: the processes do not suit the configuration.
         """
-        if command == "fit" and config.resume and (words := ended(config.trainer, run.folder)):
-            console.print(words)
-            return 0
+        if command == "fit" and config.resume:
+            recover(run.last_checkpoint)
+            if words := ended(config.trainer, run.folder):
+                console.print(words)
+                return 0
         alone = config.trainer.strategy == "single" or command not in TOGETHER
         if self.place is None and (alone or processes_of(config.trainer) == 1):
             if command in TOGETHER:

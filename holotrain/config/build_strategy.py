@@ -90,16 +90,20 @@ def group_of(config: TrainerConfig, place: Place) -> int:
 
 
 def left_whole(config: TrainerConfig, place: Place, model: nn.Module) -> list[str]:
-    """Why tensor parallel processes compute some layers of a model whole, a phrase each.
-
-    Raises:
-        UserError: they would compute all of them whole.
-    """
+    """Why tensor parallel processes compute some layers of a model whole, a phrase each."""
     ranks = group_of(config, place)
-    if ranks == 1:
-        return []
+    return division(model, ranks).whole if ranks > 1 else []
+
+
+def check_division(config: TrainerConfig, place: Place | None, model: nn.Module) -> None:
+    """
+    Raises:
+        UserError: tensor parallel processes would compute all layers of the model whole.
+    """
+    if place is None or (ranks := group_of(config, place)) == 1:
+        return
     try:
-        return division(model, ranks).whole
+        division(model, ranks)
     except Indivisible as error:
         raise UserError(f"trainer=tp: nothing can be shared out among {ranks} processes: {error}") from error
 

@@ -81,7 +81,11 @@ def origin(arguments: Arguments) -> Origin | None:
 def _checkpoint_path(arguments: Arguments) -> Path | None:
     if (arguments.value("resume") or "").lower() in ("true", "1", "yes", "on"):
         folder = arguments.value("hydra.run.dir")
-        return Path(folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)) / LAST_CHECKPOINT
+        from holotrain.ranks import shards
+
+        path = Path(folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)) / LAST_CHECKPOINT
+        shards.recover(path)
+        return path
     path = arguments.value("ckpt_path")
     return None if path in (None, "null", "") else Path(path)
 

@@ -7,6 +7,7 @@ tensor parallel deals out in stacks for rows that lie together, and refuses them
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_with_path
 
+from holotrain.errors import UserError
 from holotrain.ranks.shards import (
     CHECKPOINT,
     SHARDS,
+    begun,
     is_folder,
     load,
     numbered,
@@ -42,14 +45,42 @@ class CheckpointFiles(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if not Path(path).is_dir():
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        super().save_checkpoint(checkpoint, Path(path) / CHECKPOINT, storage_options)
-        remove_shards(Path(path))
+        path = Path(path)
+        with mistakes_told(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(checkpoint, path / CHECKPOINT if path.is_dir() else path)
+        if path.is_dir():
+            remove_shards(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         return read_all(load(path)) if is_folder(path) else super().load_checkpoint(path, *args, **options)
+
+
+def write(checkpoint: dict[str, Any], path: Path) -> None:
+    """A file in the place of another at one stroke. (Lightning, 2.6, copies it from another folder, byte by byte if that is on
+    another file system.)"""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        torch.save(checkpoint, partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def mistakes_told(path: Path) -> Iterator[None]:
+    """
+    Raises:
+        UserError: the checkpoint cannot be written.
+    """
+    try:
+        yield
+    except dcp.CheckpointException as error:  # no Exception, and a traceback for each process
+        _, (failure, _) = min(error.failures.items(), key=lambda found: found[0])
+        raise UserError(f"{path} cannot be written: {failure}") from error
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter where a disk is full
+        raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 @dataclass(frozen=True)
@@ -94,7 +125,7 @@ def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
     all else.
 
     What stands there remains whole until the new one is. (But for a moment where the folder takes the place of a file, as when
-    a training is resumed with shards for the first time: the new one then lies beside it, as ``.<name>.partial``.)
+    a training is resumed with shards for the first time: :func:`~holotrain.ranks.shards.recover` is for that.)
 
     Args:
         path: which the first process's counts.
@@ -102,12 +133,11 @@ def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
     folder, name = _agreed(path)
     pieces: dict[str, Own] = {}
     rest = tree_map_with_path(lambda keys, leaf: _taken_out(_named(keys), leaf, pieces), checkpoint)
-    dcp.save(pieces, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True), planner=Plan())
-    if dist.get_rank() != 0:
-        return
-    partial = folder / f".{CHECKPOINT}.partial"
-    torch.save(rest | {SHARDS: name}, partial)
-    partial.replace(folder / CHECKPOINT)
+    with mistakes_told(path):
+        dcp.save(pieces, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True), planner=Plan())
+        if dist.get_rank() != 0:
+            return
+        write(rest | {SHARDS: name}, folder / CHECKPOINT)
     remove_shards(folder, but=name)
     if folder != path:
         path.unlink(missing_ok=True)
@@ -116,7 +146,7 @@ def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
 
 def _agreed(path: Path) -> tuple[Path, str]:
     """The folder to write into, and that of the shards in it, which no other save has written to."""
-    folder = path if path.is_dir() else path.with_name(f".{path.name}.partial")
+    folder = path if path.is_dir() else begun(path)
     said = [(folder, f"{SHARDS}-{max(numbered(folder), default=0) + 1}")]
     dist.broadcast_object_list(said, src=0)
     return said[0]
@@ -131,6 +161,7 @@ def _taken_out(name: str, leaf: Any, pieces: dict[str, Own]) -> Any:
     if not isinstance(leaf, DTensor):
         return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
     count = stacks(leaf)
+    assert leaf.ndim and not pieces.keys() & {stack_name(name, stack, count) for stack in range(count)}
     pieces |= {stack_name(name, stack, count): own for stack, own in owned(leaf)}
     return placeholder(name, leaf.shape, leaf.dtype, count)
 

@@ -45,7 +45,7 @@ class PowerSGD:
         """The mean of a bucket's gradients over the processes, as far as it has a low rank."""
         index, names = bucket.index(), [self._names[parameter] for parameter in bucket.parameters()]
         if self._buckets.get(index, names) != names:  # DDP has dealt them out anew
-            self._take_apart()
+            self._errors, self._bases = self._by_parameter()
             self._forget_buckets()
         if index not in self._buckets:
             self._buckets[index] = names
@@ -58,19 +58,18 @@ class PowerSGD:
         return self._sent
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors on the CPU, the same for all processes; all must take part.
+        """Plain containers and tensors on the CPU, in the first process; all must take part.
 
         Each process goes on with the mean of all errors. That changes nothing but rounding, since it is the mean of gradients
         and errors that is approximated; and one mean is enough for any number of processes.
         """
-        self._take_apart()
-        for error in self._errors.values():
+        for error in self.state.error_dict.values():
             dist.all_reduce(error)
             error.div_(dist.get_world_size())
-        for index in self._buckets:
-            self._put_together(index)
-        kept = {"errors": self._errors, "bases": self._bases}
-        return {"step": self.state.iter} | {key: {n: t.cpu().clone() for n, t in of.items()} for key, of in kept.items()}
+        if dist.get_rank() != 0:
+            return {}
+        errors, bases = ({name: kept.to("cpu", copy=True) for name, kept in of.items()} for of in self._by_parameter())
+        return {"step": self.state.iter, "errors": errors, "bases": bases}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where a training left off, under whatever number of processes."""
@@ -84,25 +83,28 @@ class PowerSGD:
         for by_bucket in (self._buckets, self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
             by_bucket.clear()
 
-    def _take_apart(self) -> None:
-        """Buckets' states to those of parameters."""
+    def _by_parameter(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What is known of each parameter: its error, flat, and where it is sent as thin matrices the base of its rows; mostly
+        views of what torch has."""
+        errors, bases = dict(self._errors), dict(self._bases)
         for index, names in self._buckets.items():
             if index not in self.state.error_dict:  # warming up
                 continue
             sizes = [self._parameters[name].numel() for name in names]
-            self._errors |= zip(names, (part.clone() for part in self.state.error_dict[index].split(sizes)), strict=True)
+            errors |= zip(names, self.state.error_dict[index].split(sizes), strict=True)
             thin = self._compressed(names)
-            bases = self.state.q_memory_dict[index].split([size for _, _, size in thin])
-            self._bases |= {name: base.clone() for (name, _, _), base in zip(thin, bases, strict=True)}
+            parts = self.state.q_memory_dict[index].split([size for _, _, size in thin])
+            bases |= {name: base for (name, _, _), base in zip(thin, parts, strict=True)}
+        return errors, bases
 
     def _put_together(self, index: int) -> None:
         """The reverse, as far as anything is known of a bucket's parameters."""
         names = self._buckets[index]
         if not self._errors.keys() >= set(names):
             return
-        thin, errors = self._compressed(names), [self._errors[name] for name in names]
+        thin, errors = self._compressed(names), [self._errors.pop(name) for name in names]
         self.state.error_dict[index] = torch.cat(errors)
-        self.state.q_memory_dict[index] = torch.cat([errors[0][:0], *(self._bases[name] for name, _, _ in thin)])
+        self.state.q_memory_dict[index] = torch.cat([errors[0][:0], *(self._bases.pop(name) for name, _, _ in thin)])
         self.state.p_memory_dict[index] = errors[0].new_empty(sum(size for _, size, _ in thin))  # written before it is read
 
     def _compressed(self, names: list[str]) -> list[tuple[str, int, int]]:

@@ -7,6 +7,7 @@ sweep. Here they are started as followers, which take one configuration after th
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from holotrain.ranks.place import Place
 from holotrain.ranks.world import World
 
 LOOPBACK = "127.0.0.1"
+
+OUTER = r"TORCHELASTIC_.*|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE"
+"""The variables by which torchrun describes itself."""
 
 
 def launched(size: int, command: str, timeout: float) -> World:
@@ -41,7 +45,7 @@ def launched(size: int, command: str, timeout: float) -> World:
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     # Where a launcher started this one process, what it says of its own is not true of ours.
-    outer = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))}
+    outer = {name: value for name, value in os.environ.items() if not re.fullmatch(OUTER, name)}
     shared = outer | {"PYTHONPATH": os.pathsep.join(paths)}
     shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is told of in a line
     if sys.platform == "linux":

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations, starmap
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def numbered(folder: Path) -> dict[int, Path]:
     """The folders of shards in a checkpoint's."""
     found = {re.fullmatch(rf"{SHARDS}-(\d+)", path.name): path for path in folder.glob(f"{SHARDS}-*")}
     return {int(match[1]): path for match, path in found.items() if match}
+
+
+def recover(path: Path) -> None:
+    """Gives a checkpoint its name that is complete, and whose process was killed as it was about to give it."""
+    if not path.exists() and (begun(path) / CHECKPOINT).is_file():
+        begun(path).rename(path)
+
+
+def begun(path: Path) -> Path:
+    """What a checkpoint's folder is called until it is complete for the first time."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def remove_shards(folder: Path, but: str | None = None) -> None:
@@ -73,6 +85,7 @@ class Piece:
     file: Any
     begins: tuple[int, ...]
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def region(self) -> tuple[slice, ...]:
@@ -83,6 +96,12 @@ class Piece:
         if not len(self.begins) == len(self.shape) == len(whole):
             return False
         return all(edge.start >= 0 and edge.stop <= size for edge, size in zip(self.region, whole, strict=True))
+
+
+def overlap(one: Piece, other: Piece) -> bool:
+    """Whether two pieces of a tensor have elements in common."""
+    edges = zip(one.region, other.region, strict=True)
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in edges)
 
 
 class Shards:
@@ -103,8 +122,9 @@ class Shards:
                 offsets = json.loads(file.metadata()[OFFSETS])
                 for name in file.keys():  # noqa: SIM118 (it is no dictionary)
                     begins = tuple(int(begin) for begin in offsets[name]["saved_offsets"])
-                    self.pieces[name].append(Piece(file, begins, tuple(file.get_slice(name).get_shape())))
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+                    slices = file.get_slice(name)
+                    self.pieces[name].append(Piece(file, begins, tuple(slices.get_shape()), slices[:0].dtype))
+            except (SafetensorError, OSError, OverflowError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is no readable shard; it is damaged, truncated or not one at all") from error
 
 
@@ -130,8 +150,9 @@ class Sharded:
         shape = (self.shape[0] // self.stacks, *self.shape[1:])
         for stack in range(self.stacks):
             pieces = self._pieces(stack)
-            fit = all(piece.fits(shape) for piece in pieces) and len({piece.begins for piece in pieces}) == len(pieces)
-            if not fit or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+            fit = all(piece.fits(shape) and piece.dtype == self.dtype for piece in pieces)
+            whole = sum(math.prod(piece.shape) for piece in pieces) == math.prod(shape)
+            if not (fit and whole) or any(starmap(overlap, combinations(pieces, 2))):
                 folder = self.shards.folder
                 raise ValueError(f"{folder} does not hold all of {self.name}: a shard is missing, or of another run")
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from holotrain.ranks.place import Place
+from holotrain.ranks.progress import Position, waited_for
 
 BEAT = 0.5
 """Seconds between two signs of life."""
@@ -56,9 +57,8 @@ class Watch(threading.Thread):
     """
     Args:
         place: of this process.
-        timeout: seconds without a sign of life, or behind the others without a step forward, after which a process counts as
-            lost.
-        position: says how far this process has come: what grows alike in all of them.
+        timeout: seconds without a sign of life, or of others waiting for it, after which a process counts as lost.
+        position: says how far this process has come.
         children: the processes that this one started, in order of their ranks from 1 on.
 
     Attributes:
@@ -71,7 +71,7 @@ class Watch(threading.Thread):
         self,
         place: Place,
         timeout: float,
-        position: Callable[[], list[int]],
+        position: Callable[[], Position],
         children: Sequence[Popen] = (),
     ) -> None:
         super().__init__(name="holotrain-watch", daemon=True)
@@ -81,7 +81,8 @@ class Watch(threading.Thread):
         self.hint: Callable[[], str] = str
         self._over = threading.Event()
         self._beats: dict[int, tuple[bytes, float]] = {}
-        self._positions: dict[int, tuple[list[int], float]] = {}
+        self._positions: dict[int, Position] = {}
+        self._waited_for: dict[int, tuple[Position, float]] = {}
         # A connection of its own: a client is locked while it waits for a key.
         self._store = TCPStore(
             place.address, place.port, None, False, timedelta(seconds=min(timeout, 30)), wait_for_workers=False
@@ -123,7 +124,7 @@ class Watch(threading.Thread):
         return f"watch/{self.place.attempt}/{name}"
 
     def _beat(self, count: int) -> None:
-        self._store.set(self._key(f"beat/{self.place.rank}"), json.dumps([count, self.position()]))
+        self._store.set(self._key(f"beat/{self.place.rank}"), json.dumps([count, asdict(self.position())]))
         if self._store.check([self._key("verdict")]):
             self.verdict = Verdict(**json.loads(self._store.get(self._key("verdict"))))
             return
@@ -143,21 +144,22 @@ class Watch(threading.Thread):
         silence = GRACE if self.urgent else self.timeout
         if beat != last:
             self._beats[rank] = beat, now
-            position = json.loads(beat)[1]
-            if self._positions.get(rank, (None,))[0] != position:
-                self._positions[rank] = position, now
+            self._positions[rank] = Position(**json.loads(beat)[1])
         elif now - since > (silence if beat else max(silence, PATIENCE)):
             self.failed(f"rank {rank} died, or hangs: no sign of life for {now - since:.0f} s")
 
     def _compare(self) -> None:
-        """Whoever is behind the others and takes no step forward is what they wait for."""
+        """Looks for whom the others have waited too long, without a step forward of its own."""
         if len(self._positions) < self.place.size:
             return
-        last = min(self._positions, key=lambda rank: self._positions[rank][0])
-        position, since = self._positions[last]
-        stood = time.monotonic() - since
-        if position < max(position for position, _ in self._positions.values()) and stood > self.timeout:
-            self.failed(f"rank {last} hangs: the others have waited for it for {stood:.0f} s")
+        now, before = time.monotonic(), self._waited_for
+        self._waited_for = {}
+        for rank in waited_for(self._positions):
+            position, since = before.get(rank, (None, now))
+            since = since if position == self._positions[rank] else now
+            self._waited_for[rank] = self._positions[rank], since
+            if now - since > self.timeout:
+                self.failed(f"rank {rank} hangs: the others have waited for it for {now - since:.0f} s")
 
     def _enforce(self) -> None:
         """Ends this process, if its main thread does not end by itself when it need wait no longer."""
@@ -166,13 +168,17 @@ class Watch(threading.Thread):
         for child in self.children:
             child.kill()
         if dist.is_initialized() and dist.get_backend() == "nccl":  # which waits for the dead; gloo notices that they are gone
-            with suppress(Exception):
-                dist.distributed_c10d._abort_process_group()
+            threading.Thread(target=_abort, daemon=True).start()  # for it may wait itself
         if self._over.wait(GRACE):
             return
         if self.place.is_main or (self.place.rank == 1 and self.verdict.what.startswith("rank 0 died")):
             print(f"holotrain: {self.verdict.what}{self.hint()}", file=sys.stderr, flush=True)
         os._exit(self.verdict.status)
+
+
+def _abort() -> None:
+    with suppress(Exception):
+        dist.distributed_c10d._abort_process_group()
 
 
 def ended_by(status: int) -> str:

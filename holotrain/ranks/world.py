@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
-from holotrain.ranks.progress import collectives_launched
+from holotrain.ranks.progress import Position, launched
 from holotrain.ranks.watch import BEAT, GRACE, PATIENCE, Verdict, Watch, longer
 
 POLL = 0.02
@@ -48,8 +48,7 @@ class World:
         connection = store or _connected(place)
         self.store: Store = PrefixStore(f"holotrain/{place.attempt}", connection)
         self.jobs = 0
-        # Where a job is over here, the others still have to come so far.
-        self.watch = Watch(place, timeout, lambda: [self.jobs, collectives_launched()], self.children)
+        self.watch = Watch(place, timeout, lambda: Position(self.jobs, launched()), self.children)
         self.watch.start()
 
     def post(self, name: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Two ranks that learn by error diffusion under DDP, each from half the batch: python diffusing_ranks.py RANK STORE RESULTS."""
 
 import torch
-from gloo_pair import find_as_one_of_two
+from gloo_pair import find_as_one_of_them
 from torch.nn.parallel import DistributedDataParallel
 
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
@@ -31,4 +31,4 @@ def off_by(rank: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    find_as_one_of_two(off_by)
+    find_as_one_of_them(off_by)

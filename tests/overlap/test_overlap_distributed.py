@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from gloo_pair import found_by_two_processes
+from gloo_pair import found_by_processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    return found_by_two_processes(Path(__file__).with_name("two_processes.py"), tmp_path_factory.mktemp("overlap"))
+    return found_by_processes(Path(__file__).with_name("two_processes.py"), tmp_path_factory.mktemp("overlap"))
 
 
 @pytest.mark.parametrize("kind", ["row", "column"])

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from gloo_pair import find_as_one_of_two
+from gloo_pair import find_as_one_of_them
 from styled_cases import checkpointed, devices, mixed, reversible, sharded, styled
 from styled_cases import tuned as tuned_models
 from torch.nn.functional import linear
@@ -189,4 +189,4 @@ def find(rank: int) -> dict:
 
 
 if __name__ == "__main__":
-    find_as_one_of_two(find)
+    find_as_one_of_them(find)

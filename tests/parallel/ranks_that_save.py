@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gloo_pair import find_as_one_of_two
+from gloo_pair import find_as_one_of_them
 from safetensors import safe_open
 from small_models import IMAGE, TEXT
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,4 +92,4 @@ def find(rank: int) -> dict:
 
 
 if __name__ == "__main__":
-    find_as_one_of_two(find)
+    find_as_one_of_them(find)

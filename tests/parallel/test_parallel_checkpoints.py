@@ -1,28 +1,32 @@
 """Checkpoints in shards: what several gloo processes write (ranks_that_save.py), and what becomes of broken ones."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_pair import found_by_two_processes
+from gloo_pair import found_by_processes
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from holotrain.errors import UserError
 from holotrain.parallel import checkpoints
 from holotrain.parallel.checkpoints import CheckpointFiles, save_in_shards
-from holotrain.ranks.shards import is_folder, load, read_all
+from holotrain.ranks.shards import CHECKPOINT, OFFSETS, SHARDS, is_folder, load, placeholder, read_all, recover
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory) -> dict:
     script = Path(__file__).with_name("ranks_that_save.py")
-    return found_by_two_processes(script, tmp_path_factory.mktemp("shards"), request.param)
+    return found_by_processes(script, tmp_path_factory.mktemp("shards"), request.param)
 
 
 def test_what_is_read_is_what_was_shared_out(found):
@@ -54,6 +58,59 @@ def value_of(path: Path) -> float:
     assert torch.equal(kept["state_dict"]["weight"], torch.full((3, 4), kept["step"]))
     assert kept["state_dict"]["count"] == kept["step"]
     return kept["step"]
+
+
+def test_a_save_that_dies_before_it_has_its_name_is_recovered(alone, tmp_path, monkeypatch):
+    """In the place of a file, which a folder cannot take at one stroke."""
+    path = tmp_path / "last.ckpt"
+    torch.save({"whole": True}, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save_in_shards(state(alone, 1.0), path)
+    assert not path.exists()
+    recover(path)
+    assert value_of(path) == 1
+    recover(path)
+    assert value_of(path) == 1
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_cannot_be_written_is_told(alone, tmp_path, monkeypatch, sharded):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "last.ckpt"
+    CheckpointFiles().save_checkpoint({"step": 1}, path)
+    monkeypatch.setattr(dcp.HuggingFaceStorageWriter if sharded else torch, "write_data" if sharded else "save", full)
+    with pytest.raises(UserError, match=r"last.ckpt cannot be written: .*No space left"):
+        save_in_shards(state(alone, 1.0), path) if sharded else CheckpointFiles().save_checkpoint({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("begins", "dtype", "said"),
+    [
+        ([[0, 0], [2, 0]], "float32", None),
+        ([[0, 0], [1, 0]], "float32", "does not hold all"),
+        ([[0, 0], [2, 0]], "float64", "does not hold all"),
+        ([[0, 0], [2, 2]], "float32", "does not hold all"),
+        ([[0, 0], [float("inf"), 0]], "float32", "no readable shard"),
+    ],
+)
+def test_pieces_must_make_up_the_whole(tmp_path, begins, dtype, said):
+    """A forged folder must not have memory read that nobody has written."""
+    (tmp_path / "shards-1").mkdir()
+    for number, begin in enumerate(begins):
+        offsets = json.dumps({"w": {"saved_offsets": begin}})
+        piece = {"w": torch.full((2, 4), float(number), dtype=getattr(torch, dtype))}
+        save_file(piece, tmp_path / f"shards-1/{number}.safetensors", {OFFSETS: offsets})
+    torch.save({SHARDS: "shards-1", "state": placeholder("w", (4, 4), torch.float32, 1)}, tmp_path / CHECKPOINT)
+    if said is None:
+        assert load(tmp_path)["state"].read()[:, 0].tolist() == [0, 0, 1, 1]
+    else:
+        with pytest.raises(ValueError, match=said):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize("dies_in", ["dcp.save", "torch.save"])

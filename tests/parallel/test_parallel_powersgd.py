@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from gloo_pair import found_by_two_processes
+from gloo_pair import found_by_processes
 
 from holotrain.parallel.powersgd import RANK
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by_two_processes(Path(__file__).with_name("compressing_ranks.py"), tmp_path_factory.mktemp("powersgd"))
+    return found_by_processes(Path(__file__).with_name("compressing_ranks.py"), tmp_path_factory.mktemp("powersgd"))
 
 
 def test_gradients_are_whole_at_first_and_thin_then(found):

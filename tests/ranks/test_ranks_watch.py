@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from holotrain.ranks.launch import LOOPBACK
 from holotrain.ranks.place import Place
+from holotrain.ranks.progress import Position, waited_for
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 
@@ -18,8 +19,9 @@ def watches(monkeypatch):
     from holotrain.ranks import watch
 
     monkeypatch.setattr(watch, "BEAT", 0.05)
+    monkeypatch.setattr(watch, "GRACE", 600)  # a verdict is to end nothing here
     store = dist.TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=30), wait_for_workers=False)
-    positions = [[0, 7], [0, 7]]
+    positions = [Position(0, {"all": 7}), Position(0, {"all": 7})]
     places = [Place(rank, 2, rank, 2, LOOPBACK, store.port, hosts=rank == 0) for rank in (0, 1)]
     made = [watch.Watch(place, 2.0, partial(positions.__getitem__, place.rank)) for place in places]
     yield made, positions
@@ -39,7 +41,7 @@ def until(condition, seconds: float = 20.0) -> None:
 def test_whoever_is_behind_and_stands_still_hangs(watches, late):
     """Its thread gives signs of life all the same; the others wait for it, one collective on."""
     made, positions = watches
-    positions[1 - late] = [0, 8]
+    positions[1 - late] = Position(0, {"all": 8})
     for each in made:
         each.start()
     until(lambda: all(each.verdict for each in made))
@@ -49,7 +51,7 @@ def test_whoever_is_behind_and_stands_still_hangs(watches, late):
 
 def test_one_that_has_ended_its_job_is_ahead_of_one_that_has_not(watches):
     made, positions = watches
-    positions[0] = [1, 0]  # its groups are gone
+    positions[0] = Position(1)  # its groups are gone
     for each in made:
         each.start()
     until(lambda: made[0].verdict)
@@ -60,12 +62,14 @@ def test_nobody_hangs_who_is_as_far_as_the_others_or_goes_on(watches):
     made, positions = watches
     for each in made:
         each.start()
-    for step in range(100):  # rank 1 is slow; then both stand still, as in a long piece of work without collectives
-        positions[0] = [0, 9 + step]
-        positions[1] = [0, 8 + step]
+    for step in range(100):  # rank 1 is slow
+        positions[0] = Position(0, {"all": 9 + step})
+        positions[1] = Position(0, {"all": 8 + step})
         time.sleep(0.02)
     positions[1] = positions[0]
-    time.sleep(3)
+    time.sleep(3)  # a long piece of work without collectives, from which one comes back a little earlier
+    positions[0] = Position(0, {"all": 200})
+    time.sleep(0.5)
     assert [each.verdict for each in made] == [None, None]
 
 
@@ -87,3 +91,35 @@ def test_whoever_falls_silent_is_dead(watches):
     made[1].stop()
     until(lambda: made[0].verdict)
     assert made[0].verdict.what.startswith("rank 1 died, or hangs: no sign of life for")
+
+
+@pytest.mark.parametrize(
+    ("positions", "found"),
+    [
+        ({0: {"all": 5}, 1: {"all": 5}}, []),
+        ({0: {"all": 5}, 1: {"all": 4}}, [1]),
+        # 0 and 1 share layers out, and 2 and 3; 0 and 2 share data, and 1 and 3: 2 waits for 0, and 0 for 1
+        ({0: {"a": 9, "c": 3}, 1: {"a": 8, "d": 3}, 2: {"b": 9, "c": 4}, 3: {"b": 9, "d": 3}}, [1]),
+        # one has let a group go that another still has
+        ({0: {"all": 5}, 1: {"all": 5, "agreement": 50}}, []),
+        ({0: {"all": 6}, 1: {"all": 5, "agreement": 50}}, [1]),
+        # each waits for the other: nobody can say who began
+        ({0: {"a": 5, "b": 4}, 1: {"a": 4, "b": 5}}, []),
+    ],
+)
+def test_whom_the_others_wait_for(positions, found):
+    assert waited_for({rank: Position(0, launched) for rank, launched in positions.items()}) == found
+
+
+def test_a_process_that_does_not_end_after_a_verdict_is_ended(watches, monkeypatch, capfd):
+    from holotrain.ranks import watch
+
+    made, _ = watches
+    ended = []
+    monkeypatch.setattr(watch, "GRACE", 0.1)
+    monkeypatch.setattr(watch.os, "_exit", ended.append)
+    made[0].hint = lambda: "; resume with: ..."
+    made[0].start()
+    made[0].failed("rank 1: no such file", 2)
+    until(lambda: ended)
+    assert ended == [2] and "holotrain: rank 1: no such file; resume with: ...\n" in capfd.readouterr().err

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from gloo_pair import found_by_two_processes
+from gloo_pair import found_by_processes
 
 DEPTH = 4
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    return found_by_two_processes(Path(__file__).with_name("two_processes.py"), tmp_path_factory.mktemp("two_processes"))
+    return found_by_processes(Path(__file__).with_name("two_processes.py"), tmp_path_factory.mktemp("two_processes"))
 
 
 @pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])

@@ -6,7 +6,7 @@ Not a test by itself: test_reversible_distributed.py starts it twice and reads w
 """
 
 import torch
-from gloo_pair import find_as_one_of_two
+from gloo_pair import find_as_one_of_them
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -195,4 +195,4 @@ def find(rank: int) -> dict:
 
 
 if __name__ == "__main__":
-    find_as_one_of_two(find)
+    find_as_one_of_them(find)

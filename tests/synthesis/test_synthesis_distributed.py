@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from gloo_pair import found_by_two_processes
+from gloo_pair import found_by_processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
@@ -13,7 +13,7 @@ CASES = ["associative", "shared", "bind", "hadamard", "every option", "accumulat
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    return found_by_two_processes(Path(__file__).with_name("two_ranks.py"), tmp_path_factory.mktemp("two_ranks"))
+    return found_by_processes(Path(__file__).with_name("two_ranks.py"), tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from gloo_pair import find_as_one_of_two
+from gloo_pair import find_as_one_of_them
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,4 +104,4 @@ def find(rank: int) -> dict:
 
 
 if __name__ == "__main__":
-    find_as_one_of_two(find)
+    find_as_one_of_them(find)

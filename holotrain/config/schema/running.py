@@ -152,6 +152,8 @@ class TrainerConfig:
         for name, default in (("tensor_parallel", None), ("overlap", "auto")):
             if getattr(self, name) != default and self.strategy != "tp":
                 raise UserError(f"trainer.{name}: it is an option of trainer=tp alone")
+        if self.compression == "powersgd" and self.precision == "16-mixed":
+            raise UserError("trainer.compression=powersgd: what it adds up cannot be scaled as 16-mixed does; take bf16-mixed")
         if self.signals and (self.strategy != "tp" or self.overlap is None):
             raise UserError("trainer.signals: it is an option of trainer=tp with trainer.overlap alone")
         if self.sharded_checkpoints and self.strategy not in ("fsdp", "tp"):
