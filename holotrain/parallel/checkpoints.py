@@ -61,7 +61,8 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
     another file system.)"""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        torch.save(checkpoint, partial)
+        with partial.open("wb") as file:  # which says why it cannot be written; torch's own file does not
+            torch.save(checkpoint, file)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -79,8 +80,9 @@ def mistakes_told(path: Path) -> Iterator[None]:
     except dcp.CheckpointException as error:  # no Exception, and a traceback for each process
         _, (failure, _) = min(error.failures.items(), key=lambda found: found[0])
         raise UserError(f"{path} cannot be written: {failure}") from error
-    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter where a disk is full
-        raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter on top of the former
+        failure = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise UserError(f"{path} cannot be written: {failure}") from error
 
 
 @dataclass(frozen=True)
