@@ -63,7 +63,7 @@ class PowerSGD:
         Each process goes on with the mean of all errors. That changes nothing but rounding, since it is the mean of gradients
         and errors that is approximated; and one mean is enough for any number of processes.
         """
-        for error in self.state.error_dict.values():
+        for _, error in sorted(self.state.error_dict.items()):
             dist.all_reduce(error)
             error.div_(dist.get_world_size())
         if dist.get_rank() != 0:
