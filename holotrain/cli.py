@@ -164,7 +164,8 @@ class Launch:
             folder.rmdir()
         self.statuses.append(status)
         gc.collect()  # a trainer refers to itself, and must not stand in the memory of a sweep's next job
-        if status > 128 or self.together.broken:
+        # A mistake is told at once: whoever asks for what has not been needed waits for torch.
+        if status > 128 or ("together" in vars(self) and self.together.broken):
             raise Ended
 
     def _varied(self, overrides: list[str]) -> list[str]:
