@@ -41,7 +41,7 @@ from holotrain.config.devices import check_device, device_name
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
-from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.config.schema.running import PROCESSES, CallbacksConfig, LoggerConfig, TrainerConfig
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
 from holotrain.parallel.checkpoints import CheckpointFiles
@@ -49,8 +49,8 @@ from holotrain.parallel.environment import Joined
 from holotrain.ranks.place import Place
 from holotrain.tasks import Task
 
-OURS = ("tensor_parallel", "overlap", "signals", "backend", "compression", "sharded_checkpoints", "timeout")
-"""Options of a trainer that are none of Lightning's."""
+OURS = (*PROCESSES, "backend", "timeout")
+"""Options of a trainer that Lightning does not take as they are."""
 
 
 def build_trainer(

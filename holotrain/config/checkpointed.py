@@ -16,7 +16,7 @@ from holotrain.config.arguments import Arguments, literal
 from holotrain.config.composition import composed
 from holotrain.config.folders import LAST_CHECKPOINT, run_folder
 from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
-from holotrain.config.schema.running import STRATEGIES
+from holotrain.config.schema.running import PROCESSES, STRATEGIES
 from holotrain.errors import UserError
 
 KEY = "holotrain"
@@ -40,10 +40,6 @@ def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any
 def container(config: RunConfig) -> dict[str, Any]:
     """The configuration in plain containers, from which ``typed`` makes it again."""
     return OmegaConf.to_container(OmegaConf.structured(config))
-
-
-PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
-"""Options that say in how many processes a run is done: a training continues in as many, other commands take one."""
 
 
 @dataclass
@@ -80,9 +76,9 @@ def origin(arguments: Arguments) -> Origin | None:
 
 def _checkpoint_path(arguments: Arguments) -> Path | None:
     if (arguments.value("resume") or "").lower() in ("true", "1", "yes", "on"):
-        folder = arguments.value("hydra.run.dir")
         from holotrain.ranks import shards
 
+        folder = arguments.value("hydra.run.dir")
         path = Path(folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)) / LAST_CHECKPOINT
         shards.recover(path)
         return path

@@ -20,7 +20,7 @@ from holotrain.config.schema import PlanConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.step_times import StepTimes, step_times
 from holotrain.models.divided import Sums, divide
-from holotrain.models.division import Indivisible, division
+from holotrain.models.division import Indivisible
 from holotrain.models.schedules import sequences
 from holotrain.overlap import LINKS, Link
 from holotrain.overlap.waves import SMS_LOST
@@ -203,13 +203,7 @@ def _divided(
 ) -> tuple[Divided | None, str]:
     """What a rank of tensor parallelism has to do, and why some of it is whole; or why there is no such rank."""
     noted: list[Sums] = []
-    whole: list[str] = []
-
-    def share_out(model: nn.Module) -> None:
-        whole[:] = division(model, devices).whole
-        noted.append(divide(model, devices))
-
-    part = Planner(planner.config, planner.data, planner.device, share_out)
+    part = Planner(planner.config, planner.data, planner.device, lambda model: noted.append(divide(model, devices)))
     try:
         footprint = part.footprint(size, backward)
     except Indivisible as error:
@@ -226,7 +220,7 @@ def _divided(
         alone.forward + alone.backward,
         footprint.peak,
     )
-    return found, ", ".join(whole)
+    return found, ", ".join(sums.whole)
 
 
 def _assumptions(

@@ -20,9 +20,14 @@ from holotrain.overlap.groups import ALL_REDUCE
 
 @dataclass
 class Sums:
-    """The products whose results are summed over ranks, in the order in which they were computed."""
+    """The products whose results are summed over ranks, in the order in which they were computed.
+
+    Args:
+        whole: why other layers are computed whole by every rank, a phrase each.
+    """
 
     ranks: int
+    whole: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
 
     def note(self, rows: Tensor, inputs: int, outputs: int, covered: bool) -> None:
@@ -45,8 +50,9 @@ def divide(model: nn.Module, ranks: int) -> Sums:
     Raises:
         Indivisible: nothing can be shared out.
     """
-    sums = Sums(ranks)
-    for layer in division(model, ranks).layers:
+    found = division(model, ranks)
+    sums = Sums(ranks, found.whole)
+    for layer in found.layers:
         if isinstance(layer, Attention):
             layer.heads //= ranks
             width = layer.project.in_features // ranks

@@ -59,13 +59,13 @@ class CheckpointFiles(TorchCheckpointIO):
 def write(checkpoint: dict[str, Any], path: Path) -> None:
     """A file in the place of another at one stroke. (Lightning, 2.6, copies it from another folder, byte by byte if that is on
     another file system.)"""
-    partial = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.file")  # not that of a folder that is begun
     try:
-        with partial.open("wb") as file:  # which says why it cannot be written; torch's own file does not
+        with temporary.open("wb") as file:  # which says why it cannot be written; torch's own file does not
             torch.save(checkpoint, file)
-        partial.replace(path)
+        temporary.replace(path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

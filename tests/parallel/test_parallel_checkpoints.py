@@ -75,6 +75,30 @@ def test_a_save_that_dies_before_it_has_its_name_is_recovered(alone, tmp_path, m
     assert value_of(path) == 1
 
 
+def test_what_killed_saves_left_is_in_nobodys_way(alone, tmp_path, monkeypatch):
+    """Of a file, of a folder: each is followed by one of the other kind, which is written beside the same place."""
+
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    for kind, module, name in (("whole", Path, "unlink"), ("sharded", checkpoints.torch, "save")):
+        folder = tmp_path / kind
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints.torch, "save", die)
+            patch.setattr(module, name, die)  # as one that is killed, which tidies up nothing
+            with pytest.raises(KeyboardInterrupt):
+                if kind == "whole":
+                    CheckpointFiles().save_checkpoint({"step": 1}, folder / "last.ckpt")
+                else:
+                    save_in_shards(state(alone, 1.0), folder / "last.ckpt")
+        assert [entry.name[0] for entry in folder.iterdir()] == ["."]
+    save_in_shards(state(alone, 2.0), tmp_path / "whole" / "last.ckpt")
+    assert value_of(tmp_path / "whole" / "last.ckpt") == 2
+    CheckpointFiles().save_checkpoint({"step": 3}, tmp_path / "sharded" / "last.ckpt")
+    assert load(tmp_path / "sharded" / "last.ckpt") == {"step": 3}
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_what_cannot_be_written_is_told(alone, tmp_path, monkeypatch, sharded):
     def full(*_, **__):

@@ -10,6 +10,9 @@ from holotrain.checks import amount, at_least, at_least_or_auto, one_of, within
 from holotrain.errors import UserError
 
 STRATEGIES = ("single", "ddp", "fsdp", "tp")
+PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
+"""Options that say in how many processes a run is done: a training continues in as many, other commands take one."""
+
 COMPRESSIONS = ("none", "bf16", "powersgd")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
