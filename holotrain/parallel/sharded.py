@@ -207,9 +207,8 @@ def parted_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     if "parts" in state:
         pairs = zip(optimizer.parts, state["parts"], strict=True)
         return {"parts": [parted_state(part, kept) for part, kept in pairs]}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    of_number = dict(zip(numbers, parameters, strict=True))
+    of_number = dict(zip(numbers, _parameters(optimizer), strict=True))
     parted = {
         number: {name: part_of(value, of_number[number]) for name, value in kept.items()}
         for number, kept in state["state"].items()
