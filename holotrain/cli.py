@@ -26,7 +26,7 @@ from holotrain.config.arguments import Arguments, parse, parse_folders
 from holotrain.config.composition import config_folder
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.register import register
-from holotrain.config.schema import FOLDER_COMMANDS
+from holotrain.config.schema import FOLDER_COMMANDS, RunConfig
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place, found
 
@@ -98,6 +98,8 @@ class Launch:
         self.arguments = arguments
         self.place = place
         self.origin = checkpointed.origin(arguments)
+        if self.origin is not None:
+            arguments.primary = checkpointed.primary(arguments, self.origin)
         self.jobs: dict[Path, list[str]] = {}
         self.statuses: list[int] = []
 
@@ -108,10 +110,9 @@ class Launch:
             UserError: the configuration cannot be composed, a folder cannot be written.
         """
         arguments = self.arguments
-        choices = self.origin.choices if self.origin else []
-        sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *choices, *arguments.overrides]
+        sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *arguments.overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come out of Hydra as they are, for us to explain
-        launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.command)(self.job)
+        launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
         try:
             launch()
         except Ended:
@@ -142,17 +143,18 @@ class Launch:
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        overrides = [word for word in hydra.overrides.task if not self.origin or word not in self.origin.choices]
+        overrides = list(hydra.overrides.task)
         self.jobs[folder] = overrides
         try:
-            typed = self._typed(config, overrides)
+            typed = self._typed(config)
             from holotrain.commands.quiet import quieten
             from holotrain.commands.run import Run
 
             together = self.together  # Lightning is imported, and can be silenced
             quieten()
             choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
-            run = Run(self.arguments.command, folder, list(overrides), choices, self._varied(overrides))
+            choices = (self.origin.choices if self.origin else {}) | choices
+            run = Run(self.arguments.command, folder, overrides, choices, self._varied(overrides))
             status = together.run(self.arguments.command, typed, run)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
@@ -176,13 +178,11 @@ class Launch:
         keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
-    def _typed(self, config: DictConfig, overrides: list[str]):
-        command = self.arguments.command
+    def _typed(self, config: DictConfig) -> RunConfig:
         try:
-            if self.origin is None:
-                container = OmegaConf.to_container(config, resolve=True)
-            else:
-                container = checkpointed.adopted(command, config, self.origin, overrides)
-            return checkpointed.typed(command, container)
+            plain = OmegaConf.to_container(config, resolve=True)
+            if self.origin is not None:
+                plain = checkpointed.without_leftovers(plain, self.origin)
+            return checkpointed.typed(self.arguments.command, plain)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error

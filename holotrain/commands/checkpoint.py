@@ -103,11 +103,15 @@ def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     if checkpointed.is_exported(path):
         with described_by("ckpt_path"):
             return saved.load(path), described
-    model = registry.build(described["kind"], described["arguments"])
+    try:
+        model = registry.build(described["kind"], described["arguments"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"ckpt_path: {path} describes no model that can be built: {str(error).splitlines()[0]}") from error
     if width := kept["config"]["model"].get("adapters"):
         add_adapters(model, width)
     prefix = "model."
     weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
+    check_weights(model, weights, path)
     model.load_state_dict(read_all(weights))
     return model, described
 
@@ -171,12 +175,12 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         raise UserError(f"ckpt_path: {path} holds weights alone; a training cannot continue from it")
 
 
-def check_weights(task: nn.Module, weights: dict, path: Path) -> None:
+def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
     """
     Raises:
-        UserError: the weights are not those of the task's model; names the first that differs.
+        UserError: the weights are not those of the module. The message names the first that differs.
     """
-    expected = task.state_dict()
+    expected = module.state_dict()
     for name in [*expected, *weights]:
         here, there = (tuple(s[name].shape) if name in s else "none" for s in (expected, weights))
         if here != there:

@@ -12,6 +12,7 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.schema import ExportConfig
+from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import saved
 from holotrain.models.int8 import storage_bytes
@@ -31,6 +32,8 @@ def run(config: ExportConfig, run: Run) -> int:
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
     kind, arguments, tokenizer = (described.pop(key, None) for key in ("kind", "arguments", "tokenizer"))
+    if tokenizer is not None:
+        tokenizer_from_json(tokenizer, str(path))  # what is no tokenizer is not handed on
     extra = described | {checkpointed.KEY: checkpointed.load(path)[checkpointed.KEY]}
     try:
         for program in (PROGRAM, ONNX):  # of another model, perhaps

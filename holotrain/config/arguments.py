@@ -30,6 +30,12 @@ class Arguments:
 
     help: bool = False
 
+    primary: str = ""
+    """name of the primary configuration: that of the command, or what a checkpoint holds"""
+
+    def __post_init__(self) -> None:
+        self.primary = self.primary or self.command
+
     @property
     def multirun(self) -> bool:
         return bool({"-m", "--multirun"} & set(self.flags)) or "hydra.mode=MULTIRUN" in self.overrides

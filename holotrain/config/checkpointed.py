@@ -1,22 +1,26 @@
 """The configuration that travels inside a checkpoint, and how a command line changes it.
 
-A checkpoint keeps the resolved configuration of its run and the option chosen from each group. A command that starts from it
-composes under those choices, so that every key of theirs may be overridden, and then changes the kept configuration exactly
-where the command line does.
+A checkpoint keeps the resolved configuration of its run as plain data. A command that starts from a checkpoint checks this data
+against the schemas, hands it to Hydra as the primary configuration, and lays the command line over it.
+
+A checkpoint is a file that anybody may have written. Nothing in it becomes an argument, an override, the name of a group or an
+interpolation, and it does not decide where files are written.
 """
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from holotrain.checks import described_by
 from holotrain.config.arguments import Arguments, literal
-from holotrain.config.composition import composed
 from holotrain.config.folders import LAST_CHECKPOINT, run_folder
 from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
-from holotrain.config.schema.running import PROCESSES, STRATEGIES
+from holotrain.config.schema.running import PROCESSES
 from holotrain.errors import UserError
 
 KEY = "holotrain"
@@ -25,40 +29,59 @@ KEY = "holotrain"
 BRINGS = {"task": ("data", "model", "backward"), "model": ("backward",)}
 """The groups whose default an option of another group brings along."""
 
+NEVER_KEPT = ("output_dir", "ckpt_path")
+"""Options of a run that only a command line sets."""
+
+SHAPE_ARGUMENTS = ("image_size", "channels", "classes", "vocab", "context")
+"""Arguments of models that come from the data."""
+
+ENGINE_ARGUMENTS = ("backward", "store", "exact", "keep")
+"""Arguments of models that come from the options of ``backward``."""
+
+NOT_FROM_FILES = {"data": {"cache_dir": None, "download": False}, "logger": {"tracking_uri": None}}
+"""Options that decide what is written, and where, with the value that they have unless the command line sets them. None: the
+default of the schema."""
+
 
 def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint keeps of a run, in plain containers.
 
     Args:
-        description: of what was trained, as ``holotrain.config.build.description`` gives it.
+        choices: the option of each group; for display.
+        description: the trained model, as ``holotrain.config.build.description`` returns it.
     """
-    shared = {field.name for field in fields(RunConfig)}
-    kept = {key: value for key, value in container(config).items() if key in shared}
+    kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
     return {"config": kept, "choices": choices, "description": description}
 
 
 def container(config: RunConfig) -> dict[str, Any]:
-    """The configuration in plain containers, from which ``typed`` makes it again."""
-    return OmegaConf.to_container(OmegaConf.structured(config))
+    """The configuration in plain containers. ``typed`` reverses it."""
+    return asdict(config)
 
 
 @dataclass
 class Origin:
-    """The checkpoint a command starts from, and the group choices made in its name."""
+    """The checkpoint that a command starts from.
+
+    Args:
+        path: the file or folder.
+        config: its configuration in plain containers, checked.
+        choices: the option of each group when it was trained; for display.
+    """
 
     path: Path
     config: dict[str, Any]
-    choices: list[str]
+    choices: dict[str, str]
 
 
 def origin(arguments: Arguments) -> Origin | None:
     """The checkpoint that ``ckpt_path=`` or ``resume=true`` name on the command line, if any.
 
-    In a sweep of trainings there is none: each job composes its own configuration and continues in its own folder. Other
-    sweeps may vary anything but the checkpoint itself.
+    A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
+    vary everything but the checkpoint.
 
     Raises:
-        UserError: there is no such file, or it is no checkpoint of holotrain's.
+        UserError: there is no such file, or it is not a checkpoint of holotrain.
     """
     if arguments.multirun and (arguments.command == "fit" or "," in (arguments.value("ckpt_path") or "")):
         return None
@@ -66,12 +89,55 @@ def origin(arguments: Arguments) -> Origin | None:
     if path is None:
         return None
     kept = load(path)[KEY]
-    given = {override.partition("=")[0] for override in arguments.overrides}
-    given |= {brought for group in given for brought in BRINGS.get(group, ())}
-    if arguments.command != "fit" and kept["choices"].get("trainer") in STRATEGIES:
-        given.add("trainer")
-    choices = [f"{group}={option}" for group, option in kept["choices"].items() if group not in given]
-    return Origin(path, kept["config"], choices)
+    return Origin(path, kept["config"], kept["choices"])
+
+
+def primary(arguments: Arguments, start: Origin) -> str:
+    """Registers the primary configuration of a command that starts from a checkpoint, and returns its name.
+
+    The values of the checkpoint stand in it as plain data, after the defaults of the command. Every group is an empty entry of
+    its defaults list, so that the command line can choose an option from it.
+    """
+    command = arguments.command
+    given = {word.partition("=")[0].lstrip("+~") for word in arguments.overrides}
+    brought = {group for chosen in given for group in BRINGS.get(chosen, ())}
+    groups = [group for group in (*KINDS, *PLAIN) if group not in (*brought, "task", "trainer")]
+    groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
+    kept = dict(start.config)
+    if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
+        kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
+    own = OmegaConf.to_container(OmegaConf.structured(COMMANDS[command]))
+    node = {
+        "defaults": [
+            "_hydra",
+            {"trainer": "default"},
+            "_self_",
+            *({group: None} for group in groups),
+            {"override hydra/hydra_logging": "none"},
+            {"override hydra/job_logging": "none"},
+        ],
+        "hydra": {"job": {"name": command}},
+        **{key: value for key, value in own.items() if key not in (*KINDS, *PLAIN)},
+        **_literally(kept),
+    }
+    name = "_checkpoint"
+    ConfigStore.instance().store(name=name, node=node)
+    return name
+
+
+def without_leftovers(plain: dict[str, Any], start: Origin) -> dict[str, Any]:
+    """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
+    result = dict(plain)
+    for group, classes in KINDS.items():
+        kind = plain[group].get("kind")
+        if kind in classes and kind != start.config[group]["kind"]:
+            names = [field.name for field in fields(classes[kind])]
+            result[group] = {name: value for name, value in plain[group].items() if name in names}
+    return result
+
+
+def _kept_keys() -> list[str]:
+    return [field.name for field in fields(RunConfig) if field.name not in NEVER_KEPT]
 
 
 def _checkpoint_path(arguments: Arguments) -> Path | None:
@@ -127,55 +193,102 @@ def _exported(folder: Path) -> dict[str, Any]:
 
 
 def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The checkpoint, with what it says of itself checked against the schemas.
+
+    Raises:
+        UserError: a part is missing, unknown or of another type.
+    """
     kept = checkpoint[KEY]
     if not isinstance(kept, dict) or not {"config", "choices", "description"} <= kept.keys():
         raise UserError(f"ckpt_path: {path} is of an older holotrain, or damaged: it does not say what was trained")
-    return checkpoint
+    try:
+        config = _checked_config(kept["config"])
+        _check_choices(kept["choices"])
+        _check_description(kept["description"])
+        _check_state(checkpoint)
+    except (UserError, ValueError, OmegaConfBaseException) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {said}") from error
+    return checkpoint | {KEY: kept | {"config": config}}
 
 
-def adopted(command: str, config: DictConfig, start: Origin, overrides: list[str]) -> dict[str, Any]:
-    """The checkpoint's configuration, changed where ``overrides`` (this job's) say so.
-
-    Args:
-        config: what Hydra composed under the checkpoint's choices and the overrides.
-    """
-    changed = OmegaConf.to_container(config, resolve=True)
-    before = OmegaConf.to_container(composed(command, start.choices), resolve=True)
-    result = changed | {key: value for key, value in start.config.items() if key in changed}
-    if command != "fit":  # a training in many processes leaves a checkpoint that one can read
-        result["trainer"] = result["trainer"] | {name: changed["trainer"][name] for name in PROCESSES}
-    _change(result, before, changed)
-    for override in overrides:
-        key = override.lstrip("+").partition("=")[0].replace("/", ".")
-        if key == "trainer":  # its options differ in the processes; all else that the run was given stays
-            result["trainer"] = result["trainer"] | {name: changed["trainer"][name] for name in PROCESSES}
-        elif override not in start.choices and not key.startswith(("hydra", "~")):
-            _set(result, changed, key.split("."))
-    return result
+def _checked_config(plain: Any) -> dict[str, Any]:
+    """The configuration of a file in plain containers, less what a file must not decide."""
+    if not isinstance(plain, dict):
+        raise ValueError("its configuration is not a mapping")
+    unknown = [key for key in plain if key not in (*_kept_keys(), *NEVER_KEPT)]
+    if unknown:
+        raise ValueError(f"there is no option {unknown[0]!r}")
+    config = typed("fit", {key: value for key, value in plain.items() if key in _kept_keys()})
+    _check_values(config, "config")
+    kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
+    for group, options in NOT_FROM_FILES.items():
+        defaults = type(getattr(config, group)).__dataclass_fields__
+        for name, value in options.items():
+            if name in defaults:
+                kept[group][name] = defaults[name].default if value is None else value
+    return kept
 
 
-def _change(result: dict, before: dict, after: dict) -> None:
-    """Sets in ``result`` what differs between the two; a group of another kind is replaced whole."""
-    for key, value in after.items():
-        old = before.get(key)
-        if value == old:
-            continue
-        nested = isinstance(value, dict) and isinstance(old, dict) and isinstance(result.get(key), dict)
-        if nested and value.get("kind") == old.get("kind") == result[key].get("kind"):
-            _change(result[key], old, value)
-        else:
-            result[key] = value
+def _check_values(node: Any, where: str) -> None:
+    """Options whose type is open hold scalars or lists of scalars."""
+    if is_dataclass(node):
+        for name, value in vars(node).items():
+            _check_values(value, f"{where}.{name}")
+    elif not _is_scalar(node) and not (isinstance(node, list) and all(map(_is_scalar, node))):
+        raise ValueError(f"{where} is {type(node).__name__}, not a value or a list of values")
 
 
-def _set(result: dict, source: dict, path: list[str]) -> None:
-    """Copies one value, or a whole group; paths that are no part of the configuration (``experiment=``) are passed over."""
-    *parents, name = path
-    for parent in parents:
-        if not isinstance(source.get(parent), dict):
-            return
-        result, source = result.setdefault(parent, {}), source[parent]
-    if name in source:
-        result[name] = source[name]
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _check_choices(choices: Any) -> None:
+    if not isinstance(choices, dict):
+        raise ValueError("its choices are not a mapping")
+    for group, option in choices.items():
+        words = isinstance(group, str) and isinstance(option, str)
+        if not words or not re.fullmatch(r"\w+", group) or not re.fullmatch(r"\w[\w.-]*", option):
+            raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
+
+
+def _check_description(described: Any) -> None:
+    def is_list(value: Any, kind: type) -> bool:
+        return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
+
+    if not isinstance(described, dict):
+        raise ValueError("its description is not a mapping")
+    valid = {
+        "kind": lambda value: isinstance(value, str) and value in KINDS["model"],
+        "arguments": lambda value: isinstance(value, dict) and all(map(_is_argument, value.values())),
+        "tokenizer": lambda value: isinstance(value, str),
+        "statistics": lambda value: isinstance(value, list) and all(is_list(row, int | float) for row in value),
+        "class_names": lambda value: is_list(value, str),
+    }
+    for key in ("kind", "arguments", *described):
+        if key not in valid or not valid[key](described.get(key)):
+            raise ValueError(f"{key!r} in its description is missing, unknown or of another type")
+    known = [*KINDS["model"][described["kind"]].__dataclass_fields__, *ENGINE_ARGUMENTS, *SHAPE_ARGUMENTS]
+    for name in described["arguments"]:
+        if name not in known:
+            raise ValueError(f"its model takes no {name!r}")
+
+
+def _is_argument(value: Any) -> bool:
+    return all(map(_is_argument, value)) if isinstance(value, list | tuple) else _is_scalar(value)
+
+
+def _check_state(checkpoint: dict[str, Any]) -> None:
+    """The parts that this program and Lightning read by name."""
+    kinds = {
+        **dict.fromkeys(("state_dict", "callbacks", "loops"), dict),
+        **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+        **dict.fromkeys(("epoch", "global_step"), int),
+        "pytorch-lightning_version": str,
+    }
+    for key, kind in kinds.items():
+        if key in checkpoint and not isinstance(checkpoint[key], kind):
+            raise ValueError(f"{key} is {type(checkpoint[key]).__name__}, not {kind.__name__}")
 
 
 def typed(command: str, plain: dict[str, Any]) -> RunConfig:

@@ -15,14 +15,14 @@ def config_folder() -> str:
     return str(next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir()))
 
 
-def composed(command: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
-    """The configuration of a command under some overrides, unresolved; inside a Hydra job, with that job's search path."""
+def composed(primary: str, overrides: list[str], config_dir: str | None = None) -> DictConfig:
+    """A primary configuration under some overrides, unresolved; inside a Hydra job, with the search path of that job."""
     if GlobalHydra.instance().is_initialized():
-        return compose(command, overrides)
+        return compose(primary, overrides)
     with initialize_config_dir(config_folder(), version_base="1.3"):
         if config_dir:
             overrides = [*overrides, f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
-        return compose(command, overrides)
+        return compose(primary, overrides)
 
 
 def option_names(config_dir: str | None = None) -> dict[str, list[str]]:

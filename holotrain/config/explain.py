@@ -61,7 +61,7 @@ def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
     groups = option_names(arguments.config_dir)
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
     try:
-        config = composed(arguments.command, [word for word in choices if word.partition("=")[0] != key], arguments.config_dir)
+        config = composed(arguments.primary, [word for word in choices if word.partition("=")[0] != key], arguments.config_dir)
     except CONFIGURATION_ERRORS:
         return []
     node = OmegaConf.select(config, parent) if parent else config

@@ -1,0 +1,280 @@
+"""Files that somebody has crafted: nothing in them runs, becomes an argument or decides where files go."""
+
+import copy
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from left_by_runs import only, summary
+from made_once import made_once
+from small_run import SMALL
+
+TEXT = [
+    "task=causal_lm", "data=text_files", "data.files=texts/*.txt", "data.context=16", "data.batch_size=2", "data.cache_dir=cache",
+    "data.val_files=texts/a.txt", "data.test_files=texts/a.txt", "trainer.max_steps=1", "trainer.val_check_interval=1.0",
+]  # fmt: skip
+
+
+class Payload:
+    """What pickle calls when it reads this."""
+
+    def __reduce__(self):
+        return (os.system, ("touch ran",))
+
+
+CALL = {"_target_": "os.system", "command": "touch ran", "_args_": ["touch ran"]}
+"""What Hydra calls when it instantiates this."""
+
+
+def put(*path_and_value):
+    """A change of a checkpoint: the value at a path within what holotrain keeps in it."""
+    *path, name, value = path_and_value
+
+    def change(kept):
+        for key in path:
+            kept = kept[key]
+        kept[name] = value
+
+    return change
+
+
+CHANGES = {
+    "a callback of Hydra's among the choices": put("choices", "+hydra.callbacks.x", json.dumps(CALL)),
+    "a callback of Hydra's as an option": put("choices", "model", "rev_vit_tiny +hydra.callbacks.x={_target_:os.system}"),
+    "a rerun of Hydra's among the choices": put("choices", "--experimental-rerun", "evil.pickle"),
+    "the folder of the run among the choices": put("choices", "hydra.run.dir", "elsewhere"),
+    "the environment among the choices": put("choices", "hydra.job.env_set.CRAFTED", "1"),
+    "a launcher among the choices": put("choices", "hydra/launcher", "submitit_slurm"),
+    "choices that are no mapping": put("choices", ["hydra.run.dir=elsewhere"]),
+    "a configuration of Hydra's": put("config", "hydra", {"run": {"dir": "elsewhere"}, "callbacks": {"x": CALL}}),
+    "an option of another command": put("config", "to", "elsewhere"),
+    "a target at the top": put("config", "_target_", "os.system"),
+    "a target in place of a group": put("config", "model", CALL),
+    "a target in a group": put("config", "optimizer", "_target_", "os.system"),
+    "a target below a group": put("config", "callbacks", "checkpoint", "_target_", "os.system"),
+    "a target in place of a number": put("config", "data", "batch_size", CALL),
+    "a target in a list": put("config", "backward", "store", [CALL]),
+    "a resolver in place of a size": put("config", "memory", "${oc.env:CRAFTED_SECRET}"),
+    "a resolver in place of a kind": put("config", "model", "kind", "${oc.env:CRAFTED_SECRET}"),
+    "a resolver in place of a number": put("config", "seed", "${oc.env:CRAFTED_SECRET}"),
+    "defaults of its own": put("config", "defaults", [{"override hydra/launcher": "submitit_slurm"}]),
+    "a model of another library": put("description", "kind", "os.system"),
+    "a target among the model's arguments": put("description", "arguments", "dim", CALL),
+    "an argument that the model lacks": put("description", "arguments", "_target_", "os.system"),
+    "class names that are no names": put("description", "class_names", [CALL]),
+    "an unknown entry in the description": put("description", "_target_", "os.system"),
+    "a tokenizer that is no JSON": put("description", "tokenizer", "!!python/object/apply:os.system ['touch ran']"),
+    "a tokenizer of an unknown kind": put("description", "tokenizer", json.dumps({"model": CALL})),
+}
+"""Changes of what a checkpoint or an export says of itself."""
+
+
+def zipped_pickle(path: Path, checkpoint: dict) -> None:
+    torch.save(checkpoint | {"extra": Payload()}, path)
+
+
+def bare_pickle(path: Path, checkpoint: dict) -> None:
+    path.write_bytes(pickle.dumps(Payload()))
+
+
+def legacy_pickle(path: Path, checkpoint: dict) -> None:
+    torch.save({"holotrain": Payload()}, path, _use_new_zipfile_serialization=False)
+
+
+def shards_elsewhere(path: Path, checkpoint: dict) -> None:
+    path.mkdir()
+    torch.save(checkpoint | {"shards": "../elsewhere"}, path / "checkpoint.pt")
+
+
+def shards_with_a_pickle(path: Path, checkpoint: dict) -> None:
+    path.mkdir()
+    torch.save({"holotrain": Payload(), "shards": "shards-0"}, path / "checkpoint.pt")
+
+
+def state_of_another_type(path: Path, checkpoint: dict) -> None:
+    torch.save(checkpoint | {"state_dict": ["_target_"]}, path)
+
+
+FILES = [zipped_pickle, bare_pickle, legacy_pickle, shards_elsewhere, shards_with_a_pickle, state_of_another_type]
+"""Checkpoints that are crafted as files."""
+
+
+def huge_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+
+
+def offsets_beyond_the_file(folder: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def pickled_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Payload()))
+
+
+EXPORTS = [huge_header, offsets_beyond_the_file, pickled_weights]
+"""Weights of an export that are crafted as files."""
+
+
+@pytest.fixture(scope="session")
+def honest(tmp_path_factory):
+    """A folder with two small trainings: ``image`` and ``text``, a checkpoint and an export of each."""
+
+    def make(folder):
+        from holotrain.cli import main
+
+        here = Path.cwd()
+        os.chdir(folder)
+        try:
+            Path("texts").mkdir()
+            for name in "abc":
+                Path(f"texts/{name}.txt").write_text(f"The text of {name}. " * 40)
+            for kind, words in (("image", []), ("text", TEXT)):
+                status = main(["fit", *SMALL, *words, "test=false", "logger=none", f"hydra.run.dir={kind}"])
+                assert status == 0
+                shutil.copy(f"{kind}/checkpoints/last.ckpt", f"{kind}.ckpt")
+                assert main(["export", f"ckpt_path={kind}.ckpt", f"to={kind}_export"]) == 0
+            for left in ("image", "text", "runs"):
+                shutil.rmtree(left)
+        finally:
+            os.chdir(here)
+
+    return made_once(tmp_path_factory, "honest", make)
+
+
+@pytest.fixture
+def refused(holotrain, honest, monkeypatch):
+    """Gives a crafted checkpoint to every command; each answers in one line and leaves nothing behind."""
+    monkeypatch.setenv("CRAFTED_SECRET", "rev_vit")
+    shutil.copytree(honest, ".", dirs_exist_ok=True)
+
+    def give(path: str, chosen: slice) -> None:
+        commands = [["test"], ["export", "to=elsewhere"], ["validate"], ["plan"], ["predict"], ["fit"], ["export"]]
+        commands = [[*words, f"ckpt_path={path}"] for words in commands]
+        commands.append(["generate", "prompt=a", f"ckpt_path={path}"])
+        if not path.endswith("_export"):
+            run = Path("run/checkpoints")
+            run.mkdir(parents=True)
+            place = shutil.copytree if Path(path).is_dir() else shutil.copy
+            place(path, run / "last.ckpt")
+            commands.append(["fit", "resume=true", "hydra.run.dir=run"])
+        commands = commands[chosen]
+        before, environment = sorted(Path(".").rglob("*")), dict(os.environ)
+        for words in commands:
+            status, out, err = holotrain(*words)
+            assert (status, out) == (2, ""), (words, out, err)
+            assert err.startswith("holotrain: ") and err.count("\n") == 1 and "Traceback" not in err, (words, err)
+            left = [found for found in sorted(Path(".").rglob("*")) if found not in before and found.parts[0] != "runs"]
+            assert not left and not [found for found in Path(".").glob("runs/**/*") if found.is_file()], (words, left)
+        changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
+        assert changed <= {"HYDRA_FULL_ERROR"}
+
+    return give
+
+
+ALL = slice(None)
+
+
+def some(index: int) -> slice:
+    """Commands for a crafted file: every command gets every fourth file."""
+    return slice(index % 4, None, 4)
+
+
+def give_crafted_description(refused, change, chosen):
+    """In a checkpoint and in the config.json of an export."""
+    kind = "text" if "tokenizer" in change else "image"
+    crafted = torch.load(f"{kind}.ckpt", weights_only=True)
+    CHANGES[change](crafted["holotrain"])
+    torch.save(crafted, "crafted.ckpt")
+    refused("crafted.ckpt", chosen)
+    config = json.loads(Path(f"{kind}_export/config.json").read_text())
+    CHANGES[change](config["holotrain"])
+    Path(f"{kind}_export/config.json").write_text(json.dumps(config))
+    refused(f"{kind}_export", chosen)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_crafted_description_is_refused(refused, change):
+    give_crafted_description(refused, change, some(list(CHANGES).index(change)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_crafted_description_is_refused_by_every_command(refused, change):
+    give_crafted_description(refused, change, ALL)
+
+
+@pytest.mark.parametrize("write", FILES, ids=lambda write: write.__name__)
+def test_a_crafted_checkpoint_is_refused(refused, write):
+    write(Path("crafted.ckpt"), torch.load("image.ckpt", weights_only=True))
+    refused("crafted.ckpt", ALL)
+
+
+@pytest.mark.parametrize("damage", EXPORTS, ids=lambda damage: damage.__name__)
+def test_crafted_weights_of_an_export_are_refused(holotrain, honest, damage):
+    from holotrain import load
+
+    shutil.copytree(honest / "image_export", "crafted")
+    damage(Path("crafted"))
+    for words in (["test"], ["predict"], ["export"]):
+        status, _, err = holotrain(*words, "ckpt_path=crafted")
+        assert status == 2 and err.startswith("holotrain: ") and err.count("\n") == 1, (words, err)
+    with pytest.raises(ValueError, match="no readable safetensors"):
+        load("crafted")
+    assert not Path("ran").exists()
+
+
+def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
+    """An honest checkpoint names the folders of its run. Only the command line names those of the next."""
+    crafted = torch.load(honest / "image.ckpt", weights_only=True)
+    crafted["holotrain"]["config"] |= {"output_dir": "elsewhere", "ckpt_path": "elsewhere/last.ckpt"}
+    crafted["holotrain"]["config"]["logger"] |= {"kind": "mlflow", "tracking_uri": "file:elsewhere"}
+    torch.save(crafted, "crafted.ckpt")
+    status, out, err = holotrain("test", "ckpt_path=crafted.ckpt", "--cfg", "job")
+    assert (status, err) == (0, "") and "elsewhere" not in out
+    status, _, err = holotrain("test", "ckpt_path=crafted.ckpt")
+    assert (status, err) == (0, "") and not Path("elsewhere").exists()
+    assert summary(only(Path("runs/test")))["checkpoint"] == "crafted.ckpt"
+
+
+def test_text_in_a_checkpoint_is_never_resolved(holotrain, honest, monkeypatch):
+    """A folder may well be called like an interpolation. It stays a name."""
+    monkeypatch.setenv("CRAFTED_SECRET", "secret")
+    shutil.copytree(honest / "texts", "texts")
+    names = ["${oc.env:CRAFTED_SECRET}", r"\${oc.env:CRAFTED_SECRET}", r"\\${oc.env:CRAFTED_SECRET}", "${"]
+    crafted = torch.load(honest / "text.ckpt", weights_only=True)
+    for name in names:
+        changed = copy.deepcopy(crafted)
+        changed["holotrain"]["config"]["data"]["text"] = name
+        torch.save(changed, "crafted.ckpt")
+        status, out, err = holotrain("test", "ckpt_path=crafted.ckpt", "--cfg", "job", "--resolve")
+        assert (status, err) == (0, "") and "secret" not in out.replace("CRAFTED_SECRET", "") and name in out
+
+
+def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
+    """Values and groups that it names change; everything else stays as the checkpoint has it."""
+    import yaml
+
+    shown = ["--cfg", "job", "--resolve"]
+    checkpoint = f"ckpt_path={honest / 'image.ckpt'}"
+
+    def composed(*words):
+        status, out, err = holotrain("fit", checkpoint, *words, *shown)
+        assert (status, err) == (0, ""), err
+        return yaml.safe_load(io.StringIO(out))
+
+    kept = composed()
+    assert kept["model"]["dim"] == 16 and kept["trainer"]["max_epochs"] == 2
+    changed = composed("data.batch_size=7", "trainer=ddp", "trainer.max_epochs=9", "optimizer=sgd", "backward=pareprop")
+    assert changed["data"] == kept["data"] | {"batch_size": 7}
+    assert changed["trainer"] == kept["trainer"] | {"strategy": "ddp", "devices": "auto", "max_epochs": 9}
+    assert changed["optimizer"]["kind"] == "sgd" and changed["backward"]["kind"] == "pareprop"
+    assert changed["model"] == kept["model"]
+    assert composed("model=swin_nano")["model"]["kind"] == "swin"
+    assert composed("experiment=cifar10_rev_vit_tiny")["data"]["kind"] == "cifar10"
