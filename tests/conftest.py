@@ -1,12 +1,28 @@
-"""What tests share: threads for each worker, and the command line in this process."""
+"""What tests share: threads for each worker, seeds, and the command line in this process."""
 
 import os
+import random
 import sys
 
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take all cores get in each other's way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config):
+    config.option.randomly_reset_seed = False  # pytest-randomly shuffles the tests; `seeded` seeds them
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same seed before every test, so that no result depends on the tests that ran before."""
+    import numpy
+    import torch
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
