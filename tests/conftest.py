@@ -2,7 +2,9 @@
 
 import os
 import random
+import shutil
 import sys
+from functools import partial
 
 import pytest
 
@@ -29,6 +31,19 @@ def seeded():
 def cache(tmp_path_factory):
     """What a run keeps for later ones, such as measured groups, stays out of the user's home."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiler(request, monkeypatch):
+    """What torch.compile uses where the code under test names no backend: the captured graph as it is, or generated code."""
+    import torch
+
+    if request.param == "inductor" and not any(map(shutil.which, ("g++", "clang++"))):
+        pytest.skip("torch.compile needs a C++ compiler")
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
+    yield request.param
+    torch.compiler.reset()
 
 
 @pytest.fixture

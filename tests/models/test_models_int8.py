@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_logits(model_class, half):
         torch.testing.assert_close(model(tokens, targets=targets), expected, rtol=1e-2 if half else 1e-6, atol=0)
 
 
-def test_generation_goes_on_and_compiles():
+def test_generation_goes_on_and_compiles(compiler):
     model = model_of(RevGPT, **TEXT | {"depth": 1})
     nn.init.normal_(model.norm.weight)  # a fresh model repeats what it was given, since the head is tied to the embedding
     quantise(model)

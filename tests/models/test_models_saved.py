@@ -163,17 +163,17 @@ def test_holotrain_alone_imports_no_torch():
         holotrain.laod  # noqa: B018
 
 
-IMAGE_KINDS = [
-    ("vit", {}),
-    ("rev_vit", {"pool": "class"}),
-    ("swin", {}),
-    ("rev_swin", {"backward": "pareprop"}),
-    ("rev_mvit", {}),
-]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "options"), IMAGE_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("rev_vit", {"pool": "class"}),
+        pytest.param("vit", {}, marks=pytest.mark.slow),
+        pytest.param("swin", {}, marks=pytest.mark.slow),
+        pytest.param("rev_swin", {"backward": "pareprop"}, marks=pytest.mark.slow),
+        pytest.param("rev_mvit", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_programs_give_the_same_outputs_for_any_batch(tmp_path, kind, options):
     model, _ = model_of(kind, **options)
     export_program(model.train(), inputs_of(model, 1), tmp_path / "model.pt2")
@@ -183,8 +183,15 @@ def test_programs_give_the_same_outputs_for_any_batch(tmp_path, kind, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("kind", "options"), [*IMAGE_KINDS[:1], IMAGE_KINDS[3]])
+@pytest.mark.parametrize(
+    ("kind", "options", "int8"),
+    [
+        ("vit", {}, True),
+        pytest.param("vit", {}, False, marks=pytest.mark.slow),
+        pytest.param("rev_swin", {"backward": "pareprop"}, False, marks=pytest.mark.slow),
+        pytest.param("rev_swin", {"backward": "pareprop"}, True, marks=pytest.mark.slow),
+    ],
+)
 def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, kind, options, int8):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
