@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compared import assert_equal
 
 from holotrain.data import Digits
 from holotrain.data.sampler import EpochBatchSampler, mixed_seed
@@ -84,4 +85,4 @@ def test_the_global_random_state_is_left_alone(workers):
     state = torch.get_rng_state()
     for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
         list(loader)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal(torch.get_rng_state(), state)

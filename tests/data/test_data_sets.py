@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from compared import assert_close, assert_equal
 from PIL import Image
 from torchvision import datasets
 
@@ -71,7 +72,7 @@ def test_mnist_from_idx_files(tmp_path):
     images, labels = next(iter(data.test_dataloader()))
     assert images.shape == (8, 1, 28, 28) and labels.tolist() == list(range(8))
     raw = (np.arange(28 * 28) % 256).reshape(28, 28) / 255
-    assert torch.allclose(images[0, 0], torch.tensor((raw - 0.1307) / 0.3081, dtype=torch.float32), atol=1e-5)
+    assert_close(images[0, 0], torch.tensor((raw - 0.1307) / 0.3081, dtype=torch.float32), atol=1e-5)
 
 
 def write_cifar(root, kind, monkeypatch, per_file=20):
@@ -171,7 +172,7 @@ def test_imagefolder_evaluates_the_middle_of_the_image(tmp_path, size):
     edge = round((side - size) / 2)
     expected = torch.tensor(np.asarray(image.crop((edge, edge, edge + size, edge + size)))).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
-    assert torch.allclose(images[0] * std + mean, expected, atol=2.5 / 255)
+    assert_close(images[0] * std + mean, expected, atol=2.5 / 255)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -268,7 +269,8 @@ def test_mixing_happens_in_training_alone(alphas):
     data.trainer = Trainer()
     torch.manual_seed(0)  # by chance CutMix may cut nothing
     mixed, targets = data.on_after_batch_transfer(batch, 0)
-    assert targets.shape == (16, 10) and torch.allclose(targets.sum(1), torch.ones(16))
+    assert targets.shape == (16, 10)
+    assert_close(targets.sum(1), torch.ones(16))
     assert not torch.equal(mixed, batch[0])
     Trainer.training = False
     same_images, labels = data.on_after_batch_transfer(batch, 0)
@@ -283,7 +285,7 @@ def test_some_classes_of_digits_are_numbered_anew():
         assert {label for _, label in mine} == {0, 1}
         for label, digit in ((0, 7), (1, 2)):
             there = [image for image, of in whole.split(part) if of == digit]
-            assert torch.equal(torch.stack([image for image, of in mine if of == label]), torch.stack(there))
+            assert_equal(torch.stack([image for image, of in mine if of == label]), torch.stack(there))
 
 
 def test_some_classes_of_files_by_name_or_number(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from compared import assert_equal
 
 from holotrain.data import ByteTokenizer, TextFiles, text_files
 from holotrain.data.sampler import EpochBatchSampler
@@ -103,7 +104,7 @@ def test_workers_change_nothing_and_the_random_state_is_left_alone(folder, worke
     data, state = packed(folder, num_workers=workers), torch.get_rng_state()
     assert same(stream(data.train_dataloader(), [3]), stream(packed(folder).train_dataloader(), [3]))
     assert same([b["tokens"] for b in data.val_dataloader()], [b["tokens"] for b in packed(folder).val_dataloader()])
-    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal(torch.get_rng_state(), state)
 
 
 def test_workers_that_do_not_inherit_map_the_files_anew(folder):

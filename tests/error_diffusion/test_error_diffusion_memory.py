@@ -46,6 +46,6 @@ def peak_of_a_step(batch: int) -> int:
 
 def test_a_step_keeps_activities_and_nothing_else_that_grows_with_the_batch(monkeypatch):
     monkeypatch.setitem(WORKSPACE, "cpu", 1)
-    growth = (peak_of_a_step(512) - peak_of_a_step(256)) / 256
+    growth = (peak_of_a_step(64) - peak_of_a_step(32)) / 32
     activities, inputs = 40 * 16 * FLOAT, 2 * 16 * FLOAT
     assert activities < growth < activities + 5 * inputs

@@ -9,10 +9,9 @@ from holotrain.models.registry import MODELS, build
 
 ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "mvit": POOLED, "gpt": TEXT, "roberta": TEXT | {"dropout": 0.0}}
 BLOCKS = [kind for kind in MODELS if kind != "error_diffusion"]  # the kinds that consist of them
-KINDS = [(kind, {}) for kind in BLOCKS] + [
-    ("roberta", {"norm": "post"}),
-    ("rev_swin", {"backward": "pareprop"}),
-]
+CASES = [*((kind, {}) for kind in BLOCKS), ("roberta", {"norm": "post"}), ("rev_swin", {"backward": "pareprop"})]
+QUICK = [("rev_vit", {}), ("gpt", {}), ("rev_roberta", {}), ("roberta", {"norm": "post"})]
+KINDS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
@@ -22,7 +21,7 @@ def test_gradients_are_those_of_the_model_as_it_is(kind, options):
     grads, traced = [], []
     for compiled in (False, True):
         torch.manual_seed(0)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model = build(kind, arguments).double()
         if compiled:
             compile_blocks(model, backend=lambda graph, inputs: traced.append(graph) or graph.forward)

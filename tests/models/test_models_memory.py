@@ -31,9 +31,9 @@ def inputs_of(model_class, arguments):
 
 
 def growth(model_class, arguments_of, **options):
-    """Bytes that a step needs more with 24 blocks than with 6: at its peak, and between forward and backward."""
+    """Bytes that a step needs more with 12 blocks than with 4: at its peak, and between forward and backward."""
     found = []
-    for depth in (6, 24):
+    for depth in (4, 12):
         torch.manual_seed(0)
         arguments = arguments_of(depth)
         model = model_class(**arguments, drop_path=0.1, **options)
@@ -45,20 +45,20 @@ def growth(model_class, arguments_of, **options):
 def test_activations_do_not_grow_with_depth(family):
     plain, reversible, arguments_of = FAMILIES[family]
     grown = growth(plain, arguments_of)
-    assert min(grown) > 18 * 16 * 4 * 64 * 8  # 18 blocks, 16 samples: some maps of tokens each
+    assert min(grown) > 8 * 16 * 4 * 64 * 8  # 8 blocks, 16 samples: some maps of tokens each
     for backward in ("reversible", "pareprop"):
-        rebuilt = growth(reversible, arguments_of, backward=backward)
-        assert all(more <= 0.02 * less for more, less in zip(rebuilt, grown, strict=True))
+        for more, less in zip(growth(reversible, arguments_of, backward=backward), grown, strict=True):
+            assert more <= 0.02 * less
 
 
 def test_checkpointing_grows_by_what_lies_between_blocks():
-    """As the measure of memory must find it: 18 maps of 8 x 8 x 8 numbers more, of 16 images."""
+    """As the measure of memory must find it: 8 maps of 8 x 8 x 8 numbers more, of 16 images."""
     arguments_of = FAMILIES["swin"][2]
     found = []
-    for depth in (6, 24):
+    for depth in (4, 12):
         arguments = arguments_of(depth)
         found.append(bytes_of_a_step(Swin(**arguments, backward="checkpoint"), *inputs_of(Swin, arguments)))
-    assert found[1][0] - found[0][0] == 18 * 16 * 8 * 8 * 8 * 4
+    assert found[1][0] - found[0][0] == 8 * 16 * 8 * 8 * 8 * 4
 
 
 @pytest.mark.parametrize("model_class", [MViT, RevMViT])

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 import transformers
+from compared import assert_close, assert_equal
 from safetensors.torch import save_file
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
@@ -59,7 +60,7 @@ def roberta(kind=RobertaForMaskedLM, classes=2):
 
 
 def assert_same(ours, theirs):
-    assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= 1e-5
+    assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
 
 
 def images(size):
@@ -170,8 +171,8 @@ def test_a_pre_norm_branch_reads_what_its_post_norm_one_read():
     updates = [update for block in post.blocks.blocks for update in (block.f.update, block.g.update)]
     forwards = [branch for block in pre.blocks.blocks for branch in (block.f, block.g)]
     for norm, update, branch in zip(behind[:-1], updates, forwards, strict=True):
-        assert torch.equal(branch(x), update(norm(x)))
-    assert torch.equal(pre.norm(x), behind[-1](x))
+        assert_equal(branch(x), update(norm(x)))
+    assert_equal(pre.norm(x), behind[-1](x))
     assert not torch.allclose(post(words()), pre(words()), atol=1e-2)  # as pre_norm says
 
 
@@ -184,12 +185,12 @@ def test_class_tokens_come_and_go():
     model = ViT(**IMAGE)
     loaded = load_pretrained(model, weights)
     assert (loaded.missing, loaded.unexpected) == ((), ("embedding.class_token",))
-    assert torch.equal(model.embedding.position, weights["pos_embed"][:, 1:])
+    assert_equal(model.embedding.position, weights["pos_embed"][:, 1:])
     model = ViT(**IMAGE, pool="class")
     first, weights = model.embedding.position[:, :1].clone(), timm_vit(**POOLS["mean"]).state_dict()
     loaded = load_pretrained(model, weights)
     assert (loaded.missing, loaded.unexpected) == (("embedding.class_token",), ())
-    assert torch.equal(model.embedding.position, torch.cat((first, weights["pos_embed"]), dim=1))
+    assert_equal(model.embedding.position, torch.cat((first, weights["pos_embed"]), dim=1))
 
 
 @pytest.mark.parametrize("classes", [5, 7])
@@ -208,7 +209,7 @@ def test_a_head_for_words_is_none_for_classes():
     loaded = load_pretrained(model, roberta().state_dict())
     assert loaded.head == tuple(f"head.{name}" for name, _ in model.head.named_parameters())
     assert set(loaded.unexpected) == {"head.norm.weight", "head.norm.bias", "head.bias"}
-    assert torch.equal(model.head.dense.weight, before)
+    assert_equal(model.head.dense.weight, before)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -219,8 +220,8 @@ def test_our_own_weights_come_from_checkpoints(prefix):
     model = RevViT(**IMAGE | {"image_size": 12})
     loaded = load_pretrained(model, {prefix + name: x for name, x in trained.state_dict().items()})
     assert (loaded.missing, loaded.unexpected, loaded.head) == ((), (), ()) and loaded.resized == ("embedding.position",)
-    assert torch.equal(model.fusion.norm.weight, trained.fusion.norm.weight)
-    assert torch.equal(model.blocks.blocks[2].g.widen.weight, trained.blocks.blocks[2].g.widen.weight)
+    assert_equal(model.fusion.norm.weight, trained.fusion.norm.weight)
+    assert_equal(model.blocks.blocks[2].g.widen.weight, trained.blocks.blocks[2].g.widen.weight)
 
 
 def written(folder, weights, form):
@@ -244,7 +245,7 @@ def written(folder, weights, form):
 def test_files_are_read(tmp_path, form):
     weights = ViT(**IMAGE).state_dict()
     read = read_weights(written(tmp_path, weights, form))
-    assert read.keys() == weights.keys() and all(torch.equal(read[name], x) for name, x in weights.items())
+    assert_equal(read, weights)
 
 
 class Program:
@@ -293,7 +294,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(model, weights, 
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
         load_pretrained(model, weights().state_dict())
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert_equal(model.state_dict(), before)
 
 
 def test_a_head_that_is_not_tied_is_refused():
@@ -310,7 +311,7 @@ def test_bert_is_not_taken_for_roberta():
     one, other = RoBERTa(**TEXT, norm="post"), RoBERTa(**TEXT, norm="post")
     load_pretrained(one, theirs)
     load_pretrained(other, two)
-    assert torch.equal(one.embedding.position, other.embedding.position)
+    assert_equal(one.embedding.position, other.embedding.position)
     bert = {name.removeprefix("roberta."): x for name, x in two.items() if not name.startswith("lm_head.")}
     with pytest.raises(ValueError, match="no model that is known"):
         load_pretrained(RoBERTa(**TEXT), bert)
@@ -321,8 +322,9 @@ def test_words_that_a_tokenizer_added_stay_new():
     before = model.embedding.word.weight.detach().clone()
     weights = gpt2().state_dict()
     loaded = load_pretrained(model, weights)
-    assert torch.equal(model.embedding.word.weight[:40], weights["transformer.wte.weight"])
-    assert torch.equal(model.embedding.word.weight[40:], before[40:]) and "embedding.word.weight" in loaded.resized
+    assert_equal(model.embedding.word.weight[:40], weights["transformer.wte.weight"])
+    assert_equal(model.embedding.word.weight[40:], before[40:])
+    assert "embedding.word.weight" in loaded.resized
 
 
 def test_an_adapted_model_gives_its_branches():
@@ -331,6 +333,6 @@ def test_an_adapted_model_gives_its_branches():
     add_adapters(adapted, 4)
     model = RevGPT(**TEXT)
     loaded = load_pretrained(model, adapted.state_dict())
-    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+    assert_equal(model.state_dict(), expected)
     assert loaded.unexpected and all(".down." in name or ".up." in name for name in loaded.unexpected)
     assert str(loaded).startswith(f"{len(expected)} tensors of a holotrain model; left out: blocks.blocks.0.f.down.bias")

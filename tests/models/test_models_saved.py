@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from compared import assert_equal
 from small_models import CELLS, IMAGE, POOLED, TEXT, WINDOWS
 from torch import nn
 
@@ -46,7 +47,7 @@ def test_every_kind_comes_back_bit_for_bit(tmp_path, kind, int8):
     save(tmp_path / "a" / "b", kind, arguments, model)
     other = holotrain.load(tmp_path / "a" / "b")
     assert type(other) is MODELS[kind] and not other.training and is_quantised(other) == int8
-    assert torch.equal(other(inputs_of(model)), model(inputs_of(model)))
+    assert_equal(other(inputs_of(model)), model(inputs_of(model)))
 
 
 @torch.no_grad()
@@ -62,7 +63,7 @@ def test_what_was_done_to_a_model_comes_back(tmp_path, int8):
     save(tmp_path, "rev_vit", arguments, model)
     other = load(tmp_path)
     assert (other.blocks.backward, other.blocks.store, other.blocks.exact) == ("pareprop", 1, 12)
-    assert torch.equal(other(inputs_of(model)), model(inputs_of(model)))
+    assert_equal(other(inputs_of(model)), model(inputs_of(model)))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_a_model_takes_the_place_of_another_whole(tmp_path):
     save(tmp_path, "gpt", arguments, model, tokenizer="{}")
     model, arguments = model_of("vit")
     save(tmp_path, "vit", arguments, model)
-    assert torch.equal(load(tmp_path).head.weight, model.head.weight)
+    assert_equal(load(tmp_path).head.weight, model.head.weight)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -112,7 +113,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.write_text", lambda *given, **options: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, "gpt", TEXT, model_of("gpt")[0])
-    assert torch.equal(load(tmp_path).head.weight, model.head.weight)
+    assert_equal(load(tmp_path).head.weight, model.head.weight)
 
 
 def changed_config(**changes):
@@ -163,17 +164,17 @@ def test_holotrain_alone_imports_no_torch():
         holotrain.laod  # noqa: B018
 
 
-IMAGE_KINDS = [
-    ("vit", {}),
-    ("rev_vit", {"pool": "class"}),
-    ("swin", {}),
-    ("rev_swin", {"backward": "pareprop"}),
-    ("rev_mvit", {}),
-]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "options"), IMAGE_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("rev_vit", {"pool": "class"}),
+        pytest.param("vit", {}, marks=pytest.mark.slow),
+        pytest.param("swin", {}, marks=pytest.mark.slow),
+        pytest.param("rev_swin", {"backward": "pareprop"}, marks=pytest.mark.slow),
+        pytest.param("rev_mvit", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_programs_give_the_same_outputs_for_any_batch(tmp_path, kind, options):
     model, _ = model_of(kind, **options)
     export_program(model.train(), inputs_of(model, 1), tmp_path / "model.pt2")
@@ -183,8 +184,15 @@ def test_programs_give_the_same_outputs_for_any_batch(tmp_path, kind, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("kind", "options"), [*IMAGE_KINDS[:1], IMAGE_KINDS[3]])
+@pytest.mark.parametrize(
+    ("kind", "options", "int8"),
+    [
+        ("vit", {}, True),
+        pytest.param("vit", {}, False, marks=pytest.mark.slow),
+        pytest.param("rev_swin", {"backward": "pareprop"}, False, marks=pytest.mark.slow),
+        pytest.param("rev_swin", {"backward": "pareprop"}, True, marks=pytest.mark.slow),
+    ],
+)
 def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, kind, options, int8):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

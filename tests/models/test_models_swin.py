@@ -5,6 +5,7 @@ import re
 import pytest
 import timm
 import torch
+from compared import assert_equal
 from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -61,7 +62,7 @@ def with_random_parameters(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("size", PUBLISHED)
+@pytest.mark.parametrize("size", ["tiny", *(pytest.param(size, marks=pytest.mark.slow) for size in ("small", "base", "large"))])
 def test_sizes_are_the_published_ones_and_timms(size):
     parameters, published_macs = PUBLISHED[size]
     model = on_meta(Swin, **SWIN_SIZES[size])
@@ -80,10 +81,9 @@ def as_the_authors_name_them(weights):
     return renamed | derived
 
 
-@pytest.mark.parametrize("named", [dict, as_the_authors_name_them])
-def test_outputs_are_timms(named):
+def test_outputs_of_weights_as_the_authors_name_them_are_timms():
     reference = with_random_parameters(timm.create_model("swin_tiny_patch4_window7_224"))
-    weights = named(reference.state_dict())
+    weights = as_the_authors_name_them(reference.state_dict())
     assert timm_swin.recognises(weights)
     model = Swin(**SWIN_SIZES["tiny"]).eval()
     model.load_state_dict(timm_swin.renamed(weights))
@@ -165,12 +165,13 @@ def test_gradients_of_every_schedule_are_equal(engine, exact):
     largest = max(grad.abs().max() for grad in reference.values())
     for name, grad in gradients(RevSwin, exact=exact, **engine).items():
         assert reference[name].abs().max() > 0, name
-        assert (grad - reference[name]).abs().max() <= 1e-10 * largest, name
+        error = ((grad - reference[name]).abs().max() / largest).item()
+        assert error <= 1e-10, name
 
 
 def test_plain_checkpointing_changes_nothing():
     for stored, recomputed in zip(gradients(Swin).values(), gradients(Swin, backward="checkpoint").values(), strict=True):
-        assert torch.equal(stored, recomputed)
+        assert_equal(stored, recomputed)
 
 
 def test_options_of_the_engine_reach_every_stage_and_store_counts_through_them():
@@ -211,7 +212,7 @@ def test_attention_weights_are_dropped_in_training_alone():
     x = torch.randn(2, 3, 3, 16)
     assert not torch.allclose(attention(x), attention(x))
     attention.eval()
-    assert torch.equal(attention(x), attention(x))
+    assert_equal(attention(x), attention(x))
 
 
 def test_relative_positions_do_not_decay():

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from compared import assert_equal
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import VIT_SIZES, RevViT, ViT
@@ -72,7 +73,7 @@ def test_plain_checkpointing_changes_nothing():
         model = ViT(image_size=8, patch_size=2, channels=1, classes=3, dim=24, depth=3, heads=3, dropout=0.2, backward=schedule)
         model(torch.ones(2, 1, 8, 8)).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.equal(*grads)
+    assert_equal(*grads)
 
 
 def test_drop_path_keeps_the_mean_and_drops_whole_samples():
@@ -85,7 +86,7 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     assert set(out.unique().tolist()) == {0.0, out.max().item()}
     assert (out.flatten(1).std(dim=1) == 0).all()
     assert out.mean().item() == pytest.approx(1, abs=0.05)
-    assert torch.equal(drop.eval()(torch.ones(3, 2, 2)), torch.ones(3, 2, 2))
+    assert_equal(drop.eval()(torch.ones(3, 2, 2)), torch.ones(3, 2, 2))
 
 
 @pytest.mark.parametrize("model_class", [ViT, RevViT])

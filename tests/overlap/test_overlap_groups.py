@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compared import assert_equal
 from torch import nn
 
 from holotrain.overlap import OverlappedRowwise
@@ -52,9 +53,9 @@ def test_shares_are_those_of_chunk(length, dim):
     for rank in range(ranks):
         share = shares.share_of_rows(rows[rank], rank, like=x)
         mine = chunks[rank] if rank < len(chunks) else x.narrow(dim, 0, 0)
-        assert torch.equal(share, mine)
-        assert torch.equal(shares.rows_of_share(mine), rows[rank])
-    assert torch.equal(shares.end_to_end(rows, like=x), x)
+        assert_equal(share, mine)
+        assert_equal(shares.rows_of_share(mine), rows[rank])
+    assert_equal(shares.end_to_end(rows, like=x), x)
 
 
 def test_a_sequence_that_comes_first_is_not_copied():

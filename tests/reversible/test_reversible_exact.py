@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from compared import assert_close, assert_equal
 from torch import nn
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
@@ -40,7 +41,7 @@ def test_the_rebuilt_input_is_bit_equal(depth, autocast):
     net.blocks[0].register_forward_pre_hook(lambda module, inputs: entered.append([x.clone() for x in inputs[:2]]))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
         rebuilt = net.inverse(*net(*streams()))
-    assert all(torch.equal(a, b) for a, b in zip(rebuilt, entered[-1], strict=True))
+    assert_equal(rebuilt, entered[-1])
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -74,7 +75,7 @@ def test_all_schedules_agree_and_the_gradient_passes_straight_through():
     for ours, reference in pairs:
         of_ours = torch.autograd.grad(ours, list(rounded.blocks.parameters())[:-6])
         of_plain = torch.autograd.grad(reference, list(plain.blocks.parameters())[:-6])
-        assert all(torch.allclose(a, b, rtol=1e-7, atol=1e-9) for a, b in zip(of_ours, of_plain, strict=True))
+        assert_close(of_ours, of_plain, rtol=1e-7, atol=1e-9)
 
 
 def test_the_grid_is_chosen_once_from_the_first_batch_and_travels_in_the_state():
@@ -82,7 +83,7 @@ def test_the_grid_is_chosen_once_from_the_first_batch_and_travels_in_the_state()
     state = torch.get_rng_state()
     x1, x2 = streams()
     y1, _ = net(100 * x1, 100 * x2)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal(torch.get_rng_state(), state)
     step = net.grid.step.item()
     assert y1.abs().max() < step * 2**24 / 8 and step > sequence_step_for_small_streams()
     net(x1, x2)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from compared import assert_close, assert_equal
 from engine_cases import CASES, ENGINES, F64, WIDTH, AttentionBranch, Case, Engine, exchange, relative_error, sequence
 from torch import nn
 
@@ -75,10 +76,10 @@ def plain(name: str) -> Outcome:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_plain_autograds(name, engine):
     ours, reference = outcome(CASES[name], engine), plain(name)
-    assert torch.equal(ours.loss, reference.loss)
+    assert_equal(ours.loss, reference.loss)
     assert relative_error(ours.grads, reference.grads) <= 1e-10
-    assert torch.equal(ours.random_state, reference.random_state)
-    assert all(torch.equal(a, b) for a, b in zip(ours.buffers, reference.buffers, strict=True))
+    assert_equal(ours.random_state, reference.random_state)
+    assert_equal(ours.buffers, reference.buffers)
 
 
 @pytest.mark.cuda
@@ -89,8 +90,8 @@ def test_on_cuda_a_step_equals_plain_autograds(name, engine, monkeypatch):
     monkeypatch.setattr(trial.Trial, "overlap", lambda self: True)
     ours, reference = outcome(CASES[name], engine, device="cuda"), outcome(CASES[name], device="cuda")
     assert relative_error(ours.grads, reference.grads) <= 1e-10
-    assert torch.equal(ours.random_state, reference.random_state)
-    assert all(torch.allclose(a, b) for a, b in zip(ours.buffers, reference.buffers, strict=True))
+    assert_equal(ours.random_state, reference.random_state)
+    assert_close(ours.buffers, reference.buffers)
 
 
 @every_engine
@@ -118,7 +119,7 @@ def test_backward_twice_through_a_retained_graph(engine):
     loss = (y1 * y2).sum()
     first = torch.autograd.grad(loss, x, retain_graph=True)[0]
     again = torch.autograd.grad(loss, x)[0]
-    assert torch.equal(first, again)
+    assert_equal(first, again)
 
 
 @every_engine
@@ -159,8 +160,8 @@ def test_without_gradients_the_blocks_simply_run(context, engine):
         expected = block(*expected)
     with context():
         y = net(x, x)
-    assert all(torch.equal(a, b) for a, b in zip(y, expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(net(x, x), expected, strict=True))
+    assert_equal(y, expected)
+    assert_equal(net(x, x), expected)
 
 
 def test_inverse_rebuilds_the_input():
@@ -184,7 +185,7 @@ def test_exchanged_streams_let_f_read_what_f_wrote():
     one = one + third.f(other)
     other = other + third.g(one)
     y1, y2 = net(x1, x2)
-    assert torch.equal(y1, other) and torch.equal(y2, one)
+    assert_equal((y1, y2), (other, one))
     rebuilt = net.inverse(y1, y2)
     assert relative_error(rebuilt, (x1, x2)) <= 1e-10
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from compared import assert_close, assert_equal
 from engine_cases import ENGINES, Branch, sequence
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -73,7 +74,7 @@ def test_a_recomputation_is_no_second_input(engine, dropout, overlapping):
     assert forward_alone.abs().sum(1).gt(0).all()
     torch.manual_seed(5)
     model(data()).sum().backward()
-    assert torch.allclose(taken(synthesis), forward_alone, rtol=1e-12)
+    assert_close(taken(synthesis), forward_alone, rtol=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -84,7 +85,7 @@ def test_checkpointing_by_others_is_no_second_input(reentrant):
     once = synthesis._keys.take()
     x = data().requires_grad_()
     checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    assert torch.equal(taken(synthesis), once)
+    assert_equal(taken(synthesis), once)
 
 
 def test_accumulated_batches_add_up_to_one():
@@ -97,7 +98,7 @@ def test_accumulated_batches_add_up_to_one():
                 model(part).square().sum().backward()
         for each in synthesis:
             each.step()
-        assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(grads(whole), grads(halves), strict=True))
+        assert_close(grads(whole), grads(halves), rtol=1e-10)
 
 
 def test_evaluation_gives_no_keys():
@@ -125,7 +126,7 @@ def test_convolutions_embeddings_and_parameters_without_an_input():
     model(index).sum().backward()
     words = model.words.weight[index].sum((0, 1))
     keys = taken(synthesis)
-    assert torch.allclose(keys[0, :6], words) and torch.allclose(keys[1, :6], words)
+    assert_close(keys[:2, :6], torch.stack((words, words)))
     assert not keys[3].any()
     synthesis.step()
     assert model.unused.weight.grad is None and model.words.weight.grad is not None
@@ -150,15 +151,15 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad):
                 with pytest.warns(UserWarning, match=r"NaN or infinity after 2 steps: the step is skipped \(1 so far\)"):
                     assert not synthesis.step()
                 optimizer.step()
-                assert all(torch.equal(before[name], kept) for name, kept in synthesis.state_dict()["tensors"].items())
-                assert all(torch.equal(weights[name], kept) for name, kept in model.state_dict().items())
+                assert_equal(synthesis.state_dict()["tensors"], before)
+                assert_equal(model.state_dict(), weights)
             model.zero_grad()
             model(data()).square().sum().backward()
             assert synthesis.step()
             optimizer.step()
         assert (synthesis.steps, synthesis.skipped) == (4, int(spoiled))
         runs.append(model.state_dict())
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert_equal(*runs)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(options):
     resumed = HolographicSynthesis(again, **options)
     resumed.load_state_dict(kept["synthesis"])
     steps(again, resumed, 3)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert_equal(model.parameters(), again.parameters())
     assert (resumed.steps, resumed.skipped) == (6, 0)
 
 
@@ -242,7 +243,7 @@ def test_remove_leaves_no_trace():
         assert not module._forward_hooks and not module._forward_hooks_with_kwargs
     model(data()).sum().backward()
     untouched(data()).sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(untouched), strict=True))
+    assert_equal(grads(model), grads(untouched))
 
 
 def test_copies_and_pickles_of_the_model_gather_nothing():
@@ -282,7 +283,7 @@ def test_in_a_closure(optimizer):
         twin(data()).square().sum().backward()
         other.step()
         twin_optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert_equal(model.parameters(), twin.parameters())
 
 
 def test_what_is_covered_and_what_is_not():
@@ -293,7 +294,8 @@ def test_what_is_covered_and_what_is_not():
     bias = model[2].bias.grad.clone()
     before = [model[index].weight.grad.clone() for index in (0, 2)]
     synthesis.step()
-    assert torch.equal(model[2].bias.grad, bias) and model[0].bias.grad is None
+    assert_equal(model[2].bias.grad, bias)
+    assert model[0].bias.grad is None
     assert not any(torch.equal(model[index].weight.grad, old) for index, old in zip((0, 2), before, strict=True))
 
 
@@ -336,7 +338,7 @@ def test_where_the_host_learns_of_nan_later_the_holograms_are_as_untouched(optio
             before = synthesis.state_dict()["tensors"]
             with pytest.warns(UserWarning, match="skipped"):
                 assert not synthesis.step()
-            assert all(torch.equal(before[name], kept) for name, kept in synthesis.state_dict()["tensors"].items())
+            assert_equal(synthesis.state_dict()["tensors"], before)
             assert all(parameter.grad is None for parameter in model.parameters())
         else:
             assert synthesis.step()
@@ -347,7 +349,7 @@ def test_where_the_host_learns_of_nan_later_the_holograms_are_as_untouched(optio
         twin.zero_grad()
         twin(data() * (1 + step)).square().sum().backward()
         at_once.step()
-    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(grads(model), grads(twin), strict=True))
+    assert_close(grads(model), grads(twin), rtol=1e-12)
 
 
 def test_made_in_another_thread():
@@ -377,7 +379,7 @@ def test_of_calls_within_calls_the_innermost_gives_the_output():
     model = Nested()
     synthesis = HolographicSynthesis(model, "bind")
     model(data())
-    assert torch.allclose(taken(synthesis)[0, :3], model.layers(data()).sum(0))
+    assert_close(taken(synthesis)[0, :3], model.layers(data()).sum(0))
 
 
 def test_tied_parameters_are_covered_once():
@@ -495,4 +497,4 @@ def test_on_cuda_graphs_offload_and_fusion_give_the_same(options, monkeypatch):
                 model[0].weight.grad[0, 0] = torch.nan
             assert synthesis.step() == (step != 3)
         results.append(grads(model))
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
+    assert_close(*results, rtol=1e-5, atol=1e-6)
