@@ -60,26 +60,26 @@ def _generated(
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
-    for count in range(room):
+    with torch.inference_mode():
+        # Compiled code wants shapes that stay, so its cache is read whole; otherwise what is empty is left out.
+        cache = model.cache(len(prompts), longest + room, static=compiled)
+        logits, positions = _read(model, prompts, lengths, cache, model.norm.weight.device)
+        ended = torch.zeros_like(positions, dtype=torch.bool)
+    for count in range(1, room + 1):
         with torch.inference_mode():
-            if count == 0:
-                # Compiled code wants shapes that stay, so its cache is read whole; otherwise what is empty is left out.
-                cache = model.cache(len(prompts), longest + room, static=compiled)
-                logits, positions = _read(model, prompts, lengths, cache, model.norm.weight.device)
-                ended = torch.zeros_like(positions, dtype=torch.bool)
-            else:
-                end = cache.length if compiled else longest + count
-                logits = step(model, tokens[:, None], cache, positions[:, None], end)
-                positions = positions + 1
             tokens = sampling.draw(logits, generator)
             if end_id is not None:
                 tokens = tokens.masked_fill(ended, end_id)
                 ended |= tokens == end_id
         with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
-            yours = tokens.clone()
-        yield yours
-        if end_id is not None and bool(ended.all()):
+            theirs = tokens.clone()
+        yield theirs
+        if count == room or (end_id is not None and bool(ended.all())):
             return
+        with torch.inference_mode():
+            end = cache.length if compiled else longest + count
+            logits = step(model, tokens[:, None], cache, positions[:, None], end)
+            positions = positions + 1
 
 
 def _read(
