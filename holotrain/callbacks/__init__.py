@@ -15,6 +15,7 @@ interrupt     SaveOnSignal: a checkpoint before a signal ends the training
 agreement     Agreement: processes learn of a signal at the same batch
 exact_checkpoint  ExactCheckpoint: checkpoints from which training continues exactly
 exact_resume ExactResume: what Lightning leaves out of a checkpoint
+whole_steps   what happens between batches waits for the optimizer step
 epoch_log     EpochLog: a line an epoch
 """
 

@@ -8,36 +8,47 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from holotrain.callbacks.whole_steps import gradients_pending, validation_follows, wait_for_whole_steps
+
 
 class ExactCheckpoint(ModelCheckpoint):
-    """What falls due at an epoch's last batch, or at the validation after it, waits for the epoch's end.
+    """Saves only where no gradients are pending, where no validation follows, and at an epoch's last batch after the epoch.
 
-    From a checkpoint of those two moments Lightning (2.6) loses or repeats an epoch; from all others it continues with the
-    next batch. Takes the arguments of ModelCheckpoint.
+    Lightning (2.6) loses accumulated gradients, a validation or a whole epoch on continuing from elsewhere. Validations within
+    an accumulated batch wait for its optimizer step. Takes the arguments of ModelCheckpoint.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._waiting: list[Callable[[], None]] = []
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        wait_for_whole_steps(trainer)
+        super().setup(trainer, pl_module, stage)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._now_or_later(trainer, partial(super().on_train_batch_end, trainer, pl_module, outputs, batch, batch_idx))
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._now_or_later(trainer, partial(super().on_validation_end, trainer, pl_module))
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        while self._waiting:
-            self._waiting.pop(0)()
-
-    def _now_or_later(self, trainer: pl.Trainer, save: Callable[[], None]) -> None:
-        if trainer.is_last_batch:
+        if gradients_pending(trainer):
+            return
+        save = partial(super().on_train_batch_end, trainer, pl_module, outputs, batch, batch_idx)
+        if trainer.is_last_batch or validation_follows(trainer):
             self._waiting.append(save)
         else:
             save()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._waiting.append(partial(super().on_validation_end, trainer, pl_module))
+        if not trainer.is_last_batch:
+            self._save_all()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._save_all()
+
+    def _save_all(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0)()
 
 
 def last_checkpoint(path: Path, every_n_train_steps: int | None = None) -> ExactCheckpoint:

@@ -11,6 +11,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 
 from holotrain.callbacks.share import share_of
+from holotrain.callbacks.whole_steps import wait_for_whole_steps
 from holotrain.seeds import mixed_seed
 
 KEY = "exact_resume"
@@ -25,6 +26,9 @@ class ExactResume(pl.Callback):
     mixing on the way to the device draws random numbers as dropout does. Plain containers, as
     ``torch.load(weights_only=True)`` wants them.
 
+    Gradients are not kept. With ``accumulate_grad_batches``, validations and requests to stop wait for the optimizer step
+    (:class:`~holotrain.callbacks.whole_steps.WholeSteps`), so that a checkpoint that they bring about needs none.
+
     Of several processes each has a random state of its own, and draws its own dropout. Where another number of processes
     continues, they begin states that are a function of the seed, the step and their rank.
 
@@ -36,6 +40,9 @@ class ExactResume(pl.Callback):
         self.seed = seed
         self._to_restore: dict[str, Any] | None = None
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        wait_for_whole_steps(trainer)
+
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
@@ -43,6 +50,8 @@ class ExactResume(pl.Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
+        if self._to_restore is not None:
+            _reopen_epoch(checkpoint["loops"]["fit_loop"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         kept, self._to_restore = self._to_restore, None
@@ -56,7 +65,7 @@ class ExactResume(pl.Callback):
             restore_random_states(states[trainer.global_rank])
         else:
             self._begin(trainer)
-        _end_or_reopen_epoch(trainer.fit_loop)
+        _end_epoch(trainer.fit_loop)
         if kept["loader"] is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
             trainer.train_dataloader.load_state_dict(kept["loader"])
 
@@ -65,19 +74,23 @@ class ExactResume(pl.Callback):
         torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
 
 
-def _end_or_reopen_epoch(loop: FitLoop) -> None:
-    """Says whether the epoch of a checkpoint had ended. Where ``max_steps`` is given, Lightning (2.6) counts it as done, takes
-    it up again, and passes over the next one or ends an epoch too soon."""
+def _reopen_epoch(progress: dict[str, Any]) -> None:
+    """Lets an epoch that ``max_steps`` or a request to stop ended early go on: Lightning (2.6) goes on with the next one."""
+    if not progress["epoch_loop.batch_progress"]["is_last_batch"]:
+        for count in (progress["epoch_progress"]["current"], progress["epoch_progress"]["total"]):
+            count["processed"] = count["completed"] = count["ready"] - 1
+
+
+def _end_epoch(loop: FitLoop) -> None:
+    """Ends the epoch of a checkpoint that was saved after its last batch. Where ``max_steps`` is given, Lightning (2.6) takes
+    it up again, and passes over the next one."""
     epoch = loop.epoch_progress
-    missing = epoch.current.processed - epoch.current.completed
     if loop.epoch_loop.batch_progress.is_last_batch:
         Loop.restarting.fset(loop, False)
         loop.reset_restart_stage()
+        missing = epoch.current.processed - epoch.current.completed
         for count in (epoch.current, epoch.total):
             count.completed += missing
-    else:  # max_steps ended it
-        for count in (epoch.current, epoch.total):
-            count.processed -= missing
 
 
 def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from holotrain.callbacks.agreement import Agreement
+from holotrain.callbacks.whole_steps import gradients_pending, validation_follows
 
 
 class Interrupted(Exception):
@@ -27,10 +28,12 @@ class Interrupted(Exception):
 
 
 class SaveOnSignal(Checkpoint):
-    """On SIGTERM or SIGINT finishes the batch, or the epoch at its last one, saves a checkpoint and raises ``Interrupted``.
+    """On SIGTERM or SIGINT finishes the optimizer step, saves a checkpoint and raises ``Interrupted``.
 
-    The same signal once more ends the process at once. Of several processes all stop at the same batch, whichever of them the
-    signal reached. It is a ``Checkpoint`` to Lightning, so that it comes after the callbacks whose state it saves.
+    With ``accumulate_grad_batches`` it finishes the accumulated batch. It also finishes a validation that follows the step,
+    and the epoch after its last batch. The same signal once more ends the process at once. Of several processes all stop at
+    the same batch, no matter which of them received the signal. It is a ``Checkpoint`` to Lightning, so that it runs after the
+    callbacks whose state it saves.
 
     Args:
         path: file of the checkpoint.
@@ -52,9 +55,17 @@ class SaveOnSignal(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # From a checkpoint made at an epoch's last batch Lightning would lose an epoch: the epoch's end is near enough.
-        if not trainer.is_last_batch:
-            self._save_and_raise(trainer, self._agreement.late(self.received or 0))
+        # From a checkpoint made at an epoch's last batch Lightning would lose an epoch, from one made before a validation
+        # that validation. Both are followed by a better place.
+        if trainer.is_last_batch:
+            return
+        agreed = self._agreement.late(self.received or 0)
+        if not (gradients_pending(trainer) or validation_follows(trainer)):
+            self._save_and_raise(trainer, agreed)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._agreement is not None and not (trainer.sanity_checking or trainer.is_last_batch):
+            self._save_and_raise(trainer, self._agreement.now(self.received or 0))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save_and_raise(trainer, self._agreement.now(self.received or 0))

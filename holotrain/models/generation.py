@@ -20,8 +20,11 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continues every prompt, all of them together.
 
+    Each step enters inference mode and leaves it again before its tokens are yielded. So the caller keeps its own mode between
+    tokens, and may train the model, start another generation, or stop early.
+
     Args:
-        model: as :class:`~holotrain.models.GPT`, in eval mode.
+        model: such as :class:`~holotrain.models.GPT`, in eval mode.
         prompts: (T,) tokens each, of any lengths, at least one token.
         max_tokens: to add to each; fewer where the model's context is full.
         sampling: how tokens are drawn; None: from the model's own distribution.
@@ -30,34 +33,51 @@ def generate(
         compiled: run each token's step through torch.compile, over a cache of one size.
 
     Yields:
-        the next token of every prompt, (B,); ends when all have ended.
+        the next token of every prompt, (B,), an ordinary tensor that belongs to the caller; ends when all have ended.
 
     Raises:
-        ValueError: an empty prompt, or one that fills the context.
+        ValueError: an empty prompt, or one that fills the context (both at the call); the model gives NaN (at that token).
     """
-    sampling = sampling or Sampling()
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) < 1:
         raise ValueError("a prompt needs at least one token")
     if max(lengths) >= model.context:
         raise ValueError(f"a prompt of {max(lengths)} tokens leaves no room in a context of {model.context}")
     room = min(max_tokens, model.context - max(lengths))
-    device = model.norm.weight.device
+    return _generated(model, prompts, room, sampling or Sampling(), end_id, generator, compiled)
+
+
+def _generated(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    room: int,
+    sampling: Sampling,
+    end_id: int | None,
+    generator: torch.Generator | None,
+    compiled: bool,
+) -> Iterator[Tensor]:
+    """As :func:`generate`, for checked arguments and ``room`` new tokens. It never suspends within inference mode."""
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
     with torch.inference_mode():
         # Compiled code wants shapes that stay, so its cache is read whole; otherwise what is empty is left out.
-        cache = model.cache(len(prompts), max(lengths) + room, static=compiled)
-        logits, positions = _read(model, prompts, lengths, cache, device)
-        step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
-        ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        for count in range(room):
+        cache = model.cache(len(prompts), longest + room, static=compiled)
+        logits, positions = _read(model, prompts, lengths, cache, model.norm.weight.device)
+        ended = torch.zeros_like(positions, dtype=torch.bool)
+    for count in range(1, room + 1):
+        with torch.inference_mode():
             tokens = sampling.draw(logits, generator)
             if end_id is not None:
                 tokens = tokens.masked_fill(ended, end_id)
                 ended |= tokens == end_id
-            yield tokens
-            if count + 1 == room or (end_id is not None and bool(ended.all())):
-                return
-            end = cache.length if compiled else max(lengths) + count + 1
+        with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
+            theirs = tokens.clone()
+        yield theirs
+        if count == room or (end_id is not None and bool(ended.all())):
+            return
+        with torch.inference_mode():
+            end = cache.length if compiled else longest + count
             logits = step(model, tokens[:, None], cache, positions[:, None], end)
             positions = positions + 1
 

@@ -39,6 +39,7 @@ class Noisy(pl.LightningModule):
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.seen = []
+        self.validated = []
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch if not self.trainer.training else batch + torch.rand(())
@@ -48,6 +49,7 @@ class Noisy(pl.LightningModule):
         return self.layers(batch).pow(2).mean() * (1 + random.random()) * (1 + np.random.rand())
 
     def validation_step(self, batch, batch_idx):
+        self.validated.append((self.global_step, self.layers[0].weight.sum().item()))
         self.log("val/loss", self.layers(batch.float()).mean())
 
     def configure_optimizers(self):
@@ -56,7 +58,7 @@ class Noisy(pl.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
 
-def fit(callbacks=(), checkpoint=None, workers=0, **options):
+def fit(callbacks=(), checkpoint=None, workers=0, batch=3, **options):
     random.seed(1)
     np.random.seed(1)
     module = Noisy()
@@ -69,13 +71,14 @@ def fit(callbacks=(), checkpoint=None, workers=0, **options):
         **QUIET,
         **options,
     )
-    loader = ResumableLoader(Numbers(), 3, seed=5, num_workers=workers)
+    loader = ResumableLoader(Numbers(), batch, seed=5, num_workers=workers)
     validation = DataLoader(torch.ones(4, 2), generator=torch.Generator())
     trainer.fit(module, loader, validation, ckpt_path=checkpoint, weights_only=True)
-    return module.seen, module.state_dict()
+    return module.seen, module.state_dict(), module.validated
 
 
 def assert_same(resumed, reference, step):
+    """The same batches from the given one on, and the same weights, bit for bit."""
     assert resumed[0] == reference[0][step:]
     assert all(torch.equal(resumed[1][name], value) for name, value in reference[1].items())
 
@@ -135,6 +138,115 @@ class SignalAt(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step:
             os.kill(os.getpid(), self.signum)
+
+
+ACCUMULATED = {"batch": 1, "accumulate_grad_batches": 5, "val_check_interval": 4}
+"""Twelve batches an epoch: optimizer steps after 5, 10 and 12; validation falls due after 4, 8 and 12, and waits for them."""
+
+
+class At(pl.Callback):
+    """Calls ``act(trainer)`` in a hook of a batch, counted over epochs, or of the validation after it."""
+
+    def __init__(self, batch, act, hook="on_train_batch_start"):
+        self.batch, self.act = batch, act
+        setattr(self, hook, self.called)
+
+    def called(self, trainer, *rest):
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            self.batch = -1
+            self.act(trainer)
+
+
+def terminate(trainer):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def accumulated():
+    return fit(**ACCUMULATED)
+
+
+def test_validation_waits_for_the_optimizer_step(accumulated):
+    """It measures the weights that a checkpoint then holds; what falls due twice within an accumulated batch is done once."""
+    assert [step for step, _ in accumulated[2]] == [step for step in range(1, 10) for _ in range(4)]
+    often = fit(**ACCUMULATED | {"val_check_interval": 1})
+    assert often[2] == accumulated[2]
+    counted = fit(**ACCUMULATED | {"val_check_interval": 13}, check_val_every_n_epoch=None)  # through the epochs
+    assert [step for step, _ in counted[2][::4]] == [4, 7]
+    assert all(torch.equal(counted[1][name], value) for name, value in accumulated[1].items())
+
+
+def assert_a_signal_loses_nothing(folder, reference, at, hook="on_train_batch_start", **options):
+    """Interrupted once and resumed: batches, weights and validations of both parts are those of the uninterrupted run."""
+    parts, path = [], folder / f"{at}-{hook}.ckpt"
+    for checkpoint in (None, path):
+        validated = []
+        callbacks = [At(at, terminate, hook) for _ in range(checkpoint is None)]
+        callbacks = [*callbacks, Noted(validated), SaveOnSignal(path)]
+        try:
+            resumed = fit(callbacks, checkpoint, **options)
+        except Interrupted:
+            assert checkpoint is None
+        parts += validated
+    assert path.exists() and resumed[0] == reference[0][len(reference[0]) - len(resumed[0]) :]
+    assert len(resumed[0]) < len(reference[0]) - at
+    worst = max((resumed[1][name] - value).abs().max().item() for name, value in reference[1].items())
+    assert worst == 0, f"SIGTERM in {hook} of batch {at}: weights differ by up to {worst:.2g}"
+    assert parts == reference[2]
+
+
+class Noted(pl.Callback):
+    """Keeps what the module validated, beyond the training's end by a signal."""
+
+    def __init__(self, validated):
+        self.validated = validated
+
+    def on_validation_end(self, trainer, pl_module):
+        self.validated += pl_module.validated
+        pl_module.validated.clear()
+
+
+@pytest.mark.parametrize(
+    ("at", "hook"),
+    [
+        (0, "on_train_batch_start"),  # the first of an accumulated batch
+        (7, "on_train_batch_start"),  # in the middle of one; a validation is due
+        (16, "on_validation_batch_start"),  # in a validation within an epoch
+        (22, "on_after_backward"),  # in an epoch's last, shorter one
+    ],
+)
+def test_a_signal_within_an_accumulated_batch(tmp_path, accumulated, at, hook):
+    assert_a_signal_loses_nothing(tmp_path, accumulated, at, hook, **ACCUMULATED)
+
+
+@pytest.mark.slow
+def test_a_signal_at_twenty_random_moments(tmp_path, accumulated):
+    draw = random.Random(0)
+    for _ in range(20):
+        hook = draw.choice(["on_train_batch_start", "on_before_backward", "on_after_backward", "on_validation_batch_start"])
+        at = draw.choice([4, 9, 11, 16, 21, 23, 28]) if "validation" in hook else draw.randrange(35)
+        assert_a_signal_loses_nothing(tmp_path, accumulated, at, hook, **ACCUMULATED)
+
+
+def test_no_checkpoint_holds_half_an_accumulated_batch(tmp_path, accumulated):
+    """Those that follow a step, a validation, or a request to stop, each in a first and in a resumed training."""
+    best = ExactCheckpoint(tmp_path, filename="best-{step}", monitor="val/loss", save_top_k=-1)
+    fit([every_step(tmp_path), best], **ACCUMULATED)
+    for step, batches in enumerate((5, 10, 12, 17, 22, 24, 29, 34), 1):
+        for path in tmp_path.glob(f"*step={step}.ckpt"):
+            assert_same(fit(checkpoint=path, **ACCUMULATED), accumulated, batches)
+    again = tmp_path / "again"
+    fit([every_step(again)], tmp_path / "step=2.ckpt", **ACCUMULATED)
+    assert_same(fit(checkpoint=again / "step=3.ckpt", **ACCUMULATED), accumulated, 12)
+    assert {path.name for path in again.iterdir()} == {f"step={step}.ckpt" for step in range(3, 10)}
+
+
+def test_a_request_to_stop_waits_for_the_optimizer_step(tmp_path, accumulated):
+    """As that of max_time, which may come after any batch."""
+    stop = At(6, lambda trainer: setattr(trainer, "should_stop", True))
+    seen, _, _ = fit([stop, last_checkpoint(tmp_path / "last.ckpt")], **ACCUMULATED)
+    assert len(seen) == 10
+    assert_same(fit(checkpoint=tmp_path / "last.ckpt", **ACCUMULATED), accumulated, 10)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

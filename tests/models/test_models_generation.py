@@ -84,6 +84,76 @@ def test_impossible_prompts_are_refused(prompt, words):
         next(generate(model_of(), [torch.tensor(prompt, dtype=torch.long)], 3))
 
 
+def test_arguments_are_checked_at_the_call():
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model_of(), [torch.tensor([], dtype=torch.long)], 3)
+
+
+def test_between_tokens_the_caller_trains_in_its_own_mode():
+    """A training step after every token; what was generated is an ordinary tensor that can be embedded and differentiated."""
+    model, trained = model_of(), torch.nn.Embedding(50, 4)
+    expected = continued(model, [torch.tensor([3, 4])], 4)
+    for count, token in enumerate(generate(model, [torch.tensor([3, 4])], 4, GREEDY)):
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not token.is_inference()
+        made_here = torch.ones(1)
+        assert not made_here.is_inference() and token.equal(expected[:, count])
+        (trained(token) * made_here.requires_grad_()).sum().backward()
+        model(token[:, None]).sum().backward()
+    assert made_here.grad is not None and all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_caller_in_any_mode_keeps_it():
+    """No mode, no_grad and inference mode around single tokens of one text."""
+    model, prompt = model_of(), [torch.tensor([3, 4])]
+    tokens, texts = [], generate(model, prompt, 3, GREEDY)
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
+        with mode:
+            before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            tokens.append(next(texts))
+            assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == before
+    assert not any(token.is_inference() for token in tokens)
+    assert torch.equal(torch.stack(tokens, 1), continued(model, prompt, 3))
+
+
+def test_tokens_that_the_caller_changes_are_its_own():
+    model, prompts = model_of(), [torch.tensor([3, 4]), torch.tensor([5])]
+    expected, seen = continued(model, prompts, 20, end_id=3), []
+    for token in generate(model, prompts, 20, GREEDY, end_id=3):
+        seen.append(token.clone())
+        token.fill_(7)
+    assert torch.equal(torch.stack(seen, 1), expected)
+
+
+def test_texts_that_are_interleaved_or_abandoned_do_not_meet():
+    model, prompts = model_of(), ([torch.tensor([3, 4])], [torch.tensor([9, 8, 7])])
+    expected = [continued(model, prompt, 10) for prompt in prompts]
+    left, right, third = (generate(model, prompt, 10, GREEDY) for prompt in (*prompts, prompts[0]))
+    pairs = []
+    for count, pair in enumerate(zip(left, right, strict=True)):
+        pairs.append(pair)
+        if count == 3:
+            next(third)
+            third.close()
+        assert not torch.is_inference_mode_enabled()
+    for text, tokens in zip(expected, zip(*pairs, strict=True), strict=True):
+        assert torch.equal(torch.stack(tokens, 1), text)
+    with pytest.raises(RuntimeError, match="of the caller"):
+        for _ in generate(model, prompts[0], 10, GREEDY):
+            raise RuntimeError("of the caller")
+    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+
+
+def test_a_mistake_within_a_step_leaves_the_mode_as_it_was():
+    model = model_of()
+    texts = generate(model, [torch.tensor([3])], 5)
+    next(texts)
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="its training has diverged"):
+        list(texts)
+    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+
+
 LOGITS = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
 
 
