@@ -3,6 +3,7 @@
     python scripts/bench_frontier.py                                          # ViT-S, batches of 4
     python scripts/bench_frontier.py --model swin_tiny --batch 2 --json scripts/results/frontier.json --picture frontier.png
     python scripts/bench_frontier.py --model gpt_small --depth 4 --tokens 256 --batch 1     # scaled to a small machine
+    python scripts/bench_frontier.py --draw scripts/results/frontier_vit_small_cpu.json     # figures measured before
 
 Torch alone is needed; revlib and memcnn take part where they are installed, a picture is drawn where matplotlib is. All engines
 train the very same reversible model, its blocks run by each in turn; a step is a forward, a backward and a step of SGD.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import json
 import statistics
 import sys
 import time
@@ -197,22 +199,70 @@ class Auto:
         return choose(self.stages, self.peak, budget)
 
 
-def draw(figures: dict[str, dict], path: Path, title: str) -> None:
+NAMES = {
+    "autograd": "plain PyTorch",
+    "checkpoint": "activation checkpointing",
+    "selective checkpoint": "selective checkpointing",
+    "offload": "offloading to the CPU",
+    "keep attention": "reversible, keep=attention",
+    "store half": "reversible, store=half",
+}
+"""What the picture calls an engine, where its name alone would not say."""
+
+OURS = ("reversible", "pareprop", "store half", "keep attention")
+
+
+def draw(result: dict, path: Path) -> None:
+    """Throughput against peak memory: ``auto`` as a line, single engines as points, ours in blue."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    canvas, axes = pyplot.subplots(figsize=(9, 5))
-    autos = [row for row in figures.values() if "budget" in row]
-    axes.plot([row["peak"] / 2**20 for row in autos], [row["samples_per_second"] for row in autos], "o-", label="auto")
-    for number, (name, row) in enumerate((name, row) for name, row in figures.items() if "budget" not in row):
-        axes.plot(row["peak"] / 2**20, row["samples_per_second"], "s^vDP*X<>"[number % 9], markersize=8, label=name)
-    axes.set(xlabel="peak memory of a step, weights and gradients included, MiB", ylabel="samples a second", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    options, engines = argparse.Namespace(**result["options"]), result["engines"]
+    fastest = engines["autograd"]["samples_per_second"]
+    places = {name: (row["peak"] / 2**20, 100 * row["samples_per_second"] / fastest) for name, row in engines.items()}
+    autos = [place for name, place in places.items() if "budget" in engines[name]]
+    singles = {name: place for name, place in places.items() if "budget" not in engines[name]}
+    with torch.device("meta"):
+        floor = 2 * sum(weight.nbytes for weight in shape_of(options).make().parameters()) / 2**20
+
+    host = result["machine"]
+    device = host["gpu"] or f"{host['threads']} cores of {host['cpu']}"
+
+    blue, grey = "#1668b8", "#555555"
+    canvas, axes = pyplot.subplots(figsize=(8.6, 4.8))
+    right = 1.22 * max(peak for peak, _ in places.values())
+    low = min(speed for _, speed in places.values())
+    axes.axvspan(0, floor, color="#eeeeee", zorder=0)
+    axes.text(floor / 2, low + 6, f"weights and gradients\n{floor:.0f} MiB", color=grey, ha="center", fontsize=10)
+    axes.plot(*zip(*autos, strict=True), "o-", color=blue, linewidth=2.5, markersize=6, zorder=3)
+    peak, speed = autos[len(autos) // 2]
+    axes.annotate(
+        "holotrain, backward=auto:\none point for each memory budget",
+        (peak, speed), (-12, 8), textcoords="offset points", color=blue, fontsize=12, weight="bold", ha="right", va="bottom",
+    )  # fmt: skip
+    if "pareprop" in singles and abs(singles["pareprop"][0] - singles["reversible"][0]) < 1:
+        del singles["pareprop"]  # it worked in turn
+    for name, (peak, speed) in singles.items():
+        color = blue if name in OURS else grey
+        axes.plot(peak, speed, "o" if name in OURS else "s", color=color, markersize=8, zorder=4)
+        left = name in ("reversible", "revlib", "memcnn")  # the least memory, where the line begins
+        axes.annotate(
+            NAMES.get(name, name), (peak, speed), (-9 if left else 9, -4), textcoords="offset points",
+            color=color, fontsize=10, ha="right" if left else "left",
+        )  # fmt: skip
+    axes.set(
+        xlim=(0, right),
+        ylim=(low - 3, 106),
+        xlabel="peak memory of a training step, MiB  (less is better)",
+        ylabel="throughput, % of plain PyTorch",
+        title=f"{options.model}, batch {options.batch}, {device}",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
     canvas.tight_layout()
-    canvas.savefig(path, dpi=110)
+    canvas.savefig(path, dpi=120)
     print(f"drawn to {path}")
 
 
@@ -233,7 +283,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--draw", type=Path, help="figures measured before, to draw again: measures nothing")
     options = parser.parse_args()
+    if options.draw:
+        return draw(json.loads(options.draw.read_text()), options.picture or options.draw.with_suffix(".png"))
     if options.threads:
         torch.set_num_threads(options.threads)
     shape, device = shape_of(options), torch.device(options.device)
@@ -297,9 +350,10 @@ def main() -> None:
     print(f"least throughput over an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
     print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in autos):.2%}")
     print(machine())
-    save({"machine": machine(), "options": settings_of(options), "engines": figures}, options.json)
+    result = {"machine": machine(), "options": settings_of(options), "engines": figures}
+    save(result, options.json)
     if options.picture:
-        draw(figures, options.picture, f"{options.model}, batches of {options.batch}, {options.device}")
+        draw(result, options.picture)
 
 
 if __name__ == "__main__":

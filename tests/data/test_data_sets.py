@@ -1,9 +1,6 @@
 """Each data set, read from files in its true format that the tests write."""
 
 import gzip
-import hashlib
-import pickle
-import struct
 import tarfile
 import warnings
 
@@ -11,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from compared import assert_close, assert_equal
+from data_files import write_cifar, write_folder, write_mnist
 from PIL import Image
-from torchvision import datasets
 
 from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, image_files
 from holotrain.data.files import read_image
@@ -55,16 +52,6 @@ def test_digits_are_normalised_and_augmented_in_training_alone():
     assert not torch.equal(images, unaugmented)
 
 
-def write_mnist(root, count=40):
-    folder = root / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for part in ("train", "t10k"):
-        images = np.arange(count * 28 * 28, dtype=np.uint32).astype(np.uint8)
-        labels = (np.arange(count) % 10).astype(np.uint8)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + images.tobytes())
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.tobytes())
-
-
 def test_mnist_from_idx_files(tmp_path):
     write_mnist(tmp_path)
     data = ready(MNIST(root=str(tmp_path), batch_size=8, val_fraction=0.25, download=False))
@@ -73,30 +60,6 @@ def test_mnist_from_idx_files(tmp_path):
     assert images.shape == (8, 1, 28, 28) and labels.tolist() == list(range(8))
     raw = (np.arange(28 * 28) % 256).reshape(28, 28) / 255
     assert_close(images[0, 0], torch.tensor((raw - 0.1307) / 0.3081, dtype=torch.float32), atol=1e-5)
-
-
-def write_cifar(root, kind, monkeypatch, per_file=20):
-    source = {10: datasets.CIFAR10, 100: datasets.CIFAR100}[kind]
-    folder = root / source.base_folder
-    folder.mkdir(parents=True)
-    names = [f"c{index}" for index in range(kind)]
-    label_key = {10: "labels", 100: "fine_labels"}[kind]
-
-    def write(name, content):
-        (folder / name).write_bytes(pickle.dumps(content))
-        return [name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
-
-    def batch(seed):
-        pixels = np.random.default_rng(seed).integers(0, 256, (per_file, 3072), dtype=np.uint8)
-        return {"data": pixels, label_key: [index % kind for index in range(per_file)]}
-
-    listed = {"train_list": [write(name, batch(1)) for name, _ in source.train_list]}
-    listed["test_list"] = [write(name, batch(2)) for name, _ in source.test_list]
-    entry = write(source.meta["filename"], {source.meta["key"]: names})
-    listed["meta"] = {"filename": entry[0], "key": source.meta["key"], "md5": entry[1]}
-    for name, value in listed.items():
-        monkeypatch.setattr(source, name, value)
-    return folder
 
 
 @pytest.mark.parametrize(("kind", "module", "files"), [(10, CIFAR10, 5), (100, CIFAR100, 1)])
@@ -138,19 +101,6 @@ def test_a_damaged_archive_is_said_in_one_line(tmp_path):
     with pytest.raises(UserError) as error:
         ready(CIFAR10(root=str(tmp_path), download=False))
     one_line(error)
-
-
-def write_folder(root, parts=("train", "val"), classes=("cat", "dog"), each=6, size=40):
-    rng = np.random.default_rng(0)
-    for part in parts:
-        for name in classes:
-            folder = root / part / name
-            folder.mkdir(parents=True)
-            for index in range(each):
-                pixels = rng.integers(0, 256, (size + index, size, 3), dtype=np.uint8)
-                image = Image.fromarray(pixels if index % 2 else pixels[..., 0])
-                image.save(folder / f"{index}.{'jpg' if index % 2 else 'png'}")
-    return root
 
 
 def test_imagefolder_reads_colour_and_grey_of_any_size(tmp_path):

@@ -1,0 +1,236 @@
+"""The command lines of READMEs, made small: what stands in them is run, on tiny models, a few batches and files made for it.
+
+Everything here is data about lines, or makes the files that a line names. A line that nothing here knows is an error.
+"""
+
+import json
+import random
+import re
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from data_files import write_cifar, write_folder, write_mnist
+from readme_blocks import Line
+
+TASKS = {
+    "image_classification": ("vit", "digits"),
+    "causal_lm": ("gpt", "text_stdlib"),
+    "masked_lm": ("roberta", "text_stdlib"),
+    "sequence_classification": ("roberta", "text_stdlib"),
+    "error_diffusion": ("error_diffusion", "digits"),
+}
+"""The family of models and the data that a task brings along."""
+
+EXPERIMENTS = {"imagenet_rev_vit_small": "imagefolder", "cifar10_rev_vit_tiny": "cifar10"}
+"""Recipes with data of their own."""
+
+MODELS = {
+    "vit": ["model.dim=16", "model.depth=2", "model.heads=2"],
+    "gpt": ["model.dim=16", "model.depth=2", "model.heads=2"],
+    "roberta": ["model.dim=16", "model.depth=2", "model.heads=2"],
+    "swin": ["model.dim=8", "model.depths=[1,1]", "model.heads=[1,2]", "model.window=4"],
+    "mvit": ["model.dim=8", "model.depths=[1,1]", "model.heads=1"],
+    "error_diffusion": ["model.width=4"],
+}
+DATA = {
+    "digits": ["data.batch_size=8"],
+    "mnist": ["data.batch_size=8", "data.download=false"],
+    "cifar10": ["data.batch_size=8", "data.download=false"],
+    "cifar100": ["data.batch_size=8", "data.download=false"],
+    "fake": ["data.image_size=32", "data.num_classes=4", "data.train_size=16", "data.val_size=8", "data.batch_size=4"],
+    "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
+    "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=256"],
+    "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=256"],
+}
+"""Options that make a model or data set small. Where the line has a value of its own, it keeps it."""
+
+LIMITS = {
+    "fit": {"trainer.max_epochs": "1", "trainer.max_steps": "2", "trainer.limit_train_batches": "2"},
+    "validate": {},
+    "test": {},
+    "predict": {},
+    "plan": {},
+    "generate": {"max_tokens": "8"},
+    "export": {},
+}
+EVALUATED = {"trainer.limit_val_batches": "1", "trainer.limit_test_batches": "1", "trainer.accelerator": "cpu"}
+"""Options that end a command early, in the place of the line's own."""
+
+PROCESSES = {"trainer.devices": "2", "trainer.accelerator": "cpu", "trainer.timeout": "100"}
+"""Where several processes train on this machine."""
+
+BENCHES = {
+    "bench_backward.py": "--dim 16 --heads 2 --depth 2 --tokens 8 --batch 1 --rounds 1",
+    "bench_error_diffusion.py": "--shallowest 1 --deepest 2 --width 4 --batch 4 --deep 2 --rounds 1",
+    "bench_frontier.py": "--depth 2 --batch 1 --pixels 32 --tokens 16 --budgets 2 --rounds 1",
+    "bench_generation.py": "--tokens 8 --rounds 1",
+    "bench_overlap.py": "--groups 1 2 --rounds 1 --tries 1",
+    "bench_plan.py": "--models vit_tiny --precisions fp32 --backwards reversible --batch 1",
+    "bench_synthesis.py": "--models tiny --batch 1 --shortest 4 --longest 6 --rounds 1",
+}
+"""Benches whose sizes are options, and the smallest that they take. The others measure one thing for minutes."""
+
+MULTIPLE = re.compile(r"trainer=(ddp|fsdp|tp)")
+NEEDS_A_GPU = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|offload=true")
+"""Words that ask for several processes, or for what a CPU has not."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A command line of ours, made small.
+
+    Attributes:
+        words: after ``holotrain``.
+        launcher: torchrun's options, or nothing.
+        processes: several train together.
+        gpu: cannot be run on a CPU; it is composed and checked alone.
+    """
+
+    words: tuple[str, ...]
+    launcher: tuple[str, ...] = ()
+    processes: bool = False
+    gpu: bool = False
+
+    def value(self, key: str) -> str | None:
+        found = [word.partition("=")[2] for word in self.words if word.partition("=")[0] == key]
+        return found[-1] if found else None
+
+    @property
+    def before(self) -> "Small | None":
+        """The training that must have been for this one to begin: what ``resume`` resumes, whose weights ``pretrained`` are."""
+        if self.value("resume") == "true":
+            return Small(tuple(word for word in self.words if not word.startswith("resume=")))
+        if self.value("model.pretrained"):
+            words = (word for word in self.words if not word.startswith(("model.pretrained=", "model.trained=", "ckpt_path=")))
+            return Small((*words, "output_dir=others"))
+        return None
+
+
+def ours(line: Line) -> list[str] | None:
+    """The words after ``holotrain``, whichever way it is started; None: it is another program."""
+    words = list(line.words)
+    if words[0] == "srun":
+        words = words[1:]
+    if words[:1] == ["holotrain"]:
+        return words[1:]
+    if words[:3] == ["python", "-m", "holotrain"]:
+        return words[3:]
+    if words[0] == "torchrun" and "holotrain" in words and words[words.index("holotrain") - 1] == "-m":
+        return words[words.index("holotrain") + 1 :]
+    return None
+
+
+def made_small(line: Line) -> Small:
+    words = ours(line)
+    launcher = line.words[1 : line.words.index("holotrain") - 1] if line.words[0] == "torchrun" else ()
+    flags = [word for word in words if word.startswith("-") and word != "-m"]
+    if not words or words[0] == "report" or (flags and "--config-dir" not in flags):
+        return Small(tuple(words))
+    command = words[0]
+    given = {word.partition("=")[0]: word.partition("=")[2].split(",")[0] for word in words[1:] if "=" in word}
+    family, data = TASKS[given.get("task", "image_classification")]
+    data = given.get("data", EXPERIMENTS.get(given.get("experiment"), data))
+    if "model" in given:
+        family = next((name for name in MODELS if re.fullmatch(rf"(rev_)?{name}(_\w+)?", given["model"])), None)
+    # A checkpoint brings its configuration; a model or data set of the reader's own has a README that knows how small it is.
+    options = [] if "ckpt_path" in given and command != "plan" else [*MODELS.get(family, []), *DATA.get(data, [])]
+    if command in ("predict", "generate", "export"):
+        options = []
+    always = LIMITS[command] | ({} if command in ("plan", "generate", "export") else EVALUATED)
+    if command == "fit" and (given.get("debug") == "fast" or ("trainer.max_steps" not in given and data[:4] != "text")):
+        always = {key: value for key, value in always.items() if key != "trainer.max_steps"}
+    if given.get("resume") == "true":
+        always |= {"trainer.max_epochs": "2"}
+    several = line.words[0] in ("torchrun", "srun") or any(MULTIPLE.match(word) for word in words)
+    several = several and command in ("fit", "validate", "test") and given.get("trainer.devices") != "1"
+    gpu = any(NEEDS_A_GPU.search(word) for word in words)
+    if several:
+        always |= PROCESSES
+    kept = [word for word in words if word.partition("=")[0] not in always]
+    small = [option for option in options if option.partition("=")[0] not in given]
+    if "sweep" in given and given["sweep"] == "error_diffusion":  # 54 jobs
+        small += ["hydra.sweeper.params={model.rule:'kaneko,article',seed:'0'}"]
+    return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), tuple(launcher), several, gpu)
+
+
+def is_text(small: Small) -> bool:
+    return small.words[0] == "generate" or any(small.value(key) for key in ("texts", "prompts", "prompt"))
+
+
+def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -> None:
+    """Makes the files that a line names, in the reader's folder.
+
+    Args:
+        trained: folders of runs to take checkpoints from, by what they were trained on: ``image``, ``text``.
+    """
+    run = trained["text" if is_text(small) else "image"]
+    value = small.value
+    if (path := value("ckpt_path")) not in (None, "null"):
+        if Path(path).suffix == ".ckpt" or set(path) == {"."}:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(run / "checkpoints/last.ckpt", folder / path)
+        else:
+            shutil.copytree(run / "exported", folder / path)
+    if small.words[0] == "report":
+        for path in (word for word in small.words[1:] if "=" not in word):
+            shutil.copytree(run, folder / path.replace("*", "01-31_12-00-00") / ("0" if "sweeps" in path else ""))
+    if path := value("images"):
+        write_folder(folder / "pictures", parts=("a",), classes=("b",), each=2)
+        if Path(path).suffix:
+            shutil.copy(folder / "pictures/a/b/1.jpg", folder / path)
+        else:
+            shutil.copytree(folder / "pictures/a/b", folder / path)
+    data = value("data") or EXPERIMENTS.get(value("experiment"), "")
+    root = folder / (value("data.root") or "data")
+    if data == "imagefolder":
+        write_folder(root)
+    elif data == "mnist":
+        write_mnist(root)
+    elif data in ("cifar10", "cifar100"):
+        write_cifar(root, int(data[5:]), monkeypatch)
+    for key in ("data.files", "data.val_files", "data.test_files", "texts", "prompts"):
+        for pattern in (value(key) or "").strip("[]").split(","):
+            if pattern:
+                write_texts(folder, pattern.strip("'\""), value("data.label"))
+
+
+def write_texts(folder: Path, pattern: str, label: str | None) -> None:
+    """Files that the pattern names: forty small texts in two folders, or one file of rows."""
+    draw = random.Random(0)
+    named = {"fruit": ["apple", "pear", "plum", "fig", "lime"], "metal": ["iron", "zinc", "tin", "lead", "gold"]}
+    texts = [(name, " ".join(draw.choices(words, k=12))) for _ in range(20) for name, words in named.items()]
+    suffix = Path(pattern).suffix
+    if suffix in (".jsonl", ".parquet"):
+        rows = [{"text": text, "prompt": text, label or "label": name} for name, text in texts]
+        path = folder / pattern.replace("*", "0")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            import pyarrow
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif "*" not in pattern and suffix:
+        (folder / pattern).parent.mkdir(parents=True, exist_ok=True)
+        (folder / pattern).write_text("\n".join(text for _, text in texts[:3]) + "\n")
+    else:
+        pattern = pattern if "*" in pattern else f"{pattern}/*.txt"
+        for number, (name, text) in enumerate(texts):
+            path = folder / pattern.replace("**", name).replace("*", str(number))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+
+
+PACKAGES = ("json", "email", "html", "logging", "urllib", "http", "xml", "unittest", "concurrent", "sqlite3")
+
+
+def shorten_the_standard_library(folder: Path, monkeypatch) -> None:
+    """A few packages of it, copied to a folder, in the place of all."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    for name in PACKAGES:
+        shutil.copytree(stdlib / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    monkeypatch.setattr("holotrain.data.text.sources.sysconfig", SimpleNamespace(get_path=lambda name: str(folder)))

@@ -1,0 +1,268 @@
+"""What stands in a READMEs is run: every Python block as it is, every command with a small model and a few batches."""
+
+import argparse
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import torch
+import yaml
+from made_once import made_once
+from readme_blocks import ROOT, Line, anchors, blocks, commands, links, readmes
+from readme_commands import BENCHES, Small, lay_out, made_small, ours, shorten_the_standard_library, write_texts
+from small_run import SMALL
+
+READMES = [str(path.relative_to(ROOT)) for path in readmes()]
+KINDS = ("python", "bash", "text", "console", "yaml")
+"""Kinds of blocks: code and commands are run, text and console are what a program prints."""
+
+LINES = {
+    str(line): line for readme in readmes() for block in blocks(readme, "bash") for line in commands(block)
+}  # a line that stands in several READMEs is run once
+OURS = {words: line for words, line in LINES.items() if ours(line) is not None}
+OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
+
+
+def named(lines: dict[str, Line]) -> list:
+    return [pytest.param(line, id=f"{line.where} {words}") for words, line in lines.items()]
+
+
+# Pages
+
+
+def test_the_first_page_is_short():
+    text = (ROOT / "README.md").read_text()
+    lines, words = len(text.splitlines()), len(text.split())
+    assert lines <= 200 and words <= 1800, f"{lines} lines, {words} words"
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_links_lead_somewhere(readme):
+    page = ROOT / readme
+    missing = []
+    for link in links(page):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = unquote(link).partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            missing.append(link)
+    assert not missing
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_every_block_says_what_it_is(readme):
+    unknown = [
+        f"{block.where}: {block.kind or 'no word'} behind the fence"
+        for block in blocks(ROOT / readme)
+        if block.kind not in KINDS
+    ]
+    assert not unknown, f"a block is {', '.join(KINDS)}"
+
+
+@pytest.mark.parametrize("readme", [readme for readme in READMES if blocks(ROOT / readme, "yaml")])
+def test_yaml_can_be_read(readme):
+    for block in blocks(ROOT / readme, "yaml"):
+        assert isinstance(yaml.safe_load(block.text), dict), block.where
+
+
+# Python
+
+PREAMBLES: dict[str, str] = {}
+"""What the Python blocks of a README take as given, by README."""
+
+
+@pytest.mark.parametrize("readme", [readme for readme in READMES if blocks(ROOT / readme, "python")])
+def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    namespace = {"__name__": "__main__"}
+    try:
+        exec(PREAMBLES.get(readme, ""), namespace)
+        for block in blocks(ROOT / readme, "python"):
+            # Blank lines before it: a traceback then names the line of the README.
+            exec(compile("\n" * (block.line - 1) + block.text, ROOT / readme, "exec"), namespace)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, Path]:
+    """A finished run of each kind, with an export in it: a classifier of digits, a language model on a few words."""
+    from holotrain.cli import main
+
+    def train(kind: str, *words: str) -> Path:
+        def make(folder: Path) -> None:
+            here = Path.cwd()
+            os.chdir(folder)
+            try:
+                write_texts(folder, "texts/*.txt", None)
+                assert main(["fit", *words, "hydra.run.dir=run", "test=false"]) == 0
+                assert main(["export", "ckpt_path=run/checkpoints/last.ckpt", "to=run/exported"]) == 0
+            finally:
+                os.chdir(here)
+
+        return made_once(tmp_path_factory, f"readme_{kind}", make) / "run"
+
+    files = ["data=text_files", "data.files=texts/*.txt", "data.context=32", "data.batch_size=4", "trainer.max_steps=2"]
+    return {"image": train("image", *SMALL), "text": train("text", *SMALL, "task=causal_lm", *files)}
+
+
+@pytest.fixture
+def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
+    """A line made small, in a folder with the files that it names; the training that must come before it is done."""
+
+    def prepare(line: Line, run) -> Small:
+        small = made_small(line)
+        for name, value in line.environment:
+            monkeypatch.setenv(name, value)
+        if small.words and not any(word.startswith("-") and word != "-m" for word in small.words):
+            shorten_the_standard_library(tmp_path_factory.getbasetemp() / "stdlib", monkeypatch)
+            lay_out(small, tmp_path, trained, monkeypatch)
+            if small.before is not None:
+                run(small.before)
+        return small
+
+    return prepare
+
+
+def fails(small: Small, status: int, out: str, err: str) -> str | None:
+    if status == 0 and "Traceback" not in err:
+        return None
+    return f"holotrain {' '.join(small.words)}\nstatus {status}\n{out[-2000:]}\n{err[-4000:]}"
+
+
+@pytest.mark.parametrize("line", named(OURS))
+def test_commands(line, prepared, holotrain, monkeypatch):
+    """Lines for several processes or a GPU are composed and checked; ``slow`` has the former run."""
+
+    def run(small: Small) -> None:
+        status, out, err = holotrain(*small.words)
+        assert not (failure := fails(small, status, out, err)), failure
+
+    def only_check(small: Small) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr("holotrain.commands.together.Together.run", lambda self, command, config, run: 0)
+            run(small)
+
+    small = made_small(line)
+    if small.launcher:
+        from torch.distributed.run import get_args_parser
+
+        asked = get_args_parser().parse_args(list(line.words[1:]))
+        assert asked.module and asked.training_script == "holotrain"
+    checked = only_check if small.processes or small.gpu else run
+    checked(prepared(line, checked))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", named({words: line for words, line in OURS.items() if made_small(line).processes}))
+def test_commands_in_two_processes(line, prepared, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(small: Small) -> None:
+        start = [sys.executable]
+        if small.launcher:
+            start += ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        ended = subprocess.run(
+            [*start, "-m", "holotrain", *small.words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert not (failure := fails(small, ended.returncode, ended.stdout, ended.stderr)), failure
+
+    small = prepared(line, run)
+    if small.gpu:
+        pytest.skip("needs a GPU")
+    run(small)
+
+
+# Other programs
+
+
+def read_by_pip(words: list[str]) -> None:
+    assert words[1] == "install" and len(words) > 2
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for word in words[2:]:
+        name, extras = re.fullmatch(r"(-e|\.|[\w-]+)(?:\[([\w,-]+)\])?", word).groups()
+        if name in (".", "holotrain"):
+            assert set(extras.split(",") if extras else ()) <= project["optional-dependencies"].keys(), word
+
+
+def read_by_pytest(words: list[str]) -> None:
+    ended = subprocess.run([sys.executable, "-m", *words, "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def read_by_tensorboard(words: list[str]) -> None:
+    from tensorboard.plugins.core.core_plugin import CorePluginLoader
+
+    parser = argparse.ArgumentParser()
+    CorePluginLoader().define_flags(parser)
+    parser.parse_args(words[1:])
+
+
+class Read(Exception):
+    """A script has read its arguments."""
+
+
+def read_by_a_script(words: list[str], monkeypatch) -> None:
+    """The script's own parser takes the arguments; nothing else of it runs."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser, *args):
+        parse(parser, *args)
+        raise Read
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", words[1:])
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    with pytest.raises(Read):
+        runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+
+
+def is_script(line: Line) -> bool:
+    return line.words[0] == "python" and len(line.words) > 1 and line.words[1].startswith("scripts/")
+
+
+@pytest.mark.parametrize("line", named(OTHERS))
+def test_commands_of_other_programs_are_read(line, monkeypatch):
+    words = list(line.words)
+    readers = {"pip": read_by_pip, "pytest": read_by_pytest, "tensorboard": read_by_tensorboard}
+    if is_script(line):
+        read_by_a_script(words, monkeypatch)
+    else:
+        assert words[0] in readers, f"{line.where}: no test knows how to run {line}"
+        readers[words[0]](words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line", named({w: line for w, line in OTHERS.items() if is_script(line) and Path(line.words[1]).name in BENCHES})
+)
+def test_benches_run_at_their_smallest(line, tmp_path):
+    words = list(line.words[2:])
+    for option in ("--minrev", "--picture"):  # a checkout and a library that tests do without
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
+    script = ROOT / line.words[1]
+    ended = subprocess.run(
+        [sys.executable, script, *words, *BENCHES[script.name].split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
