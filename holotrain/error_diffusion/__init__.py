@@ -1,16 +1,16 @@
-"""The ED method (Kaneko, 1999): learning by an error that is diffused to all hidden layers at once, without a backward pass.
+"""Error diffusion (the ED method; Kaneko, 1999): the error goes to all hidden layers at once, without a backward pass.
 
-Cells are excitatory or inhibitory, in pairs, and stay so; a weight is a magnitude times the signs of the two cells it
-joins. One scalar error an output reaches every hidden layer as it is, so that no layer waits for another's update.
+Cells come in pairs, one excitatory and one inhibitory, and stay so. A weight is a magnitude times the signs of the two cells
+that it joins. The scalar error of an output reaches every hidden layer unchanged, so no layer waits for another's update.
 
 network       ErrorDiffusionNetwork: the weights, and a forward whose backward diffuses
-diffusion     the rule as an autograd Function: gradients that are minus the updates
-rules         what a source learns from an error: Kaneko's rule, the article's
-layers        the pass through the layers
-contraction   the updates of all hidden layers, without an axis of the batch
-inspection    sign violations, dead cells, alignment with the true gradient
+diffusion     the rule as an autograd Function whose gradients are minus the updates
+rules         how much a source learns from an error: Kaneko's rule, the article's rule
+layers        the forward pass
+contraction   the updates of all hidden layers, summed over the batch
+inspection    sign violations, dead cells, alignment with the gradient
 
-Legend: B batch, D outputs (each has a network of its own), L hidden layers, W pairs a layer, C = 2 W cells.
+Shape letters: B batch, D outputs (each with its own network), L hidden layers, W pairs per layer, C = 2 W cells.
 """
 
 from holotrain.error_diffusion.contraction import contract

@@ -1,7 +1,7 @@
 """The updates of all hidden layers at once: what sources learn times the slopes of targets, summed over the batch.
 
-The sum over the batch is the inner dimension of a batched product of matrices. To form each sample's update first and add
-them up afterwards, as a loop over the formula suggests, takes B times the memory of the weights.
+The sum over the batch is the inner dimension of a batched matrix product. Computing each sample's update first and adding
+them up afterwards would take B times the memory of the weights.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import Tensor
 from holotrain.error_diffusion.rules import RULES, slope
 
 WORKSPACE = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
-"""Bytes for what sources learn and slopes: on a CPU they stay in its cache, on a GPU a launch has enough to do."""
+"""Bytes of the temporary buffers: small enough for the cache of a CPU, large enough to keep a GPU busy with one launch."""
 
 
 def contract(activities: Tensor, error: Tensor, rule: str = "kaneko") -> Tensor:
-    """How the magnitudes between hidden layers shall change, but for the learning rate.
+    """Returns the change of the magnitudes between hidden layers, without the learning rate.
 
     Args:
-        activities: (L, D, B, C), signed, of all hidden layers.
-        error: (D, B, 1), target less output.
+        activities: (L, D, B, C), the signed activities of all hidden layers.
+        error: (D, B, 1), target minus output.
         rule: one of :data:`~holotrain.error_diffusion.rules.RULES`.
 
     Returns:
-        (L - 1, D, C, C), from source to target. Beyond it this takes ``WORKSPACE`` bytes, whatever the batch and the depth (or
-        what one sample needs in one layer, where that is more).
+        (L - 1, D, C, C), from source to target. Temporary memory is ``WORKSPACE`` bytes for any batch and depth (or what one
+        sample needs in one layer, if that is more).
     """
     layers, outputs, batch, cells = activities.shape
     updates = activities.new_empty(layers - 1, outputs, cells, cells)
     room = WORKSPACE.get(activities.device.type, WORKSPACE["cuda"]) // (2 * outputs * cells * activities.element_size())
     rows = max(1, min(batch, room))
     depth = max(1, min(layers - 1, room // rows))
-    # One allocation for all parts: on a CPU, fresh memory would cost as much as what is written to it.
+    # One allocation for all parts: on a CPU, new memory costs as much time as writing to it.
     learnt, slopes = activities.new_empty(2, depth * outputs * rows * cells)
     for begin in range(0, layers - 1, depth):
         end = min(begin + depth, layers - 1)

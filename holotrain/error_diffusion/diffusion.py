@@ -1,6 +1,6 @@
-"""The rule as an autograd Function: its backward hands every weight its update, with the opposite sign, for a gradient.
+"""The rule as an autograd Function: its backward returns minus the update as the gradient of each weight.
 
-So an optimizer that subtracts learning rate times gradient adds the update, and whatever works on gradients works here:
+An optimizer that subtracts learning rate times gradient then adds the update. Everything that works on gradients works here:
 accumulation, clipping, schedules, scaled losses (the rules are positively homogeneous in the error), all-reduce under DDP.
 """
 
@@ -20,8 +20,8 @@ from holotrain.error_diffusion.rules import RULES, slope
 class Diffusion(Function):
     """Inputs (B, I) and magnitudes, as in ``layers`` -> outputs (B, D).
 
-    The gradient that comes back, (B, D), is minus the error: of half the squared error, output less target. It is diffused
-    as it is. Nothing flows to the inputs: there is no backward pass that could take it there.
+    The incoming gradient, (B, D), is minus the error: output minus target for half the squared error. It goes to every layer
+    unchanged. The inputs get no gradient, because there is no backward pass.
     """
 
     @staticmethod

@@ -15,9 +15,9 @@ from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES
 
 
 class ErrorDiffusionNetwork(nn.Module):
-    """Layers of pairs of cells, a separate network for each output (Kaneko's ED method).
+    """Layers of pairs of cells, with a separate network for each output (Kaneko's ED method).
 
-    Without the published program's constant threshold inputs: a pair at rest answers with 1/2 and -1/2, which serves as one.
+    It has no constant threshold inputs, unlike the published program: a pair at rest outputs 1/2 and -1/2, which does the same.
 
         network = ErrorDiffusionNetwork(inputs=64, outputs=10, width=32, depth=17)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
@@ -25,25 +25,25 @@ class ErrorDiffusionNetwork(nn.Module):
         optimizer.step()
 
     Args:
-        inputs: I, numbers a sample; each drives an excitatory and an inhibitory cell.
+        inputs: I, numbers per sample; each drives an excitatory and an inhibitory cell.
         outputs: D; the output cells are excitatory.
         width: W, pairs of cells in a hidden layer.
-        depth: L, hidden layers, at least 1.
+        depth: L, number of hidden layers, at least 1.
         rule: ``"kaneko"``, whose updates never make a magnitude smaller (weight decay does, but not below 0), ``"article"``, or
             ``"backpropagation"``: the same network, differentiated by autograd.
-        u0: cells answer with sigmoid(2 u / u0).
+        u0: the output of a cell is sigmoid(2 u / u0).
 
-    Shapes: (B, I), or more dimensions, which are flattened -> (B, D), each in (0, 1). Under autocast layers are in its type.
+    Shapes: (B, I), or more dimensions, which are flattened -> (B, D), each in (0, 1). Under autocast the layers use its dtype.
 
     Attributes:
         incoming: (D, 2, 2, I, W) magnitudes, by the signs of source and target, then source and target.
         hidden: (D, L - 1, 2, 2, W, W), the same between hidden layers.
         outgoing: (D, 2, W), from the last hidden layer, by the sign of the source.
-        signs: (2,), +1 and -1: those of the cells of a pair. A weight is its magnitude times the signs of its two cells.
+        signs: (2,), +1 and -1: the signs of the cells of a pair. A weight is its magnitude times the signs of its two cells.
 
     Raises:
-        ValueError: sizes below 1, another rule; at the call, other than I numbers a sample, or inputs that require a gradient,
-            which there is none of.
+        ValueError: sizes below 1, or an unknown rule; at the call, inputs that do not have I numbers per sample, or that
+            require a gradient (there is none).
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class ErrorDiffusionNetwork(nn.Module):
         super().__init__()
         if min(inputs, outputs, width, depth) < 1 or u0 <= 0:
             raise ValueError(
-                f"inputs, outputs, width and depth are at least 1, u0 above 0: not {inputs, outputs, width, depth, u0}"
+                f"inputs, outputs, width and depth must be at least 1 and u0 above 0, not {inputs, outputs, width, depth, u0}"
             )
         if rule not in (*RULES, BACKPROPAGATION):
             raise ValueError(f"rule must be {', '.join(RULES)} or {BACKPROPAGATION}, not {rule!r}")
         self.rule = rule
         self.gain = 2 / u0
         self.register_buffer("signs", torch.tensor([1.0, -1.0]), persistent=False)
-        # In memory as the matrices that layers multiply by: a layer, then an output, then all sources by all targets.
+        # Memory order is that of the matrices that layers multiply by: layer, output, all sources, all targets.
         self.incoming = nn.Parameter(_uniform(outputs, 2, inputs, 2, width, sources=2 * inputs).transpose(2, 3))
         hidden = _uniform(depth - 1, outputs, 2, width, 2, width, sources=2 * width).permute(1, 0, 2, 4, 3, 5)
         self.hidden = nn.Parameter(hidden, requires_grad=depth > 1)
@@ -71,25 +71,25 @@ class ErrorDiffusionNetwork(nn.Module):
             if self.rule == BACKPROPAGATION or not torch.is_grad_enabled():
                 return propagate(*arguments, self.gain)
             if x.requires_grad:
-                raise ValueError("error diffusion has no gradient for its inputs; detach them, or take rule='backpropagation'")
+                raise ValueError("error diffusion has no gradient for its inputs; detach them, or use rule='backpropagation'")
             return Diffusion.apply(*arguments, self.gain, self.rule)
 
     @torch.no_grad()
     def activities(self, x: Tensor) -> Tensor:
-        """Signed activities of all hidden layers, (L, D, B, C): a cell's sign times its output; excitatory cells first."""
+        """Signed activities of all hidden layers, (L, D, B, C): a cell's sign times its output, excitatory cells first."""
         arguments, outside = self._prepared(x)
         with outside:
             return record(*arguments, self.gain)[0]
 
     @torch.no_grad()
     def clamp_signs(self) -> None:
-        """Sets magnitudes below 0 to 0, after an optimizer step that may have made some: no weight then has a wrong sign."""
+        """Sets magnitudes below 0 to 0, so that no weight has a wrong sign. Call it after an optimizer step."""
         for parameter in self.parameters():
             parameter.clamp_(min=0)
 
     @contextmanager
     def ruled_by(self, rule: str) -> Iterator[None]:
-        """Another rule, for as long as this lasts."""
+        """Uses another rule inside the context."""
         kept, self.rule = self.rule, rule
         try:
             yield
@@ -104,11 +104,11 @@ class ErrorDiffusionNetwork(nn.Module):
         )
 
     def _prepared(self, x: Tensor) -> tuple[list[Tensor], AbstractContextManager]:
-        """What the layers take, in autocast's type where it is on; and a context without it."""
+        """The arguments of the layers, in autocast's dtype if it is on, and a context that turns autocast off."""
         inputs = self.incoming.shape[3]
         if x.ndim < 2 or x[:1].numel() != inputs * len(x[:1]):
             raise ValueError(
-                f"inputs must be (batch, {inputs}), or more dimensions of {inputs} numbers a sample: not {tuple(x.shape)}"
+                f"inputs must be (batch, {inputs}), or more dimensions with {inputs} numbers per sample, not {tuple(x.shape)}"
             )
         dtype, outside = _autocast(x.device.type, self.outgoing.dtype)
         return [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), self._offset())], outside
@@ -120,12 +120,12 @@ class ErrorDiffusionNetwork(nn.Module):
         return incoming, hidden, self.outgoing.flatten(1, 2).unsqueeze(-1)
 
     def _offset(self) -> Tensor:
-        """(C,): 0 of excitatory cells, 1 of inhibitory ones."""
+        """(C,): 0 for excitatory cells, 1 for inhibitory cells."""
         return (self.signs < 0).repeat_interleave(self.outgoing.shape[-1])
 
 
 def _autocast(device: str, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager]:
-    """The type that autocast asks for, ``dtype`` where it is off; and a context without it."""
+    """Autocast's dtype, or ``dtype`` if autocast is off, and a context that turns it off."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return dtype, nullcontext()
     return torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)

@@ -1,13 +1,14 @@
-"""What a source cell learns from an error.
+"""The learning rules: how much a source cell learns from an error.
 
-Let z = s |o| be a cell's *signed activity*: its sign times its output. A weight's magnitude grows by alpha times what the
-source learns times the slope |o| (1 - |o|) of the target. With d+ = max(e, 0) and d- = max(-e, 0), Kaneko's rule,
+Let z = s |o| be the *signed activity* of a cell: its sign times its output. The magnitude of a weight grows by alpha times what
+the source learns times the slope |o| (1 - |o|) of the target. With d+ = max(e, 0) and d- = max(-e, 0), Kaneko's rule,
 
-    dw = alpha x |o| (1 - |o|) d(s_source) s_source s_target,    d of an excitatory source d+, of an inhibitory one d-,
+    dw = alpha x |o| (1 - |o|) d(s_source) s_source s_target,    d is d+ for an excitatory source, d- for an inhibitory one,
 
-changes magnitudes by |x| d(s_source), which is max(z e, 0): never negative, so that no sign can change. An input drives both
-cells of a pair, z = x and z = -x; below 0, which the published program does not know, they change roles. The variant of a
-widely read article on GPUs, dw = alpha x |o| (1 - |o|) s_target e for all sources, changes them by z e, of either sign.
+changes magnitudes by |x| d(s_source), which is max(z e, 0). This is never negative, so no sign can change. An input drives both
+cells of a pair, z = x and z = -x. For negative inputs, which the published program does not have, the two cells swap roles. A
+widely read article on GPUs uses dw = alpha x |o| (1 - |o|) s_target e for all sources; it changes magnitudes by z e, which can
+be negative.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 BACKPROPAGATION = "backpropagation"
-"""No rule of diffusion: the true gradient, for comparison."""
+"""Not a diffusion rule: the gradient of autograd, for comparison."""
 
 
 def kaneko(activities: Tensor, error: Tensor, out: Tensor | None = None) -> Tensor:
@@ -32,10 +33,10 @@ def article(activities: Tensor, error: Tensor, out: Tensor | None = None) -> Ten
 
 
 RULES: dict[str, Callable[..., Tensor]] = {"kaneko": kaneko, "article": article}
-"""By name: signed activities (..., B, C) and the error (..., B, 1) -> what sources learn, (..., B, C), in ``out`` if given."""
+"""By name. Signed activities (..., B, C) and the error (..., B, 1) -> what sources learn, (..., B, C), in ``out`` if given."""
 
 
 def slope(activities: Tensor, out: Tensor | None = None) -> Tensor:
-    """|o| (1 - |o|) of signed activities; its constant factor belongs to the learning rate, as in Kaneko's program."""
+    """|o| (1 - |o|) of signed activities. Its constant factor is part of the learning rate, as in Kaneko's program."""
     sizes = torch.abs(activities, out=out)
     return sizes.addcmul_(sizes, sizes, value=-1)
