@@ -329,7 +329,14 @@ def test_help_lists_commands_groups_and_options(holotrain):
     assert status == 0 and all(command in out for command in ("fit", "validate", "test", "predict"))
     status, out, _ = holotrain("fit", "--help", "data=imagefolder")
     assert status == 0
-    for word in ("rev_vit_tiny", "imagefolder", "data.on_corrupt=error", "optimizer.lr=", "--multirun", "named and left out"):
+    for word in (
+        "rev_vit_tiny",
+        "imagefolder",
+        "data.on_corrupt=error",
+        "optimizer.lr=",
+        "--multirun",
+        "warn and leave it out",
+    ):
         assert word in out, word
 
 
