@@ -96,7 +96,7 @@ def test_what_was_trained_without_evaluation_is_evaluated_when_asked(holotrain):
     checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
     for command, limit in (("validate", "limit_val_batches"), ("test", "limit_test_batches")):
         status, _, err = holotrain(command, f"ckpt_path={checkpoint}")
-        assert status == 2 and f"take trainer.{limit}=1.0" in err and err.count("\n") == 1
+        assert status == 2 and f"use trainer.{limit}=1.0" in err and err.count("\n") == 1
         assert holotrain(command, f"ckpt_path={checkpoint}", f"trainer.{limit}=1.0")[0] == 0
 
 

@@ -139,7 +139,7 @@ def test_the_largest_batch_is_chosen_and_written_down(holotrain):
     assert (status, err) == (0, "")
     folder = only(Path("runs/fit"))
     size = yaml.safe_load((folder / "config.yaml").read_text())["data"]["batch_size"]
-    assert 1 < size < 128 and f"data.batch_size={size} is the most that 10 MiB" in out
+    assert 1 < size < 128 and f"data.batch_size={size} is the largest that fits into 10 MiB" in out
     assert summary(folder)["steps"] == 2 * (128 // size)
 
 
@@ -170,7 +170,7 @@ def test_several_devices_are_predicted_and_what_is_assumed_is_said(holotrain):
     assert (status, err) == (0, "")
     said = " ".join(out.split())
     for words in (
-        "on paper, 2 devices over pcie: predictions",
+        "predicted, not measured: 2 devices over pcie",
         "measured on the CPU",
         "44.8 GB/s",
         "20 us",
@@ -235,7 +235,7 @@ def test_without_devices_nothing_is_said_of_several(holotrain):
             ["fit", "backward=auto", "backward.blocks=[pareprop+attention]", "compile=true"],
             "backward.blocks: compiled blocks cannot keep results",
         ),
-        (["plan", "trainer.precision=16-mixed", "device=cpu"], "trainer.precision=16-mixed: a CPU cannot train so"),
+        (["plan", "trainer.precision=16-mixed", "device=cpu"], "trainer.precision=16-mixed: not supported on the CPU"),
         (["plan", "memory=lots"], "memory: 'lots' is not an amount of memory; write 16GiB"),
         (["plan", "memory=0"], "memory: '0' is not an amount of memory"),
         (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),

@@ -115,7 +115,7 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
     ask = ["prompt=fig lime", "max_tokens=8", "temperature=0"]
     holotrain("generate", f"ckpt_path={checkpoint}", *ask, f"int8={int8}", "output_dir=before")
     status, out, _ = holotrain("export", f"ckpt_path={checkpoint}", "to=exported", f"int8={int8}")
-    assert status == 0 and "of fp32's" in out
+    assert status == 0 and "of the fp32 size" in out
     shutil.rmtree("causal_lm"), shutil.rmtree("texts"), shutil.rmtree("tokens")
     status, _, _ = holotrain("generate", "ckpt_path=exported", *ask, "output_dir=after")
     assert status == 0
@@ -370,12 +370,12 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
     Path("none.jsonl").write_text('\n{"text": "a"}\n')
     Path("number.jsonl").write_text('{"prompt": 5}\n')
     for words, expected in [
-        (["generate", "prompt=" + "a" * 24], "it is 24 tokens long, and the model's context of 24 leaves no room"),
+        (["generate", "prompt=" + "a" * 24], "it is 24 tokens long; it must be shorter than the model's context of 24"),
         (["generate"], 'generate needs prompt="..." or prompts=FILE'),
         (["generate", "prompt=a", "prompts=b"], "give either prompt= or prompts=, not both"),
         (["generate", "prompts=nowhere.txt"], "cannot read nowhere.txt"),
-        (["generate", "prompts=none.jsonl"], "none.jsonl:2 is no JSON object whose field prompt is text"),
-        (["generate", "prompts=number.jsonl"], "number.jsonl:1 is no JSON object whose field prompt is text"),
+        (["generate", "prompts=none.jsonl"], "none.jsonl:2 is not a JSON object with a text field named prompt"),
+        (["generate", "prompts=number.jsonl"], "number.jsonl:1 is not a JSON object with a text field named prompt"),
         (["generate", "prompt=a", "temperature=-1"], "temperature: -1.0 is out of range"),
         (["generate", "prompt=a", "top_p=2"], "top_p: 2.0 is out of range"),
         (["generate", "prompt=a", "top_k=0"], "top_k: 0 is out of range"),
