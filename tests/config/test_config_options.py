@@ -231,10 +231,10 @@ def test_the_options_of_a_synthesis_reach_it():
         (["synthesis=associative", "synthesis.mix=2"], r"synthesis: mix=2.0: it must be in \[0, 1\]"),
         (
             ["synthesis=bind", "synthesis.cover=[nothing]"],
-            "synthesis.cover: 'nothing' matches no parameter; they have names such as model.",
+            "synthesis.cover: 'nothing' matches no parameter; names look like model.",
         ),
         (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis.exclude: 'haed' matches no parameter"),
-        (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: it leaves no parameter"),
+        (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: excludes all parameters"),
         (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 takes nothing"),
         (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis: block_length=100000000: it is longer"),
         (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile is of no use with mode='shared'"),
@@ -268,7 +268,7 @@ def test_what_the_machine_cannot_do_is_refused(override):
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(overrides):
-    with pytest.raises(UserError, match="NVIDIA GPU; this run would train without one"):
+    with pytest.raises(UserError, match="needs an NVIDIA GPU; set it to false"):
         check_training_device(configuration("fit", *overrides))
 
 

@@ -392,10 +392,10 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
     ("words", "expected"),
     [
         (["trainer.devices=2"], "trainer=default uses one process"),
-        (["trainer=ddp", "trainer.backend=nccl"], "trainer.backend=nccl: it joins NVIDIA GPUs"),
+        (["trainer=ddp", "trainer.backend=nccl"], "trainer.backend=nccl: needs NVIDIA GPUs"),
         (["trainer=ddp", "trainer.backend=mpi"], "'mpi' is not one of auto, nccl, gloo"),
         (["trainer=ddp", "trainer.num_nodes=2"], "start it with torchrun or srun"),
-        (["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=3"], "it does not divide 4 processes"),
+        (["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=3"], "4 processes are not a multiple of it"),
         (["trainer=fsdp", "trainer.compression=bf16"], "trainer.compression=bf16: needs trainer=ddp"),
         (
             ["trainer=ddp", "trainer.sharded_checkpoints=true"],
@@ -411,7 +411,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
             ["trainer=tp", "trainer.overlap=null", "trainer.signals=true"],
             "trainer.signals: needs trainer=tp and trainer.overlap",
         ),
-        (["trainer=tp", "trainer.devices=2", "trainer.signals=true"], "trainer.signals: it needs NVIDIA GPUs"),
+        (["trainer=tp", "trainer.devices=2", "trainer.signals=true"], "trainer.signals: needs NVIDIA GPUs"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(holotrain, words, expected):
