@@ -1,4 +1,4 @@
-"""Folders: runs in ``<output_dir>/<command>/<date>_<time>/``, sweeps in ``<output_dir>/<command>/sweeps/<date>_<time>/<n>/``."""
+"""Run folders ``<output_dir>/<command>/<date>_<time>/`` and ``<output_dir>/<command>/sweeps/<date>_<time>/<job>/``."""
 
 from datetime import datetime
 from pathlib import Path
