@@ -25,9 +25,9 @@ class ErrorDiffusionMonitor(pl.Callback):
         every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``.
 
     Logs, for the last batch and averaged over networks, ``error_diffusion/sign_violations`` (fraction of weights whose sign
-    does not match their cells), ``error_diffusion/dead_cells`` (fraction of hidden cells that learn from no sample) and, unless the
-    rule is back-propagation, ``error_diffusion/alignment`` (cosine between update and gradient descent). A monitored step takes
-    about three times as long.
+    does not match their cells), ``error_diffusion/dead_cells`` (fraction of hidden cells that learn from no sample) and,
+    unless the rule is back-propagation, ``error_diffusion/alignment`` (cosine between update and gradient descent). A
+    monitored step takes about three times as long.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:

@@ -272,7 +272,7 @@ MISTAKES = [
     (["fit", "callbacks.checkpoint.monitor=val/acuracy"], "Did you mean 'val/accuracy'?"),
     (["fit", "-m", "optimizer.lr=1e-3,banana"], "optimizer.lr"),
     (["test"], "give ckpt_path="),
-    (["predict", "ckpt_path=text.ckpt"], "no readable checkpoint"),
+    (["predict", "ckpt_path=text.ckpt"], "not a readable checkpoint"),
     (["fit", "--experimental-rerun", "x"], "no flag"),
 ]
 
@@ -321,7 +321,7 @@ class Payload:
 def test_nothing_in_a_checkpoint_is_run(holotrain):
     torch.save({"holotrain": Payload()}, "evil.ckpt")
     status, _, err = holotrain("test", "ckpt_path=evil.ckpt")
-    assert status == 2 and "no readable checkpoint" in err and not Path("ran").exists()
+    assert status == 2 and "not a readable checkpoint" in err and not Path("ran").exists()
 
 
 def test_help_lists_commands_groups_and_options(holotrain):
