@@ -1,4 +1,4 @@
-"""Checks of what a user asked for. Each raises a UserError of one line: where, what, what would be right."""
+"""Checks of option values. Each raises a UserError with one line: which option, what is wrong, what is valid."""
 
 import difflib
 import math
@@ -9,7 +9,7 @@ from holotrain.errors import UserError
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest of the choices, or nothing."""
+    """`` Did you mean 'x'?`` with the nearest choice, or an empty string."""
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -26,9 +26,9 @@ def at_least(where: str, value: float, least: float) -> None:
 
 
 def at_least_or_auto(where: str, value: object, least: int, others: str = "auto") -> None:
-    """A whole number, or ``"auto"``; ``others``: all that there is beside numbers, in words."""
+    """A whole number or ``"auto"``; ``others``: the valid words, for the message."""
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, int)):
-        raise UserError(f"{where}: {value!r} is neither a whole number nor {others}")
+        raise UserError(f"{where}: {value!r} is not valid; give a whole number or {others}")
     if value != "auto":
         at_least(where, value, least)
 
@@ -43,12 +43,12 @@ def amount(where: str, value: object) -> None:
     """A whole number of batches, or a fraction in [0, 1]."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or value < 0 or (isinstance(value, float) and value > 1):
-        raise UserError(f"{where}: {value!r} is neither a whole number of batches nor a fraction in [0, 1]")
+        raise UserError(f"{where}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
 
 
 @contextmanager
 def described_by(group: str) -> Iterator[None]:
-    """A ValueError inside is a mistake in this group of the configuration."""
+    """Turns a ValueError inside into a UserError about this configuration group."""
     try:
         yield
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""The one exception that is the user's to mend."""
+"""The exception for mistakes of the user."""
 
 
 class UserError(Exception):
-    """A mistake of the user's.
+    """A mistake of the user.
 
-    Its text is one line that says what is wrong, where, and the nearest valid choice. The command line prints it and exits
-    with status 2; used as a library, it is an ordinary exception.
+    The text is one line that says what is wrong, where, and the nearest valid choice. The command line prints it and exits
+    with status 2. In Python code it is an ordinary exception.
     """

@@ -1,8 +1,8 @@
-"""Seeds made from several numbers."""
+"""A random seed from several numbers."""
 
 
 def mixed_seed(*numbers: int) -> int:
-    """One seed of 63 bits from several numbers; near inputs give far seeds (the finaliser of splitmix64)."""
+    """A 63-bit seed from several numbers. Close inputs give unrelated seeds (finalizer of splitmix64)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & (2**64 - 1)

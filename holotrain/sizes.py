@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Amounts of memory as text."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def parse_bytes(text: str) -> int:
     """``"16GiB"``, ``"16 GB"`` (powers of 1000), ``"16G"`` (of 1024) or a number of bytes.
 
     Raises:
-        ValueError: none of these.
+        ValueError: the text has none of these forms.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match and next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
     if unit is None or not float(match[1]):
-        raise ValueError(f"{text!r} is no amount of memory; write 16GiB, 800MiB, or a number of bytes")
+        raise ValueError(f"{text!r} is not an amount of memory; write 16GiB, 800MiB or a number of bytes")
     return int(float(match[1]) * UNITS[unit])
 
 
 def unit_of(size: float) -> tuple[str, int]:
-    """The unit in which a size reads well, and its bytes."""
+    """The unit to print a size in, and its number of bytes."""
     power = max(0, min(int(math.log2(max(abs(size), 1)) // 10), 4))
     return ("bytes", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
 
 
 def in_words(size: float, up: bool = False) -> str:
-    """In the unit that suits: ``"1.5 GiB"``; ``up``: never less than it is."""
+    """A size as text, such as ``"1.5 GiB"``; ``up``: rounded up."""
     name, unit = unit_of(size)
     return f"{math.ceil(100 * size / unit) / 100:.2f} {name}" if up else f"{size / unit:.4g} {name}"

@@ -1,17 +1,17 @@
-"""Ways to come by activations in the backward, side by side on the same work: throughput, peak memory, gradient error.
+"""Compares ways to store or recompute activations on the same model: throughput, peak memory, gradient error.
 
     python scripts/bench_backward.py                                  # 12 blocks of width 384, batches of 4 x 196 tokens
     python scripts/bench_backward.py --batch 1 2 4 --json scripts/results/backward.json --picture backward.png
-    python scripts/bench_backward.py --minrev ../minREV               # the PaReprop authors' code, from a checkout
-    python scripts/bench_backward.py --compiled --budgets 0.3 0.5     # f and g compiled; torch.compile's own memory budgets
+    python scripts/bench_backward.py --minrev ../minREV               # with a checkout of the PaReprop authors' code
+    python scripts/bench_backward.py --compiled --budgets 0.3 0.5     # with torch.compile and its memory budgets
 
-Torch alone is needed; revlib and memcnn take part where they are installed, a picture is drawn where matplotlib is. All engines
-run the very same f and g (pre-norm attention and MLP). A step is a forward and a backward.
+Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. All engines run the same f and g
+(pre-norm attention and MLP). A step is a forward and a backward.
 
-Step times: one process, the engines in turn, medians of the ratios round by round. Peak memory: of one step above weights and
-gradients. On CUDA the allocator's figures, allocated and reserved; on a CPU a fresh process for each engine and the resident
-peak, with glibc told to give freed memory back (MALLOC_MMAP_THRESHOLD_), or its fragmentation would be measured instead.
-Gradient error: the norm of the difference from plain autograd's in fp64, over the norm of those.
+Step times: the engines alternate in one process; ratios are medians over rounds. Peak memory: of one step, above weights and
+gradients. On CUDA from the allocator (allocated and reserved). On a CPU the resident peak of a fresh process per engine, with
+MALLOC_MMAP_THRESHOLD_ set so that glibc returns freed memory; otherwise fragmentation would be measured. Gradient error: the
+norm of the difference from plain autograd in fp64, divided by the norm of those gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Coupled(nn.Module):
-    """y1 = x1 + f(x2), y2 = x2 + g(y1): what all engines compute, with nothing of ours in it."""
+    """y1 = x1 + f(x2), y2 = x2 + g(y1): the computation of all engines, in plain PyTorch."""
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def checkpointed(branches, **options) -> Run:
 
 
 def selectively_checkpointed(branches) -> Run:
-    """Keeps the products, recomputes the rest."""
+    """Stores matrix products and recomputes the rest."""
     aten = torch.ops.aten
     products = [aten.mm.default, aten.addmm.default, aten.bmm.default]
     products += [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
@@ -130,7 +130,7 @@ def memcnn(branches) -> Run:
     net = nn.Sequential(
         *(library.InvertibleModuleWrapper(library.AdditiveCoupling(f, g, split_dim=-1), keep_input=False) for f, g in branches)
     )
-    # Its wrapper frees the storage of its input and output: it must not be the caller's.
+    # Its wrapper frees the storage of input and output, so it gets a copy.
     return lambda x: tuple(part.clone() for part in net(torch.cat((x, x), -1)).chunk(2, -1))
 
 
@@ -147,7 +147,7 @@ def minrev(branches, checkout: str) -> Run:
 
 
 def engines(options) -> dict[str, Callable[[list], Run]]:
-    """By name, what makes each of the branches."""
+    """Factories of the engines, by name."""
     half = options.depth // 2
     made = {
         "autograd": plain,
@@ -169,7 +169,7 @@ def engines(options) -> dict[str, Callable[[list], Run]]:
             made[library.__name__] = library
     if options.minrev:
         made["minREV"] = functools.partial(minrev, checkout=options.minrev)
-    if options.compiled:  # dispatch modes do not reach into compiled code, and memcnn frees what the compiler keeps
+    if options.compiled:  # dispatch modes do not work inside compiled code, and memcnn frees tensors that the compiler needs
         made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
     if options.engines:
         unknown = set(options.engines) - set(made)
@@ -204,10 +204,10 @@ def loss_of(run: Run, x: Tensor, options) -> Tensor:
 
 
 def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> Callable[[], float]:
-    """A function that takes one step and waits for it; returns its seconds.
+    """A function that runs one step, synchronizes, and returns its seconds.
 
-    ``standing``: gradients stay in memory and are set to zero, so that a peak above them is that of activations; otherwise
-    they are dropped before a step, as optimizers do by default.
+    ``standing``: gradients stay allocated and are set to zero, so that the peak above them is that of activations. Otherwise
+    they are freed before a step, as optimizers do by default.
     """
     x = make_input(batch, options)
     parameters = [x, *parameters_of(branches)]
@@ -230,13 +230,13 @@ def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> 
 
 
 def settle(step: Callable[[], float]) -> None:
-    """Until pareprop has measured whether overlap pays; the others, which only warm up, are given the same."""
+    """Runs steps until pareprop has measured whether overlap pays; the same number for all engines."""
     for _ in range(SETTLED_AFTER):
         step()
 
 
 def gradient_error(make, options) -> float:
-    """Against plain autograd in fp64, on a batch of one."""
+    """Relative gradient error against plain autograd in fp64, for a batch of one."""
     branches = make_branches(options)
     in_double = [tuple(copy.deepcopy(part).double() for part in pair) for pair in branches]
     x = make_input(1, options)
@@ -245,7 +245,7 @@ def gradient_error(make, options) -> float:
     y1, y2 = plain(in_double)(true_x)
     (y1 * y2).mean().backward()
     pairs = [(x, true_x)]
-    if getattr(make, "func", None) is not budgeted:  # it trains copies: there the input's gradient speaks for all
+    if getattr(make, "func", None) is not budgeted:  # it trains copies of the parameters, so compare the gradient of the input
         pairs += zip(parameters_of(branches), parameters_of(in_double), strict=True)
     if any(one.grad is None for one, _ in pairs):
         return float("inf")
@@ -258,7 +258,7 @@ def parameters_of(branches) -> list[nn.Parameter]:
 
 
 def peak_bytes(name: str, batch: int, options) -> dict[str, int]:
-    """Of one step above what stands in memory before it."""
+    """Peak memory of one step above the memory before it."""
     if options.device == "cuda":
         branches = make_branches(options)
         step = stepper(engines(options)[name](branches), branches, batch, options, standing=True)
@@ -282,7 +282,7 @@ def resident_step_bytes(name: str, batch: int, options) -> int:
     settle(step)
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the resident peak starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the resident peak
     step()
     return resident("VmHWM") - before
 
@@ -293,7 +293,7 @@ def resident(figure: str) -> int:
 
 
 def draw(points: list[dict], path: Path, title: str) -> None:
-    """Throughput against peak memory, a line an engine over the batch sizes."""
+    """Throughput against peak memory, one line per engine over the batch sizes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -305,7 +305,7 @@ def draw(points: list[dict], path: Path, title: str) -> None:
         memory = [row["peak"]["above_weights"] / 2**20 for row in rows]
         speed = [row["samples_per_second"] for row in rows]
         axes.plot(memory, speed, marker="os^vDP*X"[number % 8], label=name)
-    axes.set(xlabel="peak memory of a step above weights and gradients, MiB", ylabel="samples a second", title=title)
+    axes.set(xlabel="peak memory of a step above weights and gradients, MiB", ylabel="samples/s", title=title)
     axes.set_xscale("log")
     axes.grid(alpha=0.3, which="both")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
@@ -319,15 +319,17 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--depth", type=int, default=12, help="blocks")
-    parser.add_argument("--batch", type=int, nargs="+", default=[4], help="several: a line of points for each engine")
+    parser.add_argument("--batch", type=int, nargs="+", default=[4], help="batch sizes; several give a curve for each engine")
     parser.add_argument("--tokens", type=int, default=196)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="of torch's operations on a CPU; 1 lets pareprop use a second thread")
-    parser.add_argument("--amp", action="store_true", help="bf16 autocast")
-    parser.add_argument("--compiled", action="store_true", help="f and g under torch.compile")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of torch's operations; with 1, pareprop can use a second thread"
+    )
+    parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
+    parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="activation memory budgets of torch.compile")
-    parser.add_argument("--engines", nargs="*", help="only these, beside autograd")
-    parser.add_argument("--minrev", help="a checkout of github.com/karttikeya/minREV")
+    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd")
+    parser.add_argument("--minrev", help="path of a checkout of github.com/karttikeya/minREV")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
@@ -352,7 +354,7 @@ def main() -> None:
 
 
 def measured(batch: int, options) -> dict[str, dict]:
-    """The figures of every engine at one batch size."""
+    """The results of every engine for one batch size."""
     contestants = engines(options)
     branches = make_branches(options)
     steps = {name: stepper(make(branches), branches, batch, options) for name, make in contestants.items()}

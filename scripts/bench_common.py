@@ -1,4 +1,4 @@
-"""What the benches share: a description of the machine, medians, JSON. Needs torch alone."""
+"""Shared by the benchmarks: a description of the machine, timing, medians, JSON. Needs only torch."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ import torch
 
 
 def machine() -> dict[str, object]:
-    """The machine and the versions that a figure belongs to."""
+    """The hardware and software versions of a measurement."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu_name(),
@@ -35,7 +35,7 @@ def _cpu_name() -> str:
 
 
 def alternating(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Runs the contestants in turn, ``rounds`` times after one warm-up round; each returns its seconds."""
+    """Runs all candidates alternately, ``rounds`` times after one warm-up round; each returns its seconds."""
     for contestant in contestants.values():
         contestant()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -69,17 +69,17 @@ def timed(work: Callable[[], object], device: str, before: Callable[[], object] 
 
 
 def median_ratio(over: list[float], under: list[float]) -> float:
-    """The median of the ratios round by round, which a drifting machine disturbs least."""
+    """The median over rounds of the ratio of two times, which is robust against drift of the machine's speed."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    """What was measured, without where the figures go."""
+    """The options of a benchmark, without output paths."""
     return {key: value for key, value in vars(options).items() if key not in ("json", "picture", "measure")}
 
 
 def save(result: dict, path: Path | None) -> None:
-    """Writes the figures as JSON, if a path is given."""
+    """Writes the results as JSON, if a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,19 +1,19 @@
-"""What error diffusion costs by depth: forward, update and memory, beside back-propagation in the same network.
+"""Time and memory of error diffusion by depth, compared with back-propagation in the same network.
 
     python scripts/bench_error_diffusion.py                          # 2^4 to 2^12 hidden layers of 32 pairs, batch 64
     python scripts/bench_error_diffusion.py --outputs 10 --json scripts/results/error_diffusion.json
 
-Torch alone is needed. Times are of alternating runs in one process, medians; ratios are medians of ratios round by round. On
-CUDA a time is what the GPU takes between two events.
+Needs only torch. Runs alternate in one process; times and ratios are medians over rounds. On CUDA, times are between two CUDA
+events.
 
-forward        with all activities kept, as a training needs them
-update         the whole backward of error diffusion: what every magnitude shall change by
-autograd       autograd's backward through the same network
-contracted     of the update, what belongs to the weights between hidden layers
-materialised   the same, each sample's update formed first and then summed over the batch
-floor          the time that this device takes to copy as many bytes as an update has to read and write
+forward        forward pass that stores all activities, as in training
+update         the complete backward pass of error diffusion: the update of all magnitudes
+autograd       autograd's backward pass through the same network
+contracted     the part of the update for the weights between hidden layers
+materialised   the same, computed per sample and then summed over the batch
+floor          time to copy as many bytes as an update reads and writes
 
-With --device cuda also "as in the article": the clock of the host around the launches of an update, with no wait for the GPU.
+With --device cuda also "as in the article": host time of the launches of an update, without synchronization.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def half_squares(network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor) -> 
 
 
 def materialised(activities: Tensor, error: Tensor, each: Tensor | None = None) -> Tensor:
-    """What ``contract`` gives, by way of a matrix for each sample; in ``each``, if given, (L - 1, D, B, C, C)."""
+    """The same as ``contract``, with a matrix per sample; in ``each``, if given, (L - 1, D, B, C, C)."""
     return torch.mul(kaneko(activities[:-1], error).unsqueeze(-1), slope(activities[1:]).unsqueeze(-2), out=each).sum(2)
 
 
 def copied(size: int, device: str) -> tuple[Tensor, Tensor]:
-    """Two tensors of which copying one to the other moves ``size`` bytes."""
+    """Two tensors; copying one to the other moves ``size`` bytes."""
     source = torch.ones(size // 8, device=device)
     return torch.empty_like(source), source
 
@@ -63,7 +63,7 @@ def examples(depth: int, batch: int, options) -> tuple[ErrorDiffusionNetwork, Te
 
 
 def backward_timed(rule: str, network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor, device: str):
-    """The backward alone; its forward runs before, untimed."""
+    """Times only the backward; the forward runs before, untimed."""
     losses = []
 
     def forward() -> None:
@@ -75,7 +75,7 @@ def backward_timed(rule: str, network: ErrorDiffusionNetwork, x: Tensor, targets
 
 
 def launched(network: ErrorDiffusionNetwork, x: Tensor, targets: Tensor):
-    """The article's way of timing: the host's clock around launches that are still to be carried out."""
+    """The article's way of timing: host time of the launches, which the GPU has not finished yet."""
 
     def run() -> float:
         network.zero_grad()
@@ -104,7 +104,7 @@ def depth_row(depth: int, options) -> dict:
         "floor": timed(lambda: target.copy_(source), device),
     }
     if depth <= options.materialise:
-        # Its memory is there before: to get it anew each time would take longer than to use it.
+        # Allocated once, because allocation would take longer than the computation.
         each = activities.new_empty(*activities[1:].shape, activities.shape[-1])
         contestants["materialised"] = timed(lambda: materialised(activities, error, each), device)
     if device == "cuda":
@@ -122,7 +122,7 @@ def depth_row(depth: int, options) -> dict:
 
 
 def step_peak(depth: int, options) -> int:
-    """Weights, activities, gradients and the update's workspace, at their peak; all of it is allocated in here."""
+    """Peak memory of weights, activities, gradients and workspace, all allocated here."""
 
     def whole() -> None:
         half_squares(*examples(depth, options.batch, options)).backward()
@@ -131,7 +131,7 @@ def step_peak(depth: int, options) -> int:
 
 
 def batch_rows(options) -> list[dict]:
-    """What the contraction takes beside its result, by batch."""
+    """Extra memory of the contraction, without its result, by batch size."""
     rows = []
     for batch in BATCHES:
         network, x, _ = examples(options.deep, batch, options)
@@ -177,14 +177,14 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shallowest", type=int, default=4, help="power of two of the fewest hidden layers")
+    parser.add_argument("--shallowest", type=int, default=4, help="log2 of the smallest number of hidden layers")
     parser.add_argument("--deepest", type=int, default=12)
-    parser.add_argument("--width", type=int, default=32, help="pairs of cells a layer")
+    parser.add_argument("--width", type=int, default=32, help="pairs of cells per layer")
     parser.add_argument("--inputs", type=int, default=64)
     parser.add_argument("--outputs", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--materialise", type=int, default=512, help="the most layers to materialise each sample's update of")
-    parser.add_argument("--deep", type=int, default=512, help="layers at which memory is measured by batch")
+    parser.add_argument("--materialise", type=int, default=512, help="maximum number of layers for the materialised variant")
+    parser.add_argument("--deep", type=int, default=512, help="number of layers for the memory measurement by batch size")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
@@ -192,14 +192,14 @@ def main() -> None:
     options = parser.parse_args()
     described = machine()
     print(json.dumps(described))
-    print("milliseconds; m/c: materialised over contracted")
+    print("milliseconds; m/c: materialised / contracted")
     print(f"{'layers':>6}{''.join(f'{name:>14}' for name in COLUMNS)}{'m/c':>8}{'peak':>16}")
     rows = []
     for power in range(options.shallowest, options.deepest + 1):
         rows.append(depth_row(2**power, options))
         show(rows[-1])
     batches = batch_rows(options)
-    print(f"\nMiB beside the result, {options.deep} layers")
+    print(f"\nMiB in addition to the result, {options.deep} layers")
     print(f"{'batch':>6}{'activities':>14}{'contracted':>14}{'materialised':>14}")
     for row in batches:
         sizes = (row.get(name) for name in ("activities", "contracted", "materialised"))

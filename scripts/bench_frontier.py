@@ -1,16 +1,16 @@
-"""The frontier: throughput against peak memory of every engine on the same model, and of ``auto`` at a series of budgets.
+"""Throughput against peak memory of every engine on the same model, and of ``auto`` for a series of memory budgets.
 
     python scripts/bench_frontier.py                                          # ViT-S, batches of 4
     python scripts/bench_frontier.py --model swin_tiny --batch 2 --json scripts/results/frontier.json --picture frontier.png
     python scripts/bench_frontier.py --model gpt_small --depth 4 --tokens 256 --batch 1     # scaled to a small machine
     python scripts/bench_frontier.py --draw scripts/results/frontier_vit_small_cpu.json     # figures measured before
 
-Torch alone is needed; revlib and memcnn take part where they are installed, a picture is drawn where matplotlib is. All engines
-train the very same reversible model, its blocks run by each in turn; a step is a forward, a backward and a step of SGD.
+Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. All engines train the same
+reversible model; a step is a forward, a backward and a step of SGD.
 
-Budgets lie at even distances from the peak of ``reversible`` to that of ``autograd``. For each, ``auto`` times what each way of
-coming by activations costs a block, chooses by a plan, and is then measured as the others are: peak memory as PyTorch's
-allocator reports it, step times in one process, everybody in turn, as medians of the ratios round by round.
+The budgets are evenly spaced between the peaks of ``reversible`` and ``autograd``. For each, ``auto`` times every schedule of a
+block, chooses by a plan, and is measured like the others: peak memory from PyTorch's allocator, step times of alternating runs
+in one process, ratios as medians over rounds.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def shape_of(options) -> Shape:
         make = functools.partial({"vit": RevViT, "swin": RevSwin}[name], image_size=options.pixels, **sizes)
         return Shape(make, lambda: (torch.zeros(batch, 3, options.pixels, options.pixels),))
     tokens = functools.partial(torch.zeros, batch, options.tokens, dtype=torch.int64)
-    if name == "gpt":  # learned positions: other engines' blocks take no keyword arguments
+    if name == "gpt":  # learned positions, because blocks of other engines take no keyword arguments
         make = functools.partial(RevGPT, vocab=options.vocab, context=options.tokens, positions="learned", **sizes)
         return Shape(make, lambda: (tokens(), tokens()))
     make = functools.partial(RevRoBERTa, vocab=options.vocab, context=options.tokens, **sizes)
-    return Shape(make, lambda: (tokens(),))  # its logits: which words are masked would depend on values
+    return Shape(make, lambda: (tokens(),))  # use its logits, because the choice of masked words would depend on values
 
 
 class Foreign(nn.Module):
-    """A sequence whose blocks another engine runs."""
+    """A sequence whose blocks are run by another engine."""
 
     def __init__(self, sequence: nn.Module, engine: Callable) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
 
 
 def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, imaginary: bool = False) -> TrainingStep:
-    """One step of SGD; imaginary: inside of ``imagined()``."""
+    """One step of SGD; imaginary: inside ``imagined()``."""
     torch.manual_seed(0)
     place = torch.device("cpu" if imaginary else options.device)
     with torch.device("meta") if imaginary else nullcontext():
@@ -132,7 +132,7 @@ def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, imagina
     model = imagine(model, place) if imaginary else model.to(place)
     for sequence in sequences(model):
         for block in sequence.blocks:
-            block.exchange = False  # which the other engines do not know
+            block.exchange = False  # which the other engines do not support
             if options.compiled and not imaginary:
                 block.f.compile()
                 block.g.compile()
@@ -167,7 +167,7 @@ def contestant(step: TrainingStep, device: str) -> Callable[[], float]:
 
 
 class Auto:
-    """Chooses within a budget, as ``backward=auto`` does."""
+    """Chooses schedules for a budget, like ``backward=auto``."""
 
     def __init__(self, shape: Shape, options) -> None:
         self.shape, self.options = shape, options
@@ -268,18 +268,22 @@ def draw(result: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vit_small", help="vit_, swin_, roberta_, gpt_ and a size")
-    parser.add_argument("--depth", type=int, help="blocks, in place of the size's own")
+    parser.add_argument(
+        "--model", default="vit_small", help="family and size, such as vit_small; families: vit, swin, roberta, gpt"
+    )
+    parser.add_argument("--depth", type=int, help="number of blocks; default: that of the model")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--vocab", type=int, default=8192, help="of text models; small, so that blocks are what is compared")
+    parser.add_argument(
+        "--vocab", type=int, default=8192, help="vocabulary size of text models; small, so that blocks dominate"
+    )
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="of torch's operations on a CPU")
-    parser.add_argument("--amp", action="store_true", help="bf16 autocast")
-    parser.add_argument("--compiled", action="store_true", help="f and g under torch.compile")
-    parser.add_argument("--engines", nargs="*", help="only these, beside autograd and reversible")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch's operations")
+    parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
+    parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
+    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd and reversible")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
@@ -334,7 +338,7 @@ def main() -> None:
         figures[name] = row
 
     print(
-        f"\n{'':22}{'peak MiB':>10}{'budget':>10}{'planned':>10}{'samples/s':>11}  least throughput over those that fit; blocks"
+        f"\n{'':22}{'peak MiB':>10}{'budget':>10}{'planned':>10}{'samples/s':>11}  lowest ratio to an engine that fits; blocks"
     )
     for name, row in figures.items():
         line = f"{name:22}{row['peak'] / 2**20:10.1f}"
@@ -347,7 +351,7 @@ def main() -> None:
         print(line)
     autos = [row for row in figures.values() if "budget" in row]
     print(f"over budget: {sum(row['over_budget'] for row in autos)} of {len(autos)}")
-    print(f"least throughput over an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
+    print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
     print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in autos):.2%}")
     print(machine())
     result = {"machine": machine(), "options": settings_of(options), "engines": figures}

@@ -1,11 +1,11 @@
-"""Tokens a second of generation: keys and values kept against everything read anew, fp32 against int8. Needs torch alone.
+"""Tokens per second of generation: with and without KV cache, fp32 and int8. Needs only torch.
 
     python scripts/bench_generation.py
     python scripts/bench_generation.py --size small --tokens 256 --compile --int8 --json scripts/results/generation_cpu.json
 
-Greedy, from a prompt of 8 random tokens to ``--tokens`` more, by a RevGPT of random weights over a vocabulary of bytes (size
-tiny) or of 50,257 words. Ratios are medians of alternating rounds in one process. Texts of cached and uncached generation are
-compared too: they must be the same. int8 takes part with ``--int8``, where torchao is installed.
+Generates ``--tokens`` tokens greedily from a prompt of 8 random tokens, with a RevGPT with random weights and a vocabulary of
+bytes (size tiny) or 50,257 words. Ratios are medians over alternating rounds in one process. The texts of cached and uncached
+generation are compared and must be equal. ``--int8`` needs torchao.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from holotrain.models import GPT, GPT_SIZES, RevGPT, Sampling, generate
 
 PROMPT = 8
 COMPARED = 256
-"""Tokens of the texts that are compared."""
+"""Number of tokens of the compared texts."""
 
 GREEDY = Sampling(temperature=0)
 
@@ -31,12 +31,12 @@ GREEDY = Sampling(temperature=0)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=GPT_SIZES, default="tiny")
-    parser.add_argument("--plain", action="store_true", help="the plain twin")
+    parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compile", action="store_true", help="a compiled contestant too")
-    parser.add_argument("--int8", action="store_true", help="one with weights in int8 too")
+    parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
+    parser.add_argument("--int8", action="store_true", help="also measure int8 weights")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,7 +44,7 @@ def main() -> None:
     context = PROMPT + max(options.tokens, COMPARED)
     sizes = GPT_SIZES[options.size] | {"context": context, "vocab": 260 if options.size == "tiny" else 50257}
     model = (GPT if options.plain else RevGPT)(**sizes).to(device).eval()
-    with torch.no_grad():  # a fresh model repeats what it was given, since the head is tied to the embedding
+    with torch.no_grad():  # an untrained model repeats its input, because the head is tied to the embedding
         model.norm.weight.normal_()
     prompts = [torch.randint(sizes["vocab"], (PROMPT,), device=device) for _ in range(options.batch)]
 
@@ -72,18 +72,18 @@ def main() -> None:
     ratios = {name: median_ratio(seconds["uncached"], values) for name, values in seconds.items()}
     for name, values in seconds.items():
         rate = options.batch * options.tokens / statistics.median(values)
-        print(f"{name:<10}{rate:9.1f} tokens/s  {ratios[name]:6.2f} times uncached")
+        print(f"{name:<10}{rate:9.1f} tokens/s  {ratios[name]:6.2f} x uncached")
     save(result | {"same": same, "tokens": options.tokens, "seconds": seconds, "times_uncached": ratios}, options.json)
 
 
 def cached(model: nn.Module, prompts: list[Tensor], count: int, compiled: bool = False) -> Tensor:
-    """What ``holotrain generate`` does: (B, count)."""
+    """Generation as in ``holotrain generate``: (B, count)."""
     return torch.stack(list(generate(model, prompts, count, GREEDY, compiled=compiled)), dim=1)
 
 
 @torch.inference_mode()
 def uncached(model: nn.Module, prompts: list[Tensor], count: int) -> Tensor:
-    """Reads all tokens so far for each new one: (B, count)."""
+    """Generation without a cache: processes all tokens for each new one: (B, count)."""
     tokens = torch.stack(prompts)
     for _ in range(count):
         last = model.hidden(tokens)[:, -1:]
@@ -93,7 +93,7 @@ def uncached(model: nn.Module, prompts: list[Tensor], count: int) -> Tensor:
 
 def timed(run, *arguments, **options) -> float:
     started = time.perf_counter()
-    run(*arguments, **options).cpu()  # waits for a GPU
+    run(*arguments, **options).cpu()  # synchronizes with a GPU
     return time.perf_counter() - started
 
 

@@ -1,11 +1,11 @@
-"""What the framework costs: a step of ``holotrain fit`` over one of a bare loop, and how soon ``--help`` answers.
+"""Overhead of the framework: step time of ``holotrain fit`` relative to a plain loop, and the time of ``--help``.
 
     python scripts/bench_overhead.py
     python scripts/bench_overhead.py --json scripts/results/overhead_cpu.json
 
-Both train the default model on the default data in the default way (AdamW, clipping, cosine schedule), in turn, in one
-process. The figure of ``fit`` is the ``step_seconds`` of its summary.json, with everything on that is on by default:
-TensorBoard, memory and throughput monitors, checkpoints. Needs holotrain installed, not torch alone.
+Both train the default model on the default data with the default recipe (AdamW, clipping, cosine schedule), alternating in one
+process. The time of ``fit`` is ``step_seconds`` in its summary.json, with all default features: TensorBoard, memory and
+throughput monitors, checkpoints. Needs holotrain to be installed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     seconds = alternating({"fit": fit_step, "bare loop": bare_step}, options.rounds)
     ratio = median_ratio(seconds["fit"], seconds["bare loop"])
     for name, values in seconds.items():
-        print(f"{name:<12}{statistics.median(values) * 1e3:8.2f} ms a step")
+        print(f"{name:<12}{statistics.median(values) * 1e3:8.2f} ms per step")
     print(f"fit / bare loop  {ratio:.3f}")
 
     times = [help_seconds() for _ in range(options.rounds)]
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def fit_step() -> float:
-    """Seconds a step of one short ``holotrain fit``."""
+    """Seconds per step of one short ``holotrain fit``."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         os.chdir(folder)
@@ -66,7 +66,7 @@ def fit_step() -> float:
 
 
 def bare_step() -> float:
-    """Seconds a step of a loop as one would write it by hand, over the same batches."""
+    """Seconds per step of a hand-written loop over the same batches."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = Digits(batch_size=BATCH, augment=False)

@@ -1,20 +1,18 @@
-"""Linear layers of tensor parallelism in 1 to 16 groups: predicted and measured time, how much communication is hidden.
+"""Tensor parallel linear layers in 1 to 16 row groups: predicted and measured time, and how much communication is hidden.
 
     python scripts/bench_overlap.py --json scripts/results/overlap.json --picture overlap.png
-    python scripts/bench_overlap.py --parts gloo --groups 1 2 4 8          # two processes of this machine
+    python scripts/bench_overlap.py --parts gloo --groups 1 2 4 8          # two processes on this machine
 
-Shapes: the projections of GPT-2 small and medium and of ViT-L, shared out among ``--ranks``. Row-parallel layers (attention
-out, MLP down) are timed in their forward, column-parallel ones (qkv, MLP up) in their backward, weight gradient included.
+Shapes: the projections of GPT-2 small and medium and of ViT-L, sharded over ``--ranks``. Row-parallel layers (attention out,
+MLP down) are timed in the forward, column-parallel ones (qkv, MLP up) in the backward, with the weight gradient.
 
-
-emulated  a link that takes time and moves nothing (``--bandwidth``, ``--latency``). Says how well the predictor predicts this
-          machine's products behind such a link, and nothing about any real one. On either side the least time of the rounds
-          counts, of runs that lost the core to nobody where there are such (``--tries``): else a long run meets other work
-          that a short one escapes
-gloo      two processes: errors against a plain linear in fp64, and times. The processes share this machine's cores with what
-          gloo does, so the times are no multi-GPU speed-up, nor can they be
-cuda      on one GPU, a copy within its memory standing in for the collective: time hidden of the smaller of product and copy,
-          with a product a group and with one product that signals; and that product beside cuBLAS, on cubes
+emulated  a link that takes time and transfers nothing (``--bandwidth``, ``--latency``). It tests the predictor with the matrix
+          products of this machine, and says nothing about a real link. Times are minima over rounds, if possible of runs that
+          were not interrupted by other processes (``--tries``), because long runs are interrupted more often
+gloo      two processes: errors against a plain linear layer in fp64, and times. Both processes and gloo share the cores of
+          this machine, so these times do not show the speedup on several GPUs
+cuda      one GPU, with copies in its memory instead of a collective: the hidden fraction of the shorter of product and copy,
+          with one kernel per group and with one signaling kernel; and the time of that kernel relative to cuBLAS
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ from holotrain.overlap.measuring import Run, median_seconds, one_run, product_se
 from holotrain.overlap.predictor import fewest_groups
 
 MODELS = {"GPT-2 small": (768, 1024), "GPT-2 medium": (1024, 1024), "ViT-L": (1024, 4 * 197)}
-"""Width, and tokens of a batch."""
+"""Width and number of tokens per batch."""
 
 PROJECTIONS = {"attention out": (1, 1, True), "MLP down": (4, 1, True), "qkv": (1, 3, False), "MLP up": (1, 4, False)}
-"""Input and output features in widths, and whether the layer is row-parallel."""
+"""Input and output features in multiples of the width, and whether the layer is row-parallel."""
 
 
 def jobs(options, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
@@ -61,7 +59,7 @@ def jobs(options, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
 
 
 def emulated(options) -> dict[str, dict]:
-    """Predicted and measured seconds of every shape by groups."""
+    """Predicted and measured seconds of every shape, by number of groups."""
     link = Link(options.bandwidth, options.latency)
     found = {}
     for name, job in jobs(options, torch.float32, torch.device("cpu")).items():
@@ -87,7 +85,7 @@ def emulated(options) -> dict[str, dict]:
 
 
 def behind_another(products: Iterator[Run], seconds: Undisturbed) -> float:
-    """Of one of the products, behind another one: as between the groups of a layer, whose matrix is then in the cache."""
+    """Time of a product after another one, with the matrix in the cache, as between the groups of a layer."""
     next(products)()
     return seconds(lambda: next(products)())
 
@@ -116,12 +114,12 @@ def print_row(name: str, row: dict) -> None:
 
 
 def gloo(options) -> dict[str, dict]:
-    """Two processes of this script; what rank 0 found."""
+    """Runs this script as two processes; returns the result of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--as-rank"]
         ranks = [subprocess.Popen([*command, str(rank), folder]) for rank in (0, 1)]
         if any([rank.wait() for rank in ranks]):
-            raise SystemExit("a rank of the gloo part failed; its words are above")
+            raise SystemExit("a process of the gloo part failed; see its output above")
         return json.loads((Path(folder) / "found.json").read_text())
 
 
@@ -145,7 +143,7 @@ def gloo_rank(rank: int, folder: str, options) -> None:
 
 
 def cuda(options) -> dict[str, dict]:
-    """Product, copy and both, by groups, in bf16."""
+    """Times of product, copy and both, by number of groups, in bf16."""
     device = torch.device("cuda", torch.cuda.current_device())
     found = {"cubes": {size: beside_cublas(size, device, options) for size in (4096, 6144, 8192)}}
     for size, row in found["cubes"].items():
@@ -184,7 +182,7 @@ def beside_copies(job: Job, options) -> dict:
 
 
 def draw(found: dict[str, dict], path: Path, title: str) -> None:
-    """Predicted and measured time by groups, a panel a shape."""
+    """Draws predicted and measured time by number of groups, one panel per shape."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -211,17 +209,17 @@ PARTS = {"emulated": emulated, "gloo": gloo, "cuda": cuda}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all that this machine can by default")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run; default: all that this machine supports")
     parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 17)))
-    parser.add_argument("--ranks", type=int, default=2, help="that share a layer; two in the gloo part")
-    parser.add_argument("--bandwidth", type=float, default=125e6, help="of the emulated link, bytes a second")
-    parser.add_argument("--latency", type=float, default=1e-4, help="of the emulated link, seconds")
-    parser.add_argument("--copies", type=int, default=4, help="of a group that stand in for its collective on a GPU")
+    parser.add_argument("--ranks", type=int, default=2, help="tensor parallel size; must be 2 for the gloo part")
+    parser.add_argument("--bandwidth", type=float, default=125e6, help="bandwidth of the emulated link in bytes/s")
+    parser.add_argument("--latency", type=float, default=1e-4, help="latency of the emulated link in seconds")
+    parser.add_argument("--copies", type=int, default=4, help="copies of a group that replace its collective on a GPU")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tries", type=int, default=5, help="at a run of the emulated part that loses the core to nobody")
-    parser.add_argument("--threads", type=int, default=1, help="of torch's operations on a CPU")
+    parser.add_argument("--tries", type=int, default=5, help="tries to get a run of the emulated part without interruption")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch's operations")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path, help="of the emulated part")
+    parser.add_argument("--picture", type=Path, help="draw the results of the emulated part to this file")
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -233,7 +231,7 @@ def main() -> None:
     print(json.dumps(described))
     parts = options.parts or [part for part in PARTS if part != "cuda" or torch.cuda.is_available()]
     if "gloo" in parts and options.ranks != 2:
-        raise SystemExit("the gloo part is of two ranks: leave it out of --parts, or leave --ranks at 2")
+        raise SystemExit("the gloo part needs --ranks 2; change --ranks or remove gloo from --parts")
     result = {"machine": described | {"usable_cores": len(os.sched_getaffinity(0))}, "options": settings_of(options)}
     for part in parts:
         print(f"\n{part}")

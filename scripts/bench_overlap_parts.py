@@ -1,4 +1,4 @@
-"""What bench_overlap.py is made of: a copy that stands in for a collective, errors against a plain linear."""
+"""Parts of bench_overlap.py: copies that replace a collective, timing, errors against a plain linear layer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from holotrain.overlap.measuring import Run, median_seconds, timed
 
 
 class StandIn:
-    """On one GPU: a collective's place is taken by copies within its memory, on a stream of their own.
+    """Replaces a collective by copies in the memory of one GPU, on a separate stream.
 
-    It loads the memory as a collective would and takes some SMs or a copy engine; it tells nothing of any link.
+    The copies use memory bandwidth and some SMs or a copy engine, like a collective. They do not model a link.
     """
 
     def __init__(self, job: Job, copies: int) -> None:
@@ -51,11 +51,11 @@ class Copied:
 
 
 PAUSE = 0.25
-"""Seconds before another try: whoever took the core may be done by then."""
+"""Seconds before another try, because the interrupting process may have finished by then."""
 
 
 class Undisturbed:
-    """Times runs on a CPU that is shared with others; ``disturbed`` is the share of times that nobody can vouch for."""
+    """Times runs on a CPU that is shared with other processes; ``disturbed`` is the fraction of interrupted runs."""
 
     def __init__(self, tries: int) -> None:
         self.tries, self.asked, self.lost = tries, 0, 0
@@ -65,7 +65,7 @@ class Undisturbed:
         return self.lost / self.asked
 
     def __call__(self, run: Run) -> float:
-        """Seconds of a run in which nobody else took the core; after so many tries, of the quickest."""
+        """Seconds of a run without interruption or, after all tries, of the fastest run."""
         self.asked += 1
         taken = []
         for _ in range(self.tries):
@@ -79,7 +79,7 @@ class Undisturbed:
 
 
 def errors_against_plain(job: Job, groups: int, group: dist.ProcessGroup) -> float:
-    """The largest relative difference of output and gradients from those of the whole layer, in fp64, on 33 of the rows."""
+    """The largest relative error of output and gradients against the full layer in fp64, on 33 rows."""
     rank, ranks, row = dist.get_rank(group), dist.get_world_size(group), not job.covered
     generator = torch.Generator().manual_seed(0)
     inputs, outputs = (job.inputs * ranks, job.outputs) if row else (job.outputs, job.inputs * ranks)

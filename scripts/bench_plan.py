@@ -1,11 +1,11 @@
-"""Plans against the truth: the peak memory foretold for a training step, and what PyTorch's allocator reports of a real one.
+"""Compares the planned peak memory of a training step with that of a real step, from PyTorch's allocator.
 
     python scripts/bench_plan.py                                                 # every family, tiny to base, every backward
     python scripts/bench_plan.py --models vit_base gpt_small --precisions bf16 --json scripts/results/plan.json
 
-Torch alone is needed. A step is a forward, a backward, clipping and a step of AdamW. On a CPU the figure is what PyTorch's
-allocator tells the profiler, on CUDA ``max_memory_allocated``; the seconds are those of the plan. Largest sizes want memory: a
-base model in fp32 takes some GiB at the default batch of 2.
+Needs only torch. A step is a forward, a backward, clipping and a step of AdamW. Peak memory comes from the profiler on a CPU
+and from ``max_memory_allocated`` on CUDA. The seconds are those of the plan. A base model in fp32 needs several GiB at the
+default batch of 2.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_step(name: str, backward: str, half: bool, options, imaginary: bool) ->
             return nn.functional.cross_entropy(model(*batch), targets)
         if family == "gpt":
             return model(*batch, targets)
-        # The share that is chosen to be foretold, spread evenly.
+        # The assumed fraction of masked words, evenly spread.
         places = torch.arange(options.tokens, device=place) < round(MASKED * options.tokens)
         return model(*batch, None, targets.masked_fill(~places, -100))
 
@@ -93,7 +93,7 @@ def make_step(name: str, backward: str, half: bool, options, imaginary: bool) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, help="a family and a size: vit_base")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="family and size, such as vit_base")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--backwards", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--batch", type=int, default=2)
@@ -103,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     overlaps = assuming_overlap if options.device == "cuda" else nullcontext
     rows = []
-    print(f"{'model':15}{'precision':>10}{'backward':>12}{'planned MiB':>13}{'taken MiB':>11}{'error':>8}{'seconds':>9}")
+    print(f"{'model':15}{'precision':>10}{'backward':>12}{'planned MiB':>13}{'actual MiB':>11}{'error':>8}{'seconds':>9}")
     for name in options.models:
         for precision in options.precisions:
             for backward in options.backwards:

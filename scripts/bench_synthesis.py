@@ -1,18 +1,18 @@
-"""What a synthesis costs: by length of a vector, and for whole models against an optimizer's step and a training step.
+"""Time of holographic weight synthesis, for vectors and for whole models, compared with an optimizer step and a training step.
 
     python scripts/bench_synthesis.py                                  # vectors of 2^10 to 2^24, ViT-S
     python scripts/bench_synthesis.py --models small base --json scripts/results/synthesis.json
 
-Torch alone is needed. Times are of alternating runs in one process, medians; ratios are medians of ratios round by round. On
-CUDA a time is what the GPU takes between two events, and the host does not wait in between.
+Needs only torch. Runs alternate in one process; times and ratios are medians over rounds. On CUDA, times are between two CUDA
+events, without synchronization in between.
 
-Vectors: binding as published (two transforms of the whole vector, one back), in blocks of 1024, with a Hadamard transform in
-blocks of 256, and captured as a CUDA graph. Beside them, "timed as published": the clock of the host, with the allocations, the
-copy of the gradient into one vector and, on CUDA, the host's waiting for the device inside of what is timed.
+Vectors: binding as published (two transforms of the whole vector, one inverse), in blocks of 1024, with a Hadamard transform in
+blocks of 256, and as a CUDA graph. For comparison "as published": host time with the allocations, the copy of the gradient into
+one vector and, on CUDA, the synchronization.
 
-Models: one step of HolographicSynthesis over all parameters in several recipes; AdamW (foreach and fused) and SGD with
-momentum; forward and backward of a batch, with the hooks that gather keys and without. State is over the parameters' size,
-which momentum's would be.
+Models: one step of HolographicSynthesis over all parameters with several recipes; AdamW (foreach and fused) and SGD with
+momentum; forward and backward of a batch, with and without the hooks that collect keys. State is relative to the size of the
+parameters, which is the size of momentum.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from holotrain.models import VIT_SIZES, ViT
 from holotrain.synthesis import HolographicSynthesis, hadamard_bind, phasor_bind
 
 PARTS = 16
-"""Gradients that the published form gathers into one vector."""
+"""Number of gradients that the published form copies into one vector."""
 
 
 def timed_as_published(work: Callable[[], object], device: str) -> Callable[[], float]:
-    """The host's clock around one run, and the host's waiting for the device within."""
+    """Host time of one run, including the synchronization."""
 
     def run() -> float:
         if device == "cuda":
@@ -68,7 +68,7 @@ def graphed(work: Callable[[], Tensor]) -> Callable[[], None]:
 
 
 def as_published(gradients: list[Tensor], representation: Tensor) -> list[Tensor]:
-    """Algorithm 1 from a list of gradients to a list of updates: one vector of the whole, new memory for everything."""
+    """Algorithm 1 as published: one vector for all gradients, new memory for every result."""
     vector = torch.cat([gradient.flatten() for gradient in gradients])
     bound = phasor_bind(vector, representation)[: len(vector)]
     return [part.view_as(g) for part, g in zip(bound.split([g.numel() for g in gradients]), gradients, strict=True)]
@@ -123,7 +123,7 @@ def recipes(options) -> dict[str, dict]:
 
 
 def model_rows(size: str, options) -> dict:
-    """Everything against AdamW's foreach step, pair by pair, so that no more than one hologram stands in memory."""
+    """Compares each recipe with AdamW's foreach step, one at a time, so that only one hologram is in memory."""
     device = options.device
     model = ViT(**VIT_SIZES[size]).to(device)
     parameters = list(model.parameters())
@@ -178,9 +178,9 @@ def model_rows(size: str, options) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["small"], choices=list(VIT_SIZES))
-    parser.add_argument("--batch", type=int, default=8, help="of the training step")
-    parser.add_argument("--recipes", nargs="*", help="only these")
-    parser.add_argument("--shortest", type=int, default=10, help="power of two of the shortest vector")
+    parser.add_argument("--batch", type=int, default=8, help="batch size of the training step")
+    parser.add_argument("--recipes", nargs="*", help="only these recipes")
+    parser.add_argument("--shortest", type=int, default=10, help="log2 of the shortest vector")
     parser.add_argument("--longest", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

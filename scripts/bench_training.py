@@ -1,17 +1,18 @@
-"""What holographic synthesis is worth in training: none, bind, associative and shared under SGD, SGD with momentum and AdamW.
+"""Test scores with holographic synthesis (none, bind, associative, shared) and SGD, SGD with momentum and AdamW.
 
     python scripts/bench_training.py                                       # all tasks; about 45 minutes on two cores
     python scripts/bench_training.py --tasks mlp --json scripts/results/training.json --picture training.png
 
 Tasks: ``mlp`` and ``rev_vit`` classify scikit-learn's digits (a 64-256-256-10 network; the tiny reversible vision transformer);
 ``bytes`` models the source of Python's standard library byte by byte with a small causal transformer. ``mlp`` and ``rev_vit``
-need scikit-learn beside torch, a picture matplotlib.
+need torch and scikit-learn, and --picture needs matplotlib.
 
-Every pair of optimizer and synthesis is treated alike: its learning rate is chosen from the same number of the optimizer's by
-the validation score of ``--tuning-seeds``; then it trains on ``--seeds`` others, whose test scores are given as mean and
-standard deviation; a star marks a rate at the edge of its grid. Gradients are clipped at norm 1, after synthesis as Lightning
-does, where updates that sum up gradients meet the bound earlier than a gradient does. The rate warms up over a tenth of the
-steps and falls to zero by a cosine. Then accuracy against the state of a shared hologram, under SGD.
+All pairs of optimizer and synthesis are treated equally: the learning rate is chosen from grids of equal size by the
+validation score of ``--tuning-seeds``. Then it trains with ``--seeds`` other seeds; the test score is reported as mean and
+standard deviation. A star marks a rate at the edge of its grid. Gradients are clipped to norm 1 after synthesis, as in
+Lightning; updates that accumulate gradients reach this norm earlier than plain gradients. The learning rate warms up over a
+tenth of the steps and follows a cosine to zero. The last part measures accuracy against the state size of a shared hologram,
+with SGD.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ RATES = {
     "adamw": (3e-4, 1e-3, 3e-3, 1e-2),
 }
 REMEMBERING = {"associative": RATES["momentum"], "shared": RATES["sgd"]}
-"""Rates of SGD beneath a synthesis that remembers: in momentum's place altogether, or in part."""
+"""Learning rates of SGD with a synthesis that replaces momentum, fully or in part."""
 MODES = ("none", "bind", "associative", "shared")
 EVERY = [(optimizer, mode) for optimizer in OPTIMIZERS for mode in MODES]
 INSTEAD_OF_MOMENTUM = [("momentum", "none"), ("sgd", "associative"), ("sgd", "shared")]
 CAREFUL_RATES = {"none": (0.01, 0.02, 0.04), "associative": (0.03, 0.06, 0.12), "shared": (0.1, 0.2, 0.4)}
-"""Of the transformer, which SGD trains at a narrow range of rates."""
+"""Learning rates for the transformer, which SGD trains only in a narrow range."""
 STATES = (2, 4, 16, 32)
-"""Rows a hologram, beside the eight of the default."""
+"""Rows per hologram, in addition to the default of 8."""
 FIRST_TUNING_SEED = 100
 
 
@@ -93,9 +94,9 @@ class Digits:
 
 
 class Bytes:
-    """Bits a byte of the standard library's source, in windows of 64 bytes; whole files are held out."""
+    """Bits per byte of the standard library's source, in windows of 64 bytes; whole files are held out."""
 
-    batch, better, unit, steps, window = 16, min, "bits a byte", 400, 64
+    batch, better, unit, steps, window = 16, min, "bits per byte", 400, 64
     settings = EVERY
 
     @staticmethod
@@ -166,7 +167,7 @@ def task_of(name: str):
 
 @dataclass(frozen=True)
 class Job:
-    """One training."""
+    """Runs one training."""
 
     task: str
     optimizer: str
@@ -182,7 +183,7 @@ class Result:
     test: float
     cosine: float | None
     state: float
-    """bytes of the hologram over those of the parameters (momentum's state)"""
+    """bytes of the hologram divided by the bytes of the parameters (the state of momentum)"""
 
 
 def train(job: Job) -> Result:
@@ -291,7 +292,7 @@ def draw(rows: list[dict], states: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(2, len(tasks), figsize=(4.6 * len(tasks), 7.5), squeeze=False)
     for column, task in enumerate(tasks):
         above, below = axes[0][column], axes[1][column]
-        for number, mode in enumerate(mode for mode in MODES if mode != "bind"):  # far outside: chance, and worse
+        for number, mode in enumerate(mode for mode in MODES if mode != "bind"):  # do not show scores at chance level
             mine = [row for row in rows if (row["task"], row["mode"]) == (task, mode)]
             at = [list(OPTIMIZERS).index(row["optimizer"]) + 0.18 * (number - 1.5) for row in mine]
             above.errorbar(
@@ -325,8 +326,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tuning-seeds", type=int, default=1, help="by which a learning rate is chosen")
-    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--tuning-seeds", type=int, default=1, help="number of seeds for the choice of the learning rate")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes, with one thread each")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Draws what a sweep of error diffusion came to: test accuracy by depth, for every rule and width; mean and range of seeds.
+"""Plots a sweep of error diffusion: test accuracy by depth for every rule and width; mean and range over seeds.
 
     python -m holotrain fit -m task=error_diffusion sweep=error_diffusion
     python scripts/plot_error_diffusion.py runs/fit/sweeps/... --json scripts/results/error_diffusion_digits_cpu.json \
@@ -27,7 +27,7 @@ SHOWN = (*RULES, BACKPROPAGATION)
 
 
 def read(path: Path) -> list[dict]:
-    """A row for each rule, width and depth."""
+    """One row for each rule, width and depth."""
     accuracies = defaultdict(list)
     with path.open() as file:
         for job in csv.DictReader(file):
@@ -59,7 +59,7 @@ def draw(rows: list[dict], path: Path) -> None:
         every = sorted({row["depth"] for row in rows})
         axes.set_xticks(every, [str(depth) for depth in every])
         axes.minorticks_off()
-        axes.set(title=f"{width} pairs a layer", xlabel="hidden layers")
+        axes.set(title=f"{width} pairs per layer", xlabel="hidden layers")
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("test accuracy")
     panels[0][0].legend(fontsize=8)
@@ -70,15 +70,15 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path, help="its folder")
+    parser.add_argument("sweep", type=Path, help="folder of the sweep")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     table = options.sweep / "sweep.csv"
     if not table.is_file():
-        parser.error(f"{options.sweep} is no folder of a finished sweep: there is no sweep.csv in it")
+        parser.error(f"{options.sweep} is not the folder of a finished sweep: it has no sweep.csv")
     rows = read(table)
-    print(f"{'rule':<16}{'width':>6}{'depth':>6}{'mean':>9}   of seeds")
+    print(f"{'rule':<16}{'width':>6}{'depth':>6}{'mean':>9}   by seed")
     for row in rows:
         seeds = " ".join(f"{accuracy:.4f}" for accuracy in row["accuracy"])
         print(f"{row['rule']:<16}{row['width']:>6}{row['depth']:>6}{row['mean']:>9.4f}   {seeds}")

@@ -1,4 +1,4 @@
-"""What tests share: threads for each worker, seeds, and the command line in this process."""
+"""Shared fixtures: threads per worker, seeds, and the command line in this process."""
 
 import os
 import random
@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take all cores get in each other's way
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers that use all cores slow each other down
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -29,7 +29,7 @@ def seeded():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """What a run keeps for later ones, such as measured groups, stays out of the user's home."""
+    """Caches of runs, such as measured groups, are kept out of the user's home."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 

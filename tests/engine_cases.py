@@ -1,4 +1,4 @@
-"""Ways to run a reversible sequence, and the models and situations in which each must give plain autograd's numbers."""
+"""Ways to run a reversible sequence, and the cases in which each must match plain autograd."""
 
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -15,12 +15,12 @@ F64 = torch.float64
 
 
 MIXED = ("reversible", "pareprop", "reversible+attention", "checkpoint", "autograd")
-"""In turn, block by block."""
+"""Computes the blocks one after the other."""
 
 
 @dataclass
 class Engine:
-    """A way to run the sequence that must give plain autograd's numbers."""
+    """A way to run the sequence that must match plain autograd."""
 
     backward: str | tuple[str, ...]
     store: object = 0
@@ -41,7 +41,7 @@ ENGINES = {
 
 
 class Branch(nn.Module):
-    """A branch with dropout that can add a tensor and scale by a number given at the call."""
+    """A branch with dropout that can add a tensor and scale by a number, both passed in the call."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class BatchNormBranch(Branch):
 
 
 class SpectralNormBranch(Branch):
-    """Its weight depends on a buffer that every forward writes."""
+    """The weight depends on a buffer that every forward changes."""
 
     def __init__(self, dropout):
         super().__init__(dropout)
@@ -81,7 +81,7 @@ class InplaceBranch(Branch):
 
 
 class CheckpointedBranch(Branch):
-    """Recomputes within the recomputation."""
+    """A branch with its own activation checkpointing."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -124,7 +124,7 @@ def sequence(depth: int, dropout: float = 0.0, branch=Branch, engine: Engine | N
 
 
 def relative_error(result, reference) -> float:
-    """The largest difference over the largest magnitude, tensor by tensor; a gradient that only one side has is infinite."""
+    """The largest over all tensors of maximum difference / maximum magnitude; infinite if only one side has a gradient."""
     assert len(result) == len(reference)
     if any((a is None) != (b is None) for a, b in zip(result, reference, strict=True)):
         return float("inf")
@@ -169,7 +169,7 @@ def hook_parameters(net, stem):
 
 
 def hook_modules(net, stem):
-    """Hooks that change what passes, forwards and backwards, and a hook on a block that only looks."""
+    """Hooks that change values in forward and backward, and a hook on a block that changes nothing."""
     net.blocks[0].f.inner.register_forward_hook(lambda module, inputs, output: output * 1.5)
     net.blocks[1].g.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
     net.blocks[2].g.inner.register_full_backward_hook(lambda module, into, out: tuple(2 * grad for grad in into))
@@ -210,7 +210,7 @@ def generator_kwargs() -> dict:
     return {"generator": torch.Generator().manual_seed(11)}
 
 
-# The public engines that a case breaks, as measured (58-73% error, no gradients, an exception), are named beside it.
+# Comments name the public engines that fail a case, as measured (58-73% error, no gradients, an exception).
 CASES = {
     **{f"depth {depth}": Case(depth=depth) for depth in [*range(1, 10), 24]},  # minREV: depth 1 and every odd depth from 3
     "dropout": Case(dropout=0.3),  # memcnn: 90%

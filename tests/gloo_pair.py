@@ -1,4 +1,4 @@
-"""Starts a script as two gloo processes, or more, and reads what rank 0 found; and what such a script does at either end."""
+"""Starts a script as several gloo processes and reads the result of rank 0; also the setup and end of such a script."""
 
 import gc
 import json
@@ -36,10 +36,10 @@ def find_as_one_of_them(find: Callable[[int], dict]) -> None:
     shared = dist.FileStore(store, count)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=timeout)
     found = find(rank)
-    # Who is through with its last collective may not close what another is still reading from.
+    # A process must not close connections that another one still uses for the last collective.
     shared.set(f"through/{rank}", "")
     shared.wait([f"through/{other}" for other in range(count)], timeout)
     if rank == 0:
         Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
-    gc.collect()  # its threads end with the last who knows of it, and one that meets Python's own end aborts the process
+    gc.collect()  # the group's threads end with its last reference; one that outlives Python aborts the process

@@ -1,4 +1,4 @@
-"""Kaneko's program as loops over single cells: outputs |o| in (0, 1), signed weights, one number after the other."""
+"""Kaneko's program as loops over single cells: outputs |o| in (0, 1) and signed weights."""
 
 import math
 
@@ -8,7 +8,7 @@ from holotrain.error_diffusion import ErrorDiffusionNetwork
 
 
 class PlainNetwork:
-    """The network of output ``d`` of an ErrorDiffusionNetwork: ``weights[layer][k][m]`` goes from m to k and has its sign."""
+    """The network of output ``d`` of an ErrorDiffusionNetwork: ``weights[layer][k][m]`` goes from m to k and is signed."""
 
     def __init__(self, network: ErrorDiffusionNetwork, d: int, u0: float) -> None:
         self.u0 = u0
@@ -17,7 +17,7 @@ class PlainNetwork:
         self.weights = [signed(network.incoming[d]), *map(signed, network.hidden[d]), signed_out(network.outgoing[d])]
 
     def outputs(self, x: list[float]) -> list[list[float]]:
-        """Of every layer of cells, the inputs' first: each input drives two."""
+        """Outputs of every layer of cells, starting with the inputs. Each input drives two cells."""
         found = [[*x, *x]]
         for weights in self.weights:
             totals = [sum(w * o for w, o in zip(row, found[-1], strict=True)) for row in weights]
@@ -25,7 +25,7 @@ class PlainNetwork:
         return found
 
     def updates(self, x: list[float], target: float, rule: str) -> list[list[list[float]]]:
-        """Of every signed weight, with alpha = 1."""
+        """The update of every signed weight, with alpha = 1."""
         outputs = self.outputs(x)
         error = target - outputs[-1][0]
         d_plus, d_minus = max(error, 0.0), max(-error, 0.0)
@@ -37,7 +37,7 @@ class PlainNetwork:
                 slope = outputs[layer + 1][k] * (1 - outputs[layer + 1][k])
                 row = []
                 for o_m, s_m in zip(outputs[layer], sources, strict=True):
-                    excites = s_m > 0 if o_m >= 0 else s_m < 0  # an input below 0 makes its cells change roles
+                    excites = s_m > 0 if o_m >= 0 else s_m < 0  # for a negative input the two cells swap roles
                     if rule == "kaneko":
                         row.append(abs(o_m) * slope * (d_plus if excites else d_minus) * s_m * targets[k])
                     else:
@@ -62,6 +62,6 @@ def signed(magnitudes: Tensor) -> list[list[float]]:
 
 
 def signed_out(magnitudes: Tensor) -> list[list[float]]:
-    """The same to the one excitatory output cell, (2, sources)."""
+    """The same for the single excitatory output cell, (2, sources)."""
     excitatory, inhibitory = magnitudes.tolist()
     return [[*excitatory, *(-weight for weight in inhibitory)]]

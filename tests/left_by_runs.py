@@ -1,4 +1,4 @@
-"""What runs leave in their folders, read for tests."""
+"""Reads the files in run folders."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What takes long is made by one of pytest's workers, and read by all that have tests of it."""
+"""Expensive results, made by one pytest worker and read by all."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def made_once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
-    """The folder of that name, new in this session, which ``make`` filled in whichever worker came first."""
+    """A folder of this session, filled by ``make`` in the first worker that needs it."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = base / name

@@ -1,10 +1,10 @@
-"""A logger that remembers."""
+"""A logger that keeps what is logged in memory."""
 
 from lightning.pytorch.loggers.logger import Logger
 
 
 class Memo(Logger):
-    """Keeps what is logged."""
+    """Keeps logged scalars in memory."""
 
     def __init__(self):
         self.rows = []

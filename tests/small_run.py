@@ -1,4 +1,4 @@
-"""A run that takes a second, and one that is killed."""
+"""Overrides for a run of about a second, and a run that is killed."""
 
 SMALL = [
     "model.dim=16",
@@ -23,4 +23,4 @@ ExactResume.on_train_batch_end = kill
 from holotrain.cli import main
 main(["fit", *sys.argv[1:]])
 """
-"""A program for python -c: ``fit`` with the given overrides, killed in the middle of the second epoch."""
+"""A program for ``python -c``: ``fit`` with the given overrides, killed in the middle of the second epoch."""

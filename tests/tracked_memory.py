@@ -1,4 +1,4 @@
-"""How much memory a step takes beside its model, counted tensor by tensor: the same on every machine."""
+"""Memory of a step without its model, counted per tensor, so that it is equal on every machine."""
 
 import weakref
 
@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class TrackedMemory(TorchDispatchMode):
-    """``peak``: the most bytes that were alive at once of all that operations made meanwhile; ``alive``: those that are now.
+    """``peak``: maximum number of live bytes that operations have allocated; ``alive``: current number.
 
     Args:
-        model: its parameters, gradients and buffers do not count; gradients must be there, or they would.
+        model: its parameters, gradients and buffers do not count. Gradients must already exist, or they would count.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +45,7 @@ class TrackedMemory(TorchDispatchMode):
 
 
 def bytes_of_a_step(model: nn.Module, *inputs: torch.Tensor) -> tuple[int, int]:
-    """Beside the model, its gradients in place from the step before: at the peak, and between forward and backward."""
+    """Bytes in addition to the model and its gradients: at the peak, and between forward and backward."""
     model(*inputs).sum().backward()
     with TrackedMemory(model) as memory:
         loss = model(*inputs).sum()

@@ -1,22 +1,22 @@
-"""What accompanies a training, in any Lightning Trainer.
+"""Callbacks for any Lightning Trainer.
 
-memory        MemoryMonitor: peak memory phase by phase
-probe         where its figures come from
-drift         DriftMonitor: how far rebuilt activations are from the true ones
+memory        MemoryMonitor: peak memory of each phase
+probe         reads memory use of the device or process
+drift         DriftMonitor: error of recomputed activations
 diffusion     ErrorDiffusionMonitor: signs, dead cells, alignment with the true gradient
-synthesis     SynthesisCallback: gradients rewritten before each optimizer step
+synthesis     SynthesisCallback: holographic weight synthesis before each optimizer step
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
 trace         TraceProfiler: a few batches as a trace for Perfetto
-memory_picture  memory over the time of a batch, as SVG
-padding       PaddingMonitor: how much of text batches is padding
-share         which share of the data a process reads
-flops         FLOPs of a training step, peaks of known devices
-interrupt     SaveOnSignal: a checkpoint before a signal ends the training
-agreement     Agreement: processes learn of a signal at the same batch
-exact_checkpoint  ExactCheckpoint: checkpoints from which training continues exactly
-exact_resume ExactResume: what Lightning leaves out of a checkpoint
-whole_steps   what happens between batches waits for the optimizer step
-epoch_log     EpochLog: a line an epoch
+memory_picture  memory during a batch, as SVG
+padding       PaddingMonitor: fraction of padding in text batches
+share         which shard of the data a process reads
+flops         FLOPs of a training step, peak FLOP/s of known GPUs
+interrupt     SaveOnSignal: saves a checkpoint before a signal ends the training
+agreement     Agreement: processes receive a signal at the same batch
+exact_checkpoint  ExactCheckpoint: checkpoints for exact resumption
+exact_resume  ExactResume: state that Lightning leaves out of checkpoints
+whole_steps   delays what happens between batches to the optimizer step
+epoch_log     EpochLog: one line per epoch
 """
 
 from holotrain.callbacks.diffusion import ErrorDiffusionMonitor

@@ -1,4 +1,4 @@
-"""Agreement: all processes of a training learn of what one of them noticed, at the same batch."""
+"""Agreement: all processes of a training receive a number from any one of them at the same batch."""
 
 from datetime import timedelta
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Agreement:
-    """The largest of the numbers that the processes bring, a batch late, so that none waits for the others.
+    """The maximum over processes, one batch late, so that no process waits for the others.
 
-    Every process must call the same methods in the same order. A group of its own, on the CPU: no GPU is waited for. Alone, a
-    process agrees with itself at once.
+    Every process must call the same methods in the same order. Uses its own gloo group on the CPU, so that no GPU is
+    synchronized. A single process gets its own number immediately.
 
     Args:
-        timeout: for which they wait for each other; None: torch's.
+        timeout: of the collectives; None: torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -23,7 +23,7 @@ class Agreement:
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def late(self, number: int) -> int:
-        """The largest of what was brought at the call before this one; 0 at the first."""
+        """The maximum of the previous call's numbers; 0 at the first call."""
         if self._group is None:
             return number
         agreed = self._settled()
@@ -31,7 +31,7 @@ class Agreement:
         return agreed
 
     def now(self, number: int) -> int:
-        """The largest of what is brought now, and was before."""
+        """The maximum of the numbers of this call and the previous one."""
         if self._group is None:
             return number
         before = self._settled()
@@ -39,7 +39,7 @@ class Agreement:
         return max(before, self._settled())
 
     def end(self) -> None:
-        """Waits for what is under way, and forgets the group."""
+        """Waits for the pending collective and destroys the group."""
         if self._group is not None:
             self._settled()
             dist.destroy_process_group(self._group)

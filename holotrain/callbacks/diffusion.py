@@ -1,4 +1,4 @@
-"""ErrorDiffusionMonitor: what goes on in networks that learn by error diffusion."""
+"""ErrorDiffusionMonitor: signs, dead cells and alignment of error diffusion networks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +12,22 @@ from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, al
 
 @dataclass
 class Pass:
-    """What went through one network in the step that is looked at."""
+    """Input and output gradient of one network in the monitored step."""
 
     x: Tensor
     grad: Tensor | None = None
 
 
 class ErrorDiffusionMonitor(pl.Callback):
-    """Looks at every ErrorDiffusionNetwork of a LightningModule, for any Lightning Trainer, in one step of every window.
+    """Monitors every ErrorDiffusionNetwork of a LightningModule, for any Lightning Trainer, in one of every n steps.
 
     Args:
-        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``.
+        every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``.
 
-    Logs, of each network's last batch and the mean over networks, ``error_diffusion/sign_violations`` (share of weights whose
-    sign is not that of their cells), ``error_diffusion/dead_cells`` (share of hidden cells that learn from no sample) and,
-    unless the rule is back-propagation, ``error_diffusion/alignment`` (cosine between update and gradient descent). Such a step
-    takes about three times as long.
+    Logs, for the last batch and averaged over networks, ``error_diffusion/sign_violations`` (fraction of weights whose sign
+    does not match their cells), ``error_diffusion/dead_cells`` (fraction of hidden cells that learn from no sample) and,
+    unless the rule is back-propagation, ``error_diffusion/alignment`` (cosine between update and gradient descent). A
+    monitored step takes about three times as long.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""DriftMonitor: how far the activations that a reversible backward rebuilds are from the true ones."""
+"""DriftMonitor: the error of the activations that a reversible backward recomputes."""
 
 import warnings
 from typing import Any
@@ -12,15 +12,15 @@ from holotrain.reversible import ReversibleSequence
 class DriftMonitor(pl.Callback):
     """Logs the relative reconstruction error of the input of every reversible sequence, for any Lightning Trainer.
 
-    A sample of a few thousand entries is remembered in the forward and compared with what the backward rebuilds, in one step of
-    every window; between those steps it costs nothing.
+    In one of every n steps, it keeps a sample of a few thousand entries in the forward and compares it with the recomputed
+    values in the backward. The other steps have no overhead.
 
     Args:
-        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``.
-        threshold: of the error, above which a warning names the remedy, once.
+        every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``.
+        threshold: relative error above which a warning is shown, once.
 
-    Logs ``reversible/drift``: the norm of the difference over that of the sample, the largest of all sequences. Nothing where
-    no sequence recomputes.
+    Logs ``reversible/drift``: the norm of the difference divided by the norm of the sample, the maximum over all sequences.
+    Logs nothing if no sequence recomputes.
     """
 
     def __init__(self, every_n_steps: int | None = None, threshold: float = 1e-2) -> None:
@@ -54,8 +54,8 @@ class DriftMonitor(pl.Callback):
         if drift > self.threshold and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the activations that the reversible backward rebuilds are off by {drift:.2g} of their norm, and gradients "
-                "with them: exact=True (backward.exact=true) rebuilds them bit for bit; more precise branches "
-                "(trainer.precision=32-true) or fewer blocks in a row (backward.store) lessen the error",
+                f"recomputed activations have a relative error of {drift:.2g}, so gradients are inaccurate: use exact=True "
+                "(backward.exact=true) for bit-exact recomputation, or reduce the error by a higher precision "
+                "(trainer.precision=32-true) or by storing more blocks (backward.store)",
                 stacklevel=2,
             )

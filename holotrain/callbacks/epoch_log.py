@@ -1,4 +1,4 @@
-"""EpochLog: progress for output that is no terminal."""
+"""EpochLog: progress as plain lines, for output that is not a terminal."""
 
 import time
 
@@ -6,13 +6,13 @@ import lightning.pytorch as pl
 
 
 class EpochLog(pl.Callback):
-    """Prints one line an epoch, and one a validation within it, so that the log of a batch job stays readable.
+    """Prints one line per epoch, and one per validation within an epoch, so that the log of a batch job stays readable.
 
-    Epoch, step, metrics, seconds since the epoch's beginning.
+    A line has epoch, step, metrics and the seconds since the start of the epoch.
     """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._started = time.monotonic()  # an epoch that is taken up in its middle does not begin
+        self._started = time.monotonic()  # on_train_epoch_start is not called for an epoch that is resumed
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
@@ -35,5 +35,5 @@ class EpochLog(pl.Callback):
 
 
 def _ends(trainer: pl.Trainer) -> bool:
-    """Whether the step just made is the last one: the epoch's own line follows."""
+    """Whether this was the last step. Then the line of the epoch follows."""
     return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps

@@ -1,4 +1,4 @@
-"""FLOPs: what a device can do a second, and what a training step takes."""
+"""FLOPs of a training step, and peak FLOP/s of devices."""
 
 import copy
 import re
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense peaks in TFLOP/s, without sparsity, and streaming multiprocessors. Sources: NVIDIA's data sheets of each card; for
-# GeForce the Ada and Blackwell whitepapers' rows with FP32 accumulation, which is what PyTorch uses. Tried in order; "float32"
-# is what matrix products reach without TF32.
+# Dense peaks in TFLOP/s, without sparsity, and streaming multiprocessors. Sources: NVIDIA's data sheet of each card; for
+# GeForce, the rows with FP32 accumulation (as PyTorch uses it) in the Ada and Blackwell whitepapers. The first match counts;
+# "float32" is for matrix products without TF32.
 PEAKS: list[tuple[str, dict[str, float]]] = [
     (r"H100 PCIe", {"half": 756, "tf32": 378, "float32": 51, "sms": 114}),
     (r"H100 NVL", {"half": 835, "tf32": 417.5, "float32": 60, "sms": 132}),
@@ -22,16 +22,16 @@ PEAKS: list[tuple[str, dict[str, float]]] = [
 ]
 
 GPUS = ("A100", "B200", "H100", "H100 NVL", "H100 PCIe", "H200", "L40S", "RTX 4090", "RTX 5090")
-"""Names that the table knows, for those who name a GPU."""
+"""GPUs in the table, as names for the option ``gpu``."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak of a device in FLOP/s, or None where it is not known.
+    """The dense peak of a device in FLOP/s, or None if it is not known.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name()`` gives it.
-        precision: as Lightning names it: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ... Products of 32-bit numbers count
-            as TF32 where ``torch.set_float32_matmul_precision`` allows it; 64-bit ones are not known.
+        device_name: from ``torch.cuda.get_device_name()``.
+        precision: Lightning's name: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ... 32-bit products count as TF32 if
+            ``torch.set_float32_matmul_precision`` allows it; 64-bit peaks are not known.
     """
     if precision.startswith(("16", "bf16")):
         kind = "half"
@@ -44,7 +44,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def multiprocessors(device_name: str) -> int | None:
-    """How many streaming multiprocessors a GPU of that name has, or None where it is not known."""
+    """The number of streaming multiprocessors of a GPU, or None if it is not known."""
     peaks = _peaks_of(device_name)
     return peaks and int(peaks["sms"])
 
@@ -57,15 +57,15 @@ def _peaks_of(device_name: str) -> dict[str, float] | None:
 
 
 def training_flops(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """FLOPs of one forward and backward, two a multiply-accumulate; what the backward recomputes is counted.
+    """FLOPs of one forward and backward, including recomputation. A multiply-add counts as two.
 
-    Nothing is computed: a copy of the model runs on the meta device. Counted are matrix products, convolutions and attention,
-    as ``torch.utils.flop_counter`` knows them.
+    Nothing is computed: a copy of the model runs on the meta device. Counts matrix products, convolutions and attention, as
+    ``torch.utils.flop_counter`` does.
 
     Args:
-        model: gives one tensor; without ``inputs`` that require grad, the backward of its first layer's input is left out, as
-            it is in training.
-        inputs: of the size that shall be counted; values do not matter.
+        model: returns one tensor.
+        inputs: of the size to count; values do not matter. If they do not require grad, their gradient is not counted, as in
+            training.
     """
     model = copy.deepcopy(model).to("meta")
     inputs = tuple(tensor.to("meta") for tensor in inputs)

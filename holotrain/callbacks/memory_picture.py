@@ -1,14 +1,14 @@
-"""Memory over the time of a training step, drawn from a profiler's events as SVG."""
+"""Memory during a training step, drawn as SVG from the events of a profiler."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, ROW = 1120, 320, 90, 60, 26
-"""Pixels: of the curve, from the picture's edge to the curve, and of a row of ranges beneath it."""
+"""Pixels: size of the curve, margins to its left and top, and height of a row of ranges below it."""
 
 POINTS = 2 * WIDTH
-"""More of the curve cannot be seen."""
+"""Number of time intervals to which the curve is thinned."""
 
 ROWS = {
     "step": ("#8c8c8c", ("training_step", "backward")),
@@ -16,7 +16,7 @@ ROWS = {
     "recompute": ("#ee8833", ("recompute ",)),
     "gradients": ("#228855", ("gradients ",)),
 }
-"""The rows, their colours and the beginnings of the names of the ranges within."""
+"""The rows, with their colors and the prefixes of the names of their ranges."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Curve:
     """Bytes in use after each allocation and release; times in microseconds.
 
     Attributes:
-        absolute: counted from nothing, as a GPU's allocator does; else from the first event, before which nobody looked.
+        absolute: whether bytes count from zero (GPU allocator) or from the first event (CPU).
     """
 
     points: list[tuple[float, int]]
@@ -43,13 +43,13 @@ class Curve:
 
 
 def memory_picture(events: Iterable[dict], title: str) -> str:
-    """The picture: a curve, and beneath it what ran when.
+    """Draws the memory curve, and below it the ranges that ran.
 
     Args:
-        events: ``traceEvents`` of a Chrome trace that torch.profiler made with ``profile_memory=True``.
+        events: ``traceEvents`` of a Chrome trace from torch.profiler with ``profile_memory=True``.
 
     Returns:
-        SVG, with a line of text in place of a curve if nothing was allocated.
+        SVG; only a line of text if nothing was allocated.
     """
     events = list(events)
     curve, ranges = curve_of(events), ranges_of(events)
@@ -61,7 +61,7 @@ def memory_picture(events: Iterable[dict], title: str) -> str:
         f'<text x="{LEFT}" y="24" font-size="15">{escape(title)}</text>',
     ]
     if not curve.points:
-        return "\n".join([*lines, f'<text x="{LEFT}" y="60">no allocation was seen</text></svg>\n'])
+        return "\n".join([*lines, f'<text x="{LEFT}" y="60">no allocations</text></svg>\n'])
     times = [time for time, _ in curve.points] + [t for r in ranges for t in (r.begin, r.end)]
     begin, end = min(times), max(times)
     floor, peak = min(0, *(b for _, b in curve.points)), max(1, *(b for _, b in curve.points))
@@ -92,7 +92,7 @@ def memory_picture(events: Iterable[dict], title: str) -> str:
     when = next(time for time, value in curve.points if value == max(b for _, b in curve.points))
     during = [r.name for r in ranges if r.begin <= when <= r.end and r.row != "step"]
     lines.append(f'<circle cx="{x(when):.1f}" cy="{y(peak):.1f}" r="4" fill="#cc3311"/>')
-    above = "in use" if curve.absolute else "above the step's beginning"
+    above = "in use" if curve.absolute else "above the start of the step"
     told = f"{curve.device}: peak {peak / 2**20:.1f} MiB {above} at {(when - begin) / 1e3:.1f} ms"
     told += f", during {' and '.join(during)}" if during else ""
     lines.append(f'<text x="{LEFT}" y="44">{escape(told)}; {last / 2**20:.1f} MiB at the end</text>')
@@ -100,7 +100,7 @@ def memory_picture(events: Iterable[dict], title: str) -> str:
 
 
 def curve_of(events: Iterable[dict]) -> Curve:
-    """Memory of the device that computes: the first accelerator with events, else the CPU."""
+    """Memory of the first accelerator with events, else of the CPU."""
     seen = [event for event in events if event.get("name") == "[memory]"]
     seen.sort(key=lambda event: event["ts"])
     device = max(((e["args"]["Device Type"], -e["args"]["Device Id"]) for e in seen), default=(0, 0))
@@ -115,9 +115,9 @@ def curve_of(events: Iterable[dict]) -> Curve:
 
 
 def ranges_of(events: Iterable[dict]) -> list[Range]:
-    """What the host did, by the names that the engine and Lightning give.
+    """The ranges of the host, by the names from the engine and from Lightning.
 
-    Lightning runs the step and the backward within the optimizer's step, of which only the rest is the optimizer's own.
+    Lightning runs training_step and backward inside the optimizer step; only the part after them counts as "optimizer".
     """
     found, around = [], []
     for event in events:
@@ -136,7 +136,7 @@ def ranges_of(events: Iterable[dict]) -> list[Range]:
 
 
 def thinned(points: list[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """Of the points that fall on one place, the first, lowest, highest and last: so that a peak is never lost."""
+    """Keeps the first, lowest, highest and last point of each time interval, so that no peak is lost."""
     begin, length = points[0][0], (points[-1][0] - points[0][0]) or 1
     places: dict[int, list[tuple[float, int]]] = {}
     for point in points:
@@ -157,7 +157,7 @@ def _rectangle(r: Range, top: int, x) -> str:
 
 
 def _ticks(low: float, high: float) -> Iterator[float]:
-    """Round numbers, some six of them, between two."""
+    """About six round numbers between two."""
     rough = (high - low) / 8 or 1
     size = 10.0 ** len(str(int(rough))) if rough >= 1 else 1.0
     while size > rough:
@@ -165,5 +165,5 @@ def _ticks(low: float, high: float) -> Iterator[float]:
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     number = -(-low // step)
     while number * step <= high:
-        yield round(number * step, 10) + 0.0  # -0 is no label
+        yield round(number * step, 10) + 0.0  # turns -0 into 0
         number += 1

@@ -1,4 +1,4 @@
-"""PaddingMonitor: how much of the batches of a training is padding."""
+"""PaddingMonitor: the fraction of padding in training batches."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class PaddingMonitor(pl.Callback):
-    """Logs the share of padding in an epoch's batches, dictionaries of ``tokens`` (B, T) and ``lengths`` (B,).
+    """Logs the fraction of padding in an epoch's batches, dictionaries with ``tokens`` (B, T) and ``lengths`` (B,).
 
     Args:
-        unbucketed: the share that batches of random documents would have, logged beside it; None: unknown.
+        unbucketed: the fraction for batches of random documents, logged for comparison; None: not known.
 
-    Logs ``padding/fraction`` and ``padding/unbucketed`` at the end of each epoch, and where a training ends within one.
+    Logs ``padding/fraction`` and ``padding/unbucketed`` at the end of each epoch and of the training.
     """
 
     def __init__(self, unbucketed: float | None = None) -> None:

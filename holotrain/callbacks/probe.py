@@ -1,4 +1,4 @@
-"""How much memory is in use now, and at most since the last reset: of a GPU's allocator, or of this process. Bytes."""
+"""Current and peak memory in bytes, of a GPU's allocator or of this process."""
 
 import resource
 import sys
@@ -10,18 +10,18 @@ import torch
 
 class MemoryProbe(Protocol):
     def reset(self) -> None:
-        """The peak starts anew from what is in use now."""
+        """Resets the peak to the current use."""
 
     def peak(self) -> int: ...
 
     def current(self) -> int: ...
 
     def reserved(self) -> int | None:
-        """What the allocator holds for itself at most; None where there is none."""
+        """Peak of the memory that the allocator reserves; None without such an allocator."""
 
 
 class CudaProbe:
-    """torch's caching allocator on one GPU. Reading it does not make the host wait for the GPU."""
+    """PyTorch's caching allocator on one GPU. Does not synchronize with the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,14 +40,14 @@ class CudaProbe:
 
 
 class LinuxProbe:
-    """The process's resident memory. The kernel keeps its peak (VmHWM), and starts it anew when asked (proc(5), clear_refs)."""
+    """Resident memory of the process. The kernel keeps its peak (VmHWM) and can reset it (clear_refs, see proc(5))."""
 
     status = Path("/proc/self/status")
     clear_refs = Path("/proc/self/clear_refs")
 
     @classmethod
     def works(cls) -> bool:
-        """Whether this kernel lets a process reset its peak."""
+        """Whether this kernel can reset the peak."""
         try:
             cls.clear_refs.write_text("5")
         except OSError:
@@ -72,10 +72,10 @@ class LinuxProbe:
 
 
 class PortableProbe:
-    """The process's highest resident memory since it began, where no system call resets it: an upper bound of each peak."""
+    """Peak resident memory since the process started, for systems without a reset. An upper bound of each peak."""
 
     def reset(self) -> None:
-        """Nothing can be reset here."""
+        """Does nothing: this system cannot reset the peak."""
 
     def peak(self) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
@@ -88,7 +88,7 @@ class PortableProbe:
 
 
 def probe_of(device: torch.device) -> MemoryProbe:
-    """The probe for training on a device."""
+    """The probe for a training device."""
     if device.type == "cuda":
         return CudaProbe(device)
     return LinuxProbe() if LinuxProbe.works() else PortableProbe()

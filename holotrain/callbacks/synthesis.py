@@ -1,4 +1,4 @@
-"""SynthesisCallback: holographic weight synthesis in a Lightning training."""
+"""SynthesisCallback: holographic weight synthesis for a Lightning Trainer."""
 
 import warnings
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from holotrain.synthesis.layers import Covers
 
 @dataclass
 class Measurement:
-    """One step that was measured: two instants, and figures on their way to the host."""
+    """A measured step: start and end marks, and figures that are being copied to the host."""
 
     step: int
     begin: Any
@@ -26,29 +26,29 @@ class Measurement:
 class SynthesisCallback(pl.Callback):
     """Rewrites gradients before every optimizer step, for any Lightning Trainer with one optimizer.
 
-    It sees gradients that are fresh, unscaled and not yet clipped. A step whose gradients hold NaN or infinity is skipped, the
-    optimizer's included (its gradients are then None).
+    It runs after unscaling and before gradient clipping. If gradients contain NaN or infinity, synthesis and optimizer step are
+    skipped (gradients are set to None).
 
     Args:
         mode: ``"associative"``, ``"shared"`` or ``"bind"``.
-        module: dotted name of the part of the LightningModule to work on; None: all of it. ``bind`` takes this part's output
-            for its key.
-        covers: which parameters, given name and parameter; None: all that require grad.
-        every_n_steps: optimizer steps from one measurement to the next; None: the trainer's ``log_every_n_steps``; 0: none.
-        options: those of :class:`~holotrain.synthesis.Recipe`.
+        module: dotted name of the submodule of the LightningModule to work on; None: all of it. ``bind`` uses the output of
+            this submodule as its key.
+        covers: selects parameters by name and parameter; None: all that require grad.
+        every_n_steps: measure every n optimizer steps; None: the trainer's ``log_every_n_steps``; 0: never.
+        options: options of :class:`~holotrain.synthesis.Recipe`.
 
-    Logs ``synthesis/milliseconds`` (on a GPU from CUDA events, read once it has passed them; of the step before the one whose
-    figures are taken, which costs more), ``synthesis/gradient_cosine`` and ``synthesis/update_norm`` of the update before
-    clipping, over the entries that are covered, and ``synthesis/skipped``, the count of steps that were.
+    Logs ``synthesis/milliseconds`` (on a GPU from CUDA events, without synchronization; of the step before the measured one,
+    which costs more), ``synthesis/gradient_cosine`` and ``synthesis/update_norm`` of the update before clipping, over the
+    covered entries, and ``synthesis/skipped``, the number of skipped steps.
 
-    Its state travels in the trainer's checkpoints.
+    The trainer's checkpoints contain its state.
 
     Raises:
-        ValueError: options out of range; when training starts: several optimizers, parameters that cannot be covered, a fused
-            optimizer together with scaled gradients (it unscales them within its step, after this).
+        ValueError: an option is out of range; at the start of training: there are several optimizers, parameters that cannot be
+            covered, or a fused optimizer with gradient scaling (it unscales in its step, after this callback).
 
     Attributes:
-        synthesis: the :class:`~holotrain.synthesis.HolographicSynthesis` at work, from the start of a training to its end.
+        synthesis: the :class:`~holotrain.synthesis.HolographicSynthesis`, during a training.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SynthesisCallback(pl.Callback):
         every_n_steps: int | None = None,
         **options: Any,
     ) -> None:
-        Recipe(mode=mode, **options)  # a mistake is named here rather than when training starts
+        Recipe(mode=mode, **options)  # raises on mistakes now instead of at the start of training
         self.synthesis: HolographicSynthesis | None = None
         self.every_n_steps = every_n_steps
         self._arguments = {"mode": mode, "covers": covers, **options}
@@ -76,14 +76,14 @@ class SynthesisCallback(pl.Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False):
             raise ValueError(
-                f"a fused {type(trainer.optimizers[0]).__name__} unscales gradients within its step, after they were "
-                "synthesised; give it fused=False, or train in bf16-mixed"
+                f"a fused {type(trainer.optimizers[0]).__name__} unscales gradients in its step, after the synthesis; "
+                "use fused=False or bf16-mixed"
             )
         remembers = [name for name in ("momentum", "betas") if trainer.optimizers[0].param_groups[0].get(name)]
         if self._arguments["mode"] == "associative" and remembers:
             warnings.warn(
-                f"{type(trainer.optimizers[0]).__name__} remembers gradients too ({remembers[0]}); an associative synthesis "
-                "takes momentum's place and is meant for SGD with momentum=0",
+                f"{type(trainer.optimizers[0]).__name__} also averages gradients ({remembers[0]}); associative synthesis "
+                "replaces momentum and is meant for SGD with momentum=0",
                 stacklevel=2,
             )
         module = pl_module.get_submodule(self._module) if self._module else pl_module
@@ -105,7 +105,7 @@ class SynthesisCallback(pl.Callback):
         period = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
         period = period if trainer.loggers else 0
         synthesis.measuring = period > 0 and step % period == 0
-        if period > 0 and (step + 1) % period == 0:  # with a period of 1, of the same step
+        if period > 0 and (step + 1) % period == 0:  # with a period of 1, this is the measured step
             begin = self._clock.mark()
             synthesis.step()
             self._times = begin, self._clock.mark()

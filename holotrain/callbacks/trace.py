@@ -1,4 +1,4 @@
-"""TraceProfiler: a few batches of a training under torch.profiler, as files to look at."""
+"""TraceProfiler: profiles a few training batches with torch.profiler and writes the results as files."""
 
 import gzip
 import json
@@ -22,34 +22,34 @@ TRACE, OPERATORS, MEMORY, ALLOCATIONS = "trace.json", "trace-operators.txt", "tr
 ZIPPED = TRACE + ".gz"
 
 LARGE = 16 * 2**20
-"""Bytes from which a trace is zipped; Perfetto and Chrome read both."""
+"""Traces of at least this many bytes are compressed; Perfetto and Chrome read both."""
 
 BATCH = "run_training_batch"
 EPOCH = "run_training_epoch"
-"""Lightning's names of what it does."""
+"""Lightning's names of these actions."""
 
 
 class TraceProfiler(Profiler):
-    """Traces a few training batches, for any Lightning Trainer, and leaves the rest of the training alone.
+    """Traces a few training batches, for any Lightning Trainer. The other batches run without a profiler.
 
         Trainer(profiler=TraceProfiler("my_run"))
 
-    Lightning's own PyTorchProfiler takes the end of a forward for the end of a step, and labels modules for as long as the
-    training lasts; here a batch is forward, backward and optimizer step, and afterwards nothing is recorded.
+    In Lightning's PyTorchProfiler a step ends with the forward, and modules stay labeled for the whole training. Here a batch
+    consists of forward, backward and optimizer step, and nothing is recorded afterwards.
 
-    Traced are the first batch, so that even a training that ends there leaves something, then ``active`` batches once the
-    engine's own measurements are over (earlier in a training that is shorter), whose files take the place of the first's,
-    and one more for memory: torch.profiler cannot watch all threads and memory at once. An epoch's end or a validation ends
-    what is being recorded.
+    It traces the first batch, so that even a training of one batch has a trace, then ``active`` batches after the engine has
+    finished its measurements (earlier in a short training), which replace the files of the first one, and one more batch for
+    memory, because torch.profiler cannot record all threads and memory together. The end of an epoch or a validation ends a
+    recording.
 
     Args:
-        folder: where the files go, each whole or not at all.
-        active: batches that are traced in a row.
+        folder: folder of the files, which are written atomically.
+        active: number of consecutive batches to trace.
 
     Writes ``trace.json`` (``trace.json.gz`` if large) for ui.perfetto.dev or chrome://tracing; ``trace-operators.txt``, the
-    operators and the ranges that took longest; ``trace-memory.svg``, memory over one batch; on a CUDA device also
-    ``trace-allocations.pickle``, every allocation with its stack, for pytorch.org/memory_viz. In distributed training the
-    first process alone writes. On a CPU the memory of a second thread (pareprop) is not seen.
+    operators and ranges that took longest; ``trace-memory.svg``, memory during one batch; on a CUDA device also
+    ``trace-allocations.pickle``, every allocation with its stack, for pytorch.org/memory_viz. In distributed training only
+    the first process of each machine writes. On a CPU the memory of a second thread (pareprop) is not recorded.
     """
 
     def __init__(self, folder: str | Path, active: int = 3) -> None:
@@ -67,7 +67,9 @@ class TraceProfiler(Profiler):
             self._begin_batch()
         elif "on_validation" in action_name:
             self._finish()
-        if self._profile is not None and not action_name.startswith("[Callback]"):  # dozens a batch, and most do nothing
+        if self._profile is not None and not action_name.startswith(
+            "[Callback]"
+        ):  # there are dozens per batch, and most do nothing
             span = record_function(f"batch {self._batches + 1}" if action_name == BATCH else action_name)
             span.__enter__()
             self._ranges.append((action_name, span))
@@ -102,7 +104,7 @@ class TraceProfiler(Profiler):
             self._finish()
 
     def _planned(self) -> range:
-        """The batches to trace after the first, counted from 0; the one behind them is for memory."""
+        """The batches to trace after the first, counted from 0. The batch after them is for memory."""
         trainer = self._lightning_module.trainer
         bounds = [SETTLED_AFTER + self.active + 1]
         done = trainer.fit_loop.epoch_loop.total_batch_idx
@@ -123,21 +125,21 @@ class TraceProfiler(Profiler):
         self._profile.start()
 
     def _finish(self) -> None:
-        """Ends what is being recorded, if anything is, and writes it."""
+        """Ends the current recording, if any, and writes it."""
         if self._profile is None:
             return
         while self._ranges:
             self._ranges.pop()[1].__exit__(None, None, None)
         if self._cuda:
-            torch.cuda.synchronize()  # what was launched belongs to the batches
+            torch.cuda.synchronize()  # launched kernels belong to the batches
         ended, self._profile = self._profile, None
         ended.stop()
-        if self._opened in self._later:  # what an epoch's end cut short is not begun again
+        if self._opened in self._later:  # do not restart a recording that the end of an epoch cut short
             self._later = range(self._batches, self._batches)
         try:
             self._write(ended)
         except OSError as error:
-            warnings.warn(f"the trace is not written: {error}", stacklevel=2)
+            warnings.warn(f"cannot write the trace: {error}", stacklevel=2)
 
     def _write(self, ended: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +155,7 @@ class TraceProfiler(Profiler):
 
     def _write_memory(self, events: list[dict[str, Any]]) -> None:
         with _whole(self.folder / MEMORY) as path:
-            path.write_text(memory_picture(events, f"memory over training batch {self._opened + 1}"), encoding="utf-8")
+            path.write_text(memory_picture(events, f"memory during training batch {self._opened + 1}"), encoding="utf-8")
         if self._cuda:
             with _whole(self.folder / ALLOCATIONS) as path:
                 torch.cuda.memory._dump_snapshot(str(path))
@@ -167,12 +169,12 @@ class TraceProfiler(Profiler):
                     shutil.copyfileobj(plain, zipped)
             else:
                 exported.replace(path)
-        (self.folder / (TRACE if large else ZIPPED)).unlink(missing_ok=True)  # of the first batch, or an earlier run
+        (self.folder / (TRACE if large else ZIPPED)).unlink(missing_ok=True)  # left by the first batch or an earlier run
 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes ``path`` in the end."""
+    """A temporary path, which is renamed to ``path`` at the end."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -182,17 +184,17 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def _tables(ended: profile, cuda: bool) -> str:
-    """The dearest operators, the same by the shapes of their inputs, and the named ranges with all within them."""
+    """Tables of the most expensive operators, of operators by input shapes, and of the named ranges."""
     sort_by = "self_device_time_total" if cuda else "self_cpu_time_total"
     parts = []
-    for title, shapes in (("operators", False), ("operators by the shapes of their inputs", True)):
+    for title, shapes in (("operators", False), ("operators by input shapes", True)):
         averages = ended.key_averages(group_by_input_shape=shapes)
-        # In place: it is a list that knows its device. A range beside its operators would count them twice.
+        # In place, because the list object knows its device. Ranges would count their operators twice.
         averages[:] = [row for row in averages if not row.is_user_annotation]
         table = averages.table(sort_by=sort_by, row_limit=30, max_name_column_width=50, max_shapes_column_width=60)
-        parts.append(f"{title}, by their own time\n{table}")
+        parts.append(f"{title}, by self time\n{table}")
     whole = "device_time_total" if cuda else "cpu_time_total"
     rows = [(getattr(row, whole) / 1e3, row.count, row.key) for row in ended.key_averages() if row.is_user_annotation]
-    parts.append(f"ranges, with all within them\n{'total ms':>10}  {'average ms':>10}  {'count':>5}  name")
+    parts.append(f"ranges, by total time\n{'total ms':>10}  {'average ms':>10}  {'count':>5}  name")
     parts += [f"{total:10.3f}  {total / count:10.3f}  {count:5}  {name}" for total, count, name in sorted(rows, reverse=True)]
     return "\n".join(parts) + "\n"

@@ -1,19 +1,19 @@
-"""One file a command, each with ``run(config, run) -> exit status``; the rest is what they share.
+"""One file per command, each with ``run(config, run) -> exit status``, and what they share.
 
 fit, validate, test, predict, generate, export, plan, report   the commands
-run          one run: its folder and where it came from
-evaluation   measuring a checkpoint
-checkpoint   checkpoints on their way in and out
-prompts      texts to continue
+run          one run: its folder, overrides and processes
+evaluation   evaluating a checkpoint
+checkpoint   loading and saving checkpoints
+prompts      reading and encoding prompts
 summary      summary.json
-screen       what a person sees
-automatic    what a training chooses by itself before it begins
-plan_picture a plan as SVG
-advice       what would make a training need less memory
-out_of_memory  an allocator's refusal in a user's words
+screen       start and end screens
+automatic    backward=auto and batch_size=auto
+plan_picture a plan as an SVG picture
+advice       overrides that need less memory
+out_of_memory  out-of-memory errors and their message
 hparams      options and results, for TensorBoard's HParams
-layout       charts, for TensorBoard's Custom Scalars
-sweep        the table that a sweep leaves
-quiet        what Lightning need not say
-files        files that are there whole or not at all
+layout       the charts of TensorBoard's Custom Scalars
+sweep        the table of a sweep
+quiet        silences warnings of Lightning that do not matter
+files        writing files atomically
 """

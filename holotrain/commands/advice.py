@@ -1,4 +1,4 @@
-"""What would make a training need less memory."""
+"""Overrides that make a training need less memory."""
 
 import lightning.pytorch as pl
 
@@ -10,7 +10,7 @@ from holotrain.planning import ALLOCATORS
 
 
 def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
-    """Overrides under which a training would fit, by its plan, and such of other options as take less memory.
+    """Overrides under which the training fits, by its plan, then other overrides that need less memory.
 
     Args:
         data: set up.
@@ -26,9 +26,9 @@ def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> li
         return []
     try:
         plan = make_plan(config, data, device, budget_of(config, device))
-    except Exception:  # of any kind: there may be too little memory even for a plan
+    except Exception:  # there may be too little memory even for a plan
         return []
-    if plan.fits:  # then something else has taken the memory
+    if plan.fits:  # something else uses the memory
         return []
     batch, _ = config.batch_option
     wanted = [override for override in plan.remedies if override.startswith(("backward=", batch))]
@@ -36,9 +36,9 @@ def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> li
 
 
 def rules(config: RunConfig) -> list[str]:
-    """Overrides that lessen the memory of a step, each with its reason, the one that costs a training least first.
+    """Overrides that reduce the memory of a step, each with its reason, the cheapest first.
 
-    Not predictions: each lessens the memory, and none is known to be enough.
+    None of them is a prediction: each reduces memory, but it may not be enough.
     """
     return [*_backward(config), *_precision(config), *_batch(config)]
 
@@ -49,17 +49,17 @@ def _backward(config: RunConfig) -> list[str]:
         return []
     if reversible(config.model.kind):
         if backward.kind in (*PLAIN, AUTO):
-            return ["backward=reversible (stores nothing between blocks)"]
+            return ["backward=reversible (stores no activations between blocks)"]
         if backward.store:
-            return ["backward.store=0 (blocks that store their activations)"]
-        return ["backward.keep=[] (results that are kept)"] if backward.keep else []
-    found = ["backward=checkpoint (stores only what lies between blocks)"] if backward.kind in ("autograd", AUTO) else []
-    return [*found, f"model=rev_{config.model.kind}_... (a reversible model stores nothing between blocks)"]
+            return ["backward.store=0 (no block stores its activations)"]
+        return ["backward.keep=[] (no results are stored for the backward pass)"] if backward.keep else []
+    found = ["backward=checkpoint (stores only the inputs of blocks)"] if backward.kind in ("autograd", AUTO) else []
+    return [*found, f"model=rev_{config.model.kind}_... (a reversible model stores no activations between blocks)"]
 
 
 def _precision(config: RunConfig) -> list[str]:
     lower = {"64-true": "32-true", "32-true": "bf16-mixed"}.get(config.trainer.precision)
-    return [f"trainer.precision={lower} (activations of half the size)"] if lower else []
+    return [f"trainer.precision={lower} (halves the activations)"] if lower else []
 
 
 def _batch(config: RunConfig) -> list[str]:
@@ -68,7 +68,7 @@ def _batch(config: RunConfig) -> list[str]:
     if size // 2 < smallest:
         return []
     halved = f"{option}={size // 2}"
-    if config.backward.cuda_graph:  # which cannot accumulate
-        return [f"{halved} (half a batch a step)"]
+    if config.backward.cuda_graph:  # which does not support accumulation
+        return [f"{halved} (half the batch size)"]
     twice = 2 * config.trainer.accumulate_grad_batches
-    return [f"{halved} trainer.accumulate_grad_batches={twice} (the same batch in two parts)"]
+    return [f"{halved} trainer.accumulate_grad_batches={twice} (the same effective batch size)"]

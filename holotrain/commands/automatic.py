@@ -1,4 +1,4 @@
-"""What a training chooses by itself before it begins."""
+"""What a training chooses before it starts: ``data.batch_size=auto`` and ``backward=auto``."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -24,28 +24,30 @@ def chosen(
     processes: int = 1,
     say: Callable[[str], object] = console.print,
 ) -> RunConfig:
-    """The configuration with all that it left open filled in, and says what.
+    """The configuration with its ``auto`` options filled in. Reports the choice.
 
     Args:
-        data: set up; where the batch is open, with the smallest one, which this changes.
-        device: what the run is for.
-        processes: of this machine, which share its memory.
-        say: told what is being chosen, and the choice.
+        data: set up; if the batch size is ``auto``, with the smallest one. Its batch size is changed.
+        device: type of the run's device.
+        processes: number of processes on this machine, which share its memory.
+        say: called with each line of the report.
 
     Raises:
-        UserError: nothing fits, the model cannot be planned, or nothing is known of the device.
+        UserError: nothing fits, the model cannot be planned, or the device is not supported.
     """
     if device not in ALLOCATORS and (config.batch_is_open or config.backward.open):
-        raise UserError(f"auto: nothing is known of the memory of {device}; choose backward and batch yourself")
+        raise UserError(f"auto: planning does not support {device}; set backward and the batch size yourself")
     if config.memory is not None and not (config.batch_is_open or config.backward.open):
-        say(f"memory={config.memory} binds nothing here: only backward=auto and a batch of auto choose by it")
+        say(f"memory={config.memory} has no effect without backward=auto or an automatic batch size")
     try:
         if config.batch_is_open:
             option, _ = config.batch_option
             say(f"{option}=auto: planning the largest batch ...")
             budget = budget_of(config, device, processes)
             config = choose_batch(config, data, device, budget)
-            say(f"  {option}={config.batch_option[1]} is the most that {in_words(budget)}, or the data, hold")
+            say(
+                f"  {option}={config.batch_option[1]} is the largest that fits into {in_words(budget)} or that the data provide"
+            )
         if config.backward.open:
             say("backward=auto: planning what each block stores ...")
             with memory_errors_told_apart():
@@ -53,16 +55,16 @@ def chosen(
             say(f"  {described(settled)}")
             config = settled.config
     except Unplannable as error:
-        raise UserError(f"auto: {error}; choose backward and batch yourself") from error
+        raise UserError(f"auto: {error}; set backward and the batch size yourself") from error
     except OutOfMemory as error:
-        raise UserError("auto: there was not even memory to time a block; take smaller batches") from error
+        raise UserError("auto: not enough memory to time a single block; use a smaller batch size") from error
     return config
 
 
 def described(settled: Settled) -> str:
-    """The choice in words."""
+    """The choice of ``backward=auto`` as text."""
     choice = settled.choice
     runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(choice.blocks))
     saved = 1 - choice.cost / choice.dearest
     memory = f"{in_words(choice.peak)} of {in_words(settled.budget)}"
-    return f"{runs}; {memory}; the blocks' work is {saved:.0%} less than if all recomputed"
+    return f"{runs}; {memory}; {saved:.0%} less computation in blocks than with full recomputation"

@@ -1,4 +1,4 @@
-"""Measuring a checkpoint: what ``validate``, ``test`` and the end of ``fit`` share."""
+"""Evaluating a checkpoint: shared by ``validate``, ``test`` and the end of ``fit``."""
 
 import time
 from pathlib import Path
@@ -30,7 +30,7 @@ def evaluate(
     path: Path | None,
     loggers: list | bool = False,
 ) -> dict[str, float]:
-    """Measures the weights of ``path`` (None: the task's own) on one part of the data, and returns the metrics."""
+    """Evaluates the weights of ``path`` (None: the task's current ones) on one split and returns the metrics."""
     if path is not None:
         load_weights(task, path)
     trainer = build_trainer(config.trainer, run.folder, [], loggers, place=run.place)
@@ -39,10 +39,10 @@ def evaluate(
 
 
 def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.LightningDataModule, Task]:
-    """The checkpoint that a command starts from, the data, set up for it, and the task, with weights of its own still.
+    """The path of the checkpoint, the data, set up for the command, and the task, whose weights are not loaded yet.
 
     Raises:
-        UserError: no checkpoint is given, the device or the data are not there.
+        UserError: the checkpoint does not fit, or the device or the data are missing.
     """
     path = Path(config.ckpt_path)
     check_device(config.trainer)
@@ -58,11 +58,11 @@ def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.Lightn
 
 
 def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
-    """The whole of ``holotrain validate`` and ``holotrain test``."""
+    """Runs ``holotrain validate`` or ``holotrain test``."""
     started = time.monotonic()
     limit = {"validate": "limit_val_batches", "test": "limit_test_batches"}[split]
-    if getattr(config.trainer, limit) == 0:  # of the training, perhaps, which the checkpoint's configuration goes back to
-        raise UserError(f"trainer.{limit}=0: there is nothing to measure; take trainer.{limit}=1.0")
+    if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
+        raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
     path, data, task = prepared(split, config, run)
     screen.show_start(split, config, run, task.model, path, data)
     summary = Summary.of(run, config, task.model)

@@ -1,4 +1,4 @@
-"""``holotrain export``: a checkpoint's model as files that other programs read."""
+"""``holotrain export``: writes a checkpoint's model as files for other programs."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ WRITTEN = (saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER, PROGRAM, ONNX)
 
 
 def run(config: ExportConfig, run: Run) -> int:
-    """Writes model.safetensors and config.json (and tokenizer.json) into a folder, and a program beside them if asked for."""
+    """Writes model.safetensors, config.json, tokenizer.json (text models) and, with ``format``, a program."""
     started = time.monotonic()
     path = Path(config.ckpt_path)
     model, described = described_model(path)
@@ -36,7 +36,7 @@ def run(config: ExportConfig, run: Run) -> int:
         tokenizer_from_json(tokenizer, str(path))  # what is no tokenizer is not handed on
     extra = described | {checkpointed.KEY: checkpointed.load(path)[checkpointed.KEY]}
     try:
-        for program in (PROGRAM, ONNX):  # of another model, perhaps
+        for program in (PROGRAM, ONNX):  # left by an earlier export
             (folder / program).unlink(missing_ok=True)
         with described_by("to"):
             saved.save(folder, kind, arguments, model, extra=extra, tokenizer=tokenizer)

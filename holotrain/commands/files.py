@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes."""
 
 import os
 from contextlib import suppress
@@ -8,10 +8,10 @@ from holotrain.errors import UserError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes to a temporary name beside ``path`` and renames.
+    """Writes a temporary file next to ``path`` and renames it.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -19,6 +19,6 @@ def write_whole(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        with suppress(OSError):  # the folder may be none at all
+        with suppress(OSError):  # the folder may not exist
             temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""``holotrain fit``: trains, keeps the best and the last checkpoint, tests the best."""
+"""``holotrain fit``: trains, saves the best and the last checkpoint, and tests the best."""
 
 import sys
 import time
@@ -39,7 +39,7 @@ from holotrain.errors import UserError
 
 
 def run(config: FitConfig, run: Run) -> int:
-    """Trains one model. Returns the exit status: 0, 2 where memory ran out, or 128 + n where signal n ended the training."""
+    """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
     started = time.monotonic()
     check_training_device(config)
     origin = _origin(config, run)
@@ -70,14 +70,16 @@ def run(config: FitConfig, run: Run) -> int:
     screen.show_start("fit", config, run, task.model, origin, data)
 
     if run.is_main:
-        (run.folder / SUMMARY).unlink(missing_ok=True)  # of the part that is resumed: this one may not live to write its own
+        (run.folder / SUMMARY).unlink(
+            missing_ok=True
+        )  # an old one must not look like the result of a resumed run that is killed
         log_layout(trainer, task, config)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
         with memory_errors_told_apart():
             trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
             if config.test and config.trainer.limit_test_batches != 0:
-                if run.world is not None:  # whose strategies may have shared the trained one out
+                if run.world is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
                 tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers)
     except Interrupted as signal:
@@ -85,8 +87,8 @@ def run(config: FitConfig, run: Run) -> int:
         words = f"{signal}\n{run.how_to_resume}"
     except OutOfMemory as refusal:
         status, exit_status = "out of memory", 2
-        when = "in the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
-        if run.world is not None:  # the others wait for this one, until they are told
+        when = "during the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
+        if run.world is not None:  # so that the other processes end too
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
         words = explained(config, data, run, when, str(refusal))
     if not run.is_main:
@@ -105,7 +107,7 @@ def run(config: FitConfig, run: Run) -> int:
 
 
 def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitConfig:
-    """The configuration with all that it left open filled in, the same in all processes; ``data`` give such batches."""
+    """The configuration with its ``auto`` options filled in, equal in all processes. Updates the batch size of ``data``."""
     choose = partial(chosen, config, data, device_kind(config.trainer.accelerator))
     if run.place is None or not (config.batch_is_open or config.backward.open):
         return choose()
@@ -118,7 +120,7 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
 
 
 def _origin(config: FitConfig, run: Run) -> Path | None:
-    """The checkpoint to continue from. A job of a resumed sweep that had not begun starts from nothing."""
+    """The checkpoint to continue from. None for a job of a resumed sweep that had not started."""
     if config.resume:
         return run.last_checkpoint if run.last_checkpoint.exists() else None
     return Path(config.ckpt_path) if config.ckpt_path else None
@@ -141,9 +143,9 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
 
 
 def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
-    """The best, else the last, else none."""
+    """The best checkpoint, else the last one, else None."""
     best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
     if best and Path(best).exists():
         ours = run.checkpoints / Path(best).name
-        return ours if ours.exists() else Path(best)  # of the run that this one continues, if nothing was better since
+        return ours if ours.exists() else Path(best)  # of the continued run, if none was better since
     return run.last_checkpoint if run.last_checkpoint.exists() else None

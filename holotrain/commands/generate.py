@@ -1,4 +1,4 @@
-"""``holotrain generate``: continues texts with a causal model."""
+"""``holotrain generate``: continues texts with a causal language model."""
 
 import json
 import time
@@ -22,7 +22,7 @@ GENERATIONS = "generations.jsonl"
 
 
 def run(config: GenerateConfig, run: Run) -> int:
-    """Writes an object a prompt, ``prompt`` and ``text``, into generations.jsonl; shows what it writes."""
+    """Prints the texts and writes one object per prompt, with ``prompt`` and ``text``, to generations.jsonl."""
     started = time.monotonic()
     path = Path(config.ckpt_path)
     check_device(config.trainer)
@@ -74,7 +74,7 @@ def _until(ids: list[int], end: int) -> list[int]:
 
 
 class Shown:
-    """A text on the terminal as it comes, a character once all of its bytes are there."""
+    """Prints a text while it is generated; a character appears once all of its bytes are known."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
         self.tokenizer = tokenizer
@@ -85,7 +85,7 @@ class Shown:
     def add(self, token: int) -> None:
         self.ids.append(token)
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # the first bytes of a character
+        if not text.endswith("\ufffd"):  # an incomplete character
             self._show(text)
 
     def end(self) -> None:

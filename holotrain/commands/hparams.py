@@ -1,4 +1,4 @@
-"""A run's options and final metrics, where its logger compares runs by them."""
+"""Logs a run's options and final metrics, for TensorBoard's HParams and other loggers."""
 
 from typing import Any
 
@@ -14,23 +14,23 @@ from holotrain.commands.summary import Summary
 from holotrain.config.schema import RunConfig
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
-"""What HParams lists of a run beside what its command line changed: runs of other sweeps are told apart by it."""
+"""Options that HParams lists for every run, in addition to the overridden ones."""
 
 MUTE = ("hydra", "output_dir", "resume", "logger")
-"""Overrides about where a run goes, not what it is."""
+"""Overrides that HParams does not list, because they do not change the training."""
 
 
 def log_options(logger: Logger, config: RunConfig, run: Run, summary: Summary, monitored: str) -> None:
-    """Tells a logger the run's options; TensorBoard's HParams also which of them and of the run's scalars to compare.
+    """Logs the run's options, and for TensorBoard's HParams also the columns.
 
     Args:
-        monitored: the metric, as ``val/...``, that tells how good a run is.
+        monitored: the metric, as ``val/...``, that selects the best checkpoint.
     """
     options = dict(_flat(OmegaConf.to_container(OmegaConf.structured(config))))
     if not isinstance(logger, TensorBoardLogger):
         logger.log_hyperparams(options)
         return
-    # Lightning's log_hyperparams would write every metric as one more point of its curve.
+    # Lightning's log_hyperparams would add a point to the curve of every metric.
     known = {name: _plain(value) for name, value in (run.choices | options).items()}
     _, began, ended = hparams(known, {})
     writer = logger.experiment._get_file_writer()
@@ -39,14 +39,14 @@ def log_options(logger: Logger, config: RunConfig, run: Run, summary: Summary, m
 
 
 def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str]) -> Event:
-    """The columns of HParams: what a sweep varies (of a single run: what was overridden) is marked as what differs.
+    """The columns of HParams. The options that a sweep varies (single run: the overridden ones) are marked as differing.
 
-    TensorBoard puts that first, shows five options and five metrics unasked, and takes the columns of all runs from the first
-    that it finds. Torch's own ``hparams`` can neither mark nor leave out.
+    TensorBoard shows marked options first, five options and five metrics by default, and takes the columns of all runs from the
+    first run that it finds. ``torch.utils.tensorboard.summary.hparams`` can neither mark options nor leave any out.
 
     Args:
-        options: by name, of those that may be a column.
-        metrics: tags of scalars with the names to show, in order.
+        options: values of the possible columns, by name.
+        metrics: tags of scalars and their display names, in order.
     """
     overridden = [override.lstrip("+~").partition("=")[0] for override in run.overrides]
     overridden = [name for name in overridden if name.split(".")[0] not in MUTE]
@@ -70,7 +70,7 @@ def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str
 
 
 def results(summary: Summary, monitored: str) -> dict[str, str]:
-    """The scalars that tell how a run went, each with its name: how good, how large, how fast, then the other metrics."""
+    """Tags and display names of the result scalars: the monitored metric, memory, throughput, then the other metrics."""
     found = {tag: tag for tag in (monitored, monitored.replace("val/", "test/")) if tag in summary.metrics}
     if summary.peak_memory_bytes is not None:
         found["memory/peak_bytes"] = "peak memory (bytes)"

@@ -1,4 +1,4 @@
-"""The charts of a run's TensorBoard, under its Custom Scalars."""
+"""The charts of TensorBoard's Custom Scalars tab."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -18,14 +18,14 @@ from holotrain.tasks import Task
 
 
 def log_layout(trainer: pl.Trainer, task: Task, config: RunConfig) -> None:
-    """Tells TensorBoard, if it is a logger of this training, to show together what belongs together."""
+    """Logs the layout to TensorBoard, if it is a logger of this training."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_custom_scalars(tensorboard_layout(tags(trainer, task, config)))
 
 
 def tags(trainer: pl.Trainer, task: Task, config: RunConfig) -> set[str]:
-    """The scalars that a training can log, as far as charts show them; the callbacks' docstrings name them."""
+    """The scalars that this training can log and that a chart shows. The callbacks' docstrings describe them."""
     found = {"train/loss", "train/lr"}
     if config.trainer.limit_val_batches != 0:
         found |= task.monitored.keys()

@@ -1,4 +1,4 @@
-"""Out of memory: told apart from other errors, and put in a user's words."""
+"""Detects out-of-memory errors and turns them into a message."""
 
 import re
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from holotrain.config.devices import device_kind, device_name
 from holotrain.config.schema import RunConfig
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-"""What torch's allocators (CUDA, MPS, CPU, CPU of Windows) and NVIDIA's libraries say in a RuntimeError."""
+"""Parts of the RuntimeErrors of torch's allocators (CUDA, MPS, CPU, Windows) and NVIDIA's libraries."""
 
 
 class OutOfMemory(Exception):
-    """An allocator refused. The message says how much was asked for, or nothing where that is not known."""
+    """An allocation failed. The message is the requested size, or empty if it is not known."""
 
 
 @contextmanager
 def memory_errors_told_apart() -> Iterator[None]:
     """
     Raises:
-        OutOfMemory: in the place of what an allocator of torch, NumPy or Python raises within.
+        OutOfMemory: instead of the error that an allocator of torch, NumPy or Python raises inside.
     """
     try:
         yield
@@ -43,22 +43,22 @@ def _asked_for(message: str) -> str:
 
 
 def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: str, asked_for: str) -> str:
-    """Lines for a user: what happened, how to go on, what needs less.
+    """The message: what happened, how to resume, and which overrides need less memory.
 
     Args:
         data: set up.
         when: such as ``at step 12``.
-        asked_for: such as ``20.00 MiB``, or nothing.
+        asked_for: the requested size, such as ``20.00 MiB``, or empty.
     """
     option, size = config.batch_option
-    asked = f": tried to allocate {asked_for} more" if asked_for else ""
+    asked = f": tried to allocate {asked_for}" if asked_for else ""
     lines = [f"holotrain: out of memory {when} with {option}={size} on {device_name(config.trainer.accelerator)}{asked}"]
     if run.last_checkpoint.exists():
         lines.append(
             f"resume from {run.last_checkpoint} with: python -m holotrain fit resume=true hydra.run.dir={run.folder} ..."
         )
     else:
-        lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves within epochs")
+        lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves during an epoch")
     if overrides := advice(config, data, device_kind(config.trainer.accelerator)):
-        lines.append(f"with one of these, which need less: {'; '.join(overrides)}")
+        lines.append(f"these overrides need less memory: {'; '.join(overrides)}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``holotrain plan``: the memory of a training, before anything is allocated, and what several devices would make of it."""
+"""``holotrain plan``: predicts the memory of a training without allocating it, and the speed on several devices."""
 
 import json
 from pathlib import Path
@@ -25,19 +25,19 @@ from holotrain.planning import Unplannable
 from holotrain.sizes import in_words, unit_of
 
 SHOWN = ("parameters", "gradients", "optimizer", "activations", "temporary")
-"""Parts of a peak that have a column; the rest is summed up."""
+"""Parts of the peak that have a column. The rest is summed up as "other"."""
 
 
 def run(config: PlanConfig, run: Run) -> int:
-    """Writes plan.json and plan.svg; returns 0, also where the run does not fit.
+    """Writes plan.json and plan.svg. Returns 0, even if the run does not fit.
 
     Raises:
-        UserError: a step of it cannot be planned.
+        UserError: the training step cannot be planned.
     """
     device = _device(config)
     check_scaling(config, device)
     if device == "cpu" and config.trainer.precision == "16-mixed":
-        raise UserError("trainer.precision=16-mixed: a CPU cannot train so; take bf16-mixed or device=cuda")
+        raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
     data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
     data.prepare_data()
@@ -48,7 +48,7 @@ def run(config: PlanConfig, run: Run) -> int:
     quiet = config.json == "-"
     try:
         with console.status("planning") as status:
-            plan = make_plan(config, data, device, budget, lambda what: status.update(f"rehearsing {what}"))
+            plan = make_plan(config, data, device, budget, lambda what: status.update(f"planning {what}"))
             scaling = None if config.devices is None else make_scaling(config, data, plan, status.update)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
@@ -72,12 +72,12 @@ def _device(config: PlanConfig) -> str:
     if config.device != "auto":
         return config.device
     if config.trainer.accelerator == "mps":
-        raise UserError("plan: nothing is known of Apple's GPUs; give device=cpu or device=cuda")
+        raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
     return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
 
 def _budget(config: PlanConfig, device: str) -> int | None:
-    """None where nobody says: then nothing can be said to fit."""
+    """Bytes; None if the memory of the device is not known."""
     try:
         return budget_of(config, device)
     except UserError:
@@ -105,11 +105,11 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
         style = "bold" if name == plan.backward else ""
         name = f"{name} *" if name == plan.backward else name
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
-    Console(highlight=False, width=max(console.width, 120)).print(table)  # a row stays a line
+    Console(highlight=False, width=max(console.width, 120)).print(table)  # one line per row
     if plan.choice is not None:
-        console.print(f"auto, by FLOPs where fit takes time: {described(plan.choice)}")
+        console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice)}")
     for limit in plan.limits:
         found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
     if plan.fits is False and plan.remedies:
-        console.print(f"it would fit with {', or with '.join(plan.remedies)}")
+        console.print(f"it fits with {', or with '.join(plan.remedies)}")

@@ -1,4 +1,4 @@
-"""A plan as a picture: a bar for each backward, its parts side by side, and the budget as a line. Plain SVG."""
+"""A plan as an SVG picture: one stacked bar per backward, and the memory budget as a line."""
 
 from html import escape
 

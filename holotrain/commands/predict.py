@@ -1,4 +1,4 @@
-"""``holotrain predict``: classifies images or texts, or scores texts, with a checkpoint, into predictions.csv."""
+"""``holotrain predict``: classifies images or texts, or scores texts, and writes predictions.csv."""
 
 import csv
 import io
@@ -24,8 +24,8 @@ PREDICTIONS = "predictions.csv"
 
 
 def run(config: PredictConfig, run: Run) -> int:
-    """Writes a row a sample: its file, or its number in the test part of the data; its class and the probability of that, or
-    (causal_lm) its bytes and bits a byte."""
+    """Writes one row per sample: its file or its number in the test set, then its class and probability or, for causal_lm, its
+    bytes and bits per byte."""
     started = time.monotonic()
     path, files = Path(config.ckpt_path), config.images or config.texts
     if files:
@@ -42,7 +42,7 @@ def run(config: PredictConfig, run: Run) -> int:
     trainer = build_trainer(config.trainer, run.folder, [], False)
     batches = trainer.predict(task, dataloaders=loader)
     names = [str(name) for name in loader.dataset.paths] if files else count()
-    named = zip(names, _samples(batches), strict=False)  # limit_predict_batches may leave names over
+    named = zip(names, _samples(batches), strict=False)  # limit_predict_batches may leave names unused
     if config.task.kind == "causal_lm":
         columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
     else:
@@ -64,17 +64,17 @@ def run(config: PredictConfig, run: Run) -> int:
 
 
 def _samples(batches: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """What was predicted of each sample, in the order of the test part or of the files."""
+    """The prediction of each sample, in the order of the test set or of the files."""
     samples = [
         dict(zip(batch, values, strict=True))
         for batch in batches
         for values in zip(*(column.tolist() for column in batch.values()), strict=True)
     ]
-    return sorted(samples, key=lambda sample: sample.get("index", 0))  # texts are read by length
+    return sorted(samples, key=lambda sample: sample.get("index", 0))  # texts are sorted by length
 
 
 def _scores(named: Iterable[tuple[object, dict[str, float]]]) -> list[tuple[object, int, str]]:
-    """A row a text, which may have been read in several blocks."""
+    """One row per text, which may consist of several blocks."""
     sums: dict[object, list[float]] = {}
     for name, sample in named:
         whole = sums.setdefault(name, [0, 0])

@@ -1,4 +1,4 @@
-"""The texts that a user wants continued: read, and as tokens."""
+"""Reads and encodes the prompts of ``generate``."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,10 @@ from holotrain.errors import UserError
 
 
 def prompts(config: GenerateConfig) -> list[str]:
-    """The texts to continue.
+    """The prompts.
 
     Raises:
-        UserError: the file of prompts cannot be read, or holds none.
+        UserError: the file of prompts cannot be read, or has none.
     """
     if config.prompts is None:
         return [config.prompt]
@@ -22,11 +22,11 @@ def prompts(config: GenerateConfig) -> list[str]:
     try:
         lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     except UnicodeDecodeError as error:
-        raise UserError(f"prompts: {path} is not UTF-8 at byte {error.start}") from error
+        raise UserError(f"prompts: {path} is not valid UTF-8 at byte {error.start}") from error
     except OSError as error:
         raise UserError(f"prompts: cannot read {path} ({error.strerror})") from error
     if not lines:
-        raise UserError(f"prompts: {path} holds none")
+        raise UserError(f"prompts: {path} has no prompts")
     if path.suffix == ".jsonl":
         return [_prompt_of(line, f"{path}:{number}") for number, line in lines]
     return [line for _, line in lines]
@@ -35,20 +35,20 @@ def prompts(config: GenerateConfig) -> list[str]:
 def _prompt_of(line: str, where: str) -> str:
     try:
         prompt = json.loads(line)["prompt"]
-        prompt.encode()  # half of a surrogate pair is no text
+        prompt.encode()  # fails for half of a surrogate pair
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"prompts: {where} is no JSON object whose field prompt is text") from error
+        raise UserError(f"prompts: {where} is not a JSON object with a text field named prompt") from error
     return prompt
 
 
 def encoded(text: str, tokenizer: Tokenizer, context: int, several: bool) -> torch.Tensor:
-    """The tokens of a prompt; behind an end token where the model has nothing else to begin with.
+    """The tokens of a prompt; an end token for an empty prompt.
 
     Raises:
-        UserError: they leave no room in the model's context.
+        UserError: the prompt fills the model's context.
     """
     ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     if len(ids) >= context:
         which = f"prompts: {text[:20]!r}... is" if several else "prompt: it is"
-        raise UserError(f"{which} {len(ids)} tokens long, and the model's context of {context} leaves no room to continue it")
+        raise UserError(f"{which} {len(ids)} tokens long; it must be shorter than the model's context of {context}")
     return ids if len(ids) else torch.tensor([tokenizer.end_id])

@@ -22,11 +22,11 @@ def run(config: ReportConfig) -> int:
     """Writes the page and returns 0.
 
     Raises:
-        UserError: a word names no run, a run logged nothing, a file cannot be read or written.
+        UserError: an argument names no run, no run has scalars, or a file cannot be read or written.
     """
     target = Path(config.to)
     if target.is_dir():
-        raise UserError(f"to: {target} is a folder; give the name of a file, such as to={target / 'report.html'}")
+        raise UserError(f"to: {target} is a folder; give a file, such as to={target / 'report.html'}")
     named = {word: runs_at(word) for word in config.runs}
     folders = {folder.resolve(): folder for found in named.values() for folder in found}
     console = Console(highlight=False, soft_wrap=True)
@@ -40,18 +40,18 @@ def run(config: ReportConfig) -> int:
             progress.advance(shown)
     for word, found in named.items():
         if not any(read[folder.resolve()].curves for folder in found):
-            raise UserError(f"{word}: no scalars were logged there (a report reads TensorBoard's files and csv)")
+            raise UserError(f"{word}: no scalars found; train with logger=tensorboard or logger=csv")
     text = page(list(read.values()))
     write_whole(target, text)
     for reported in read.values():
         if not reported.curves:
-            console.print(f"{reported.folder} holds no scalars: it is in the table alone")
+            console.print(f"{reported.folder} has no scalars; it appears only in the table")
     console.print(f"{len(read)} run{'s' * (len(read) > 1)} written to {target} ({len(text.encode()) / 2**10:.0f} KiB)")
     return 0
 
 
 def runs_at(word: str) -> list[Path]:
-    """The folders of runs that a word of the command line names.
+    """The run folders that an argument of the command line names.
 
     Raises:
         UserError: there are none.
@@ -68,12 +68,12 @@ def runs_at(word: str) -> list[Path]:
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
     if not runs:
-        raise UserError(f"{word} is neither the folder of a run nor one of several")
+        raise UserError(f"{word} is not the folder of a run and contains none; give runs/fit, for example")
     return runs
 
 
 def _runs_of(folder: Path) -> list[Path]:
-    """The folder itself, or the runs that stand in it, a sweep's in the order of its jobs."""
+    """The folder itself if it is a run, else the runs in it; the jobs of a sweep in order."""
     if _is_run(folder) or not folder.is_dir():
         return [folder] if _is_run(folder) else []
     within = [child for child in folder.iterdir() if _is_run(child)]
@@ -92,7 +92,7 @@ def _config(path: Path) -> dict:
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is no readable configuration") from error
+        raise UserError(f"{path} is not a readable configuration") from error
     if not isinstance(options, dict):
-        raise UserError(f"{path} is no readable configuration")
+        raise UserError(f"{path} is not a readable configuration")
     return options

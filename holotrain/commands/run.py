@@ -1,4 +1,4 @@
-"""One run of a command: its folder, where it came from, and who does it."""
+"""One run of a command: its folder, its overrides and its processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Run:
     """
     Args:
         command: fit, validate, test, predict, generate, export or plan.
-        folder: where it leaves its files; it exists.
-        overrides: what the command line changed, as written there.
-        choices: the option of each configuration group, for checkpoints to keep.
-        varied: the options and groups in which the jobs of a sweep differ; none outside of a sweep.
-        world: the processes that do it together; None: this one alone.
+        folder: the folder of its files, which exists.
+        overrides: the overrides of the command line, as written there.
+        choices: the chosen option of each configuration group, saved in checkpoints.
+        varied: the options and groups that a sweep varies; empty without a sweep.
+        world: the processes of the run; None: only this process.
     """
 
     command: str
@@ -45,10 +45,10 @@ class Run:
         job = f"python -m holotrain fit resume=true hydra.run.dir={self.folder}"
         if not self.varied:
             return f"resume with: {job}"
-        return f"resume the sweep by its own command and resume=true, or this job with: {job}"
+        return f"resume the sweep with its command plus resume=true, or this job with: {job}"
 
     def hint(self) -> str:
-        """How to go on after a death, if there is a checkpoint."""
+        """How to resume after a process died, if there is a checkpoint."""
         return f"; {self.how_to_resume}" if self.last_checkpoint.exists() else ""
 
     @property
@@ -57,18 +57,18 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that speaks and writes."""
+        """Whether this process prints and writes files."""
         return self.world is None or self.world.place.is_main
 
     def agreed(self, name: str, value: Any) -> Any:
-        """What the main process says; the others' values do not count. Plain containers."""
+        """The main process's value, in all processes. Plain containers only."""
         return value if self.world is None else self.world.agreed(name, value)
 
     def once_a_machine(self, name: str, act: Callable[[], object]) -> None:
-        """Calls ``act`` in one process of each machine, and then in the others, which find done what it does once.
+        """Calls ``act`` in one process per machine, and after that in the others.
 
         Raises:
-            UserError: ``act`` did, in all processes if in one.
+            UserError: ``act`` raised it in any process.
         """
         if self.world is None:
             act()

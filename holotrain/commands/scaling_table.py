@@ -1,4 +1,4 @@
-"""What several devices would make of a training, as a table."""
+"""Prints the predictions for several devices as a table."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ from holotrain.sizes import in_words
 
 
 def show_scaling(scaling: Scaling) -> None:
-    """Prints the predictions and what they rest on."""
+    """Prints the predictions and their assumptions."""
     several = f"{scaling.devices} devices over {scaling.link}" if scaling.devices > 1 else "1 device"
-    title = f"on paper, {several}: predictions, not measurements"
+    title = f"predicted, not measured: {several}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("strategy", no_wrap=True)
-    for name in ("peak a rank", "ms a step", scaling.unit, "efficiency"):
+    for name in ("peak per rank", "ms per step", scaling.unit, "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)
     for found in scaling.predictions:
         if found.memory is None:
@@ -37,7 +37,7 @@ def show_scaling(scaling: Scaling) -> None:
             reasons.setdefault(found.reason, []).append(found.strategy)
     for reason, strategies in reasons.items():
         console.print(f"not possible: {'; '.join(strategies)}: {reason}")
-    console.print("assumed:")
+    console.print("assumptions:")
     for line in scaling.assumptions:
         console.print(f"- {line}")
 

@@ -1,4 +1,4 @@
-"""What a person sees: what a run is about to do, and what came of it."""
+"""The start and end screens of the commands."""
 
 import os
 import sys
@@ -24,9 +24,9 @@ PROFILES = {
     "memory": "trace-memory.svg",
     "allocations": "trace-allocations.pickle",
 }
-"""What a profiler may have left."""
+"""Files that a profiler may have written."""
 
-# In a file a path is to stay in one line.
+# Paths must not be wrapped when the output goes to a file.
 console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 
@@ -38,7 +38,7 @@ def show_start(
     origin: Path | None,
     data: pl.LightningDataModule | None = None,
 ) -> None:
-    """Says what is about to happen, and from how much text, if any."""
+    """Prints the settings of the run and, for text, the number of tokens."""
     rows = {
         "model": f"{run.choices.get('model', config.model.kind)}, {_parameters(model)}",
         "task": config.task.kind,
@@ -61,26 +61,26 @@ def _processes(config: RunConfig, place: Place, model: nn.Module) -> str:
     words = [f"{place.size}, {trainer.strategy}"]
     if group > 1:
         words[0] += f" in {place.size // group} groups of {group}" if group < place.size else ""
-        words.append("torch's own layers" if trainer.overlap is None else f"sums in groups: {trainer.overlap}")
+        words.append("no overlap" if trainer.overlap is None else f"overlapped row groups: {trainer.overlap}")
     if trainer.compression != "none":
-        words.append(f"gradients as {trainer.compression}")
+        words.append(f"gradient compression: {trainer.compression}")
     if trainer.sharded_checkpoints:
-        words.append("checkpoints in shards")
+        words.append("sharded checkpoints")
     if whole := left_whole(trainer, place, model):
-        words.append(f"whole in each: {', '.join(whole)}")
+        words.append(f"not sharded: {', '.join(whole)}")
     return "; ".join(words)
 
 
 def show_end(summary: Summary, folder: Path) -> None:
-    """Says what came of it; the same figures as summary.json."""
+    """Prints the results; the same figures as summary.json."""
     rows = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in summary.metrics.items()}
     if summary.steps is not None:
         rows["steps"] = f"{summary.steps} in {summary.epochs} epochs"
     if summary.samples_per_second is not None:
         tokens = f"{summary.tokens_per_second:.0f} tokens/s, " if summary.tokens_per_second is not None else ""
-        rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms a step"
+        rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms per step"
     if summary.peak_memory_bytes is not None:
-        of = " of the whole process" if summary.device.startswith("cpu") else ""
+        of = " (whole process)" if summary.device.startswith("cpu") else ""
         rows["peak memory"] = f"{summary.peak_memory_bytes / 2**20:.0f} MiB{of}"
     rows["time"] = f"{summary.seconds:.1f} s"
     rows["checkpoint"] = summary.checkpoint
@@ -90,15 +90,15 @@ def show_end(summary: Summary, folder: Path) -> None:
 
 
 def show_generated(summary: Summary, path: Path, full: int | None) -> None:
-    """Says how fast texts came, apart from the texts, so that these can be piped.
+    """Prints the speed of generation to stderr, so that stdout has only the texts.
 
     Args:
-        path: of the texts.
-        full: the model's context, where it is that which ended them.
+        path: file of the texts.
+        full: the model's context, if the texts ended because it was full.
     """
     rows = {
-        "tokens": f"{summary.metrics['tokens']} of {summary.metrics['texts']} texts, {summary.tokens_per_second:.1f} a second",
-        "ended": full and f"where the model's context of {full} tokens was full",
+        "tokens": f"{summary.metrics['tokens']} in {summary.metrics['texts']} texts, {summary.tokens_per_second:.1f} tokens/s",
+        "ended": full and f"because the model's context of {full} tokens was full",
         "written to": path,
     }
     rows = {name: value for name, value in rows.items() if value is not None}
@@ -106,10 +106,10 @@ def show_generated(summary: Summary, path: Path, full: int | None) -> None:
 
 
 def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
-    """Says what was written, and how large the weights are."""
+    """Prints the files that were written and the size of the weights."""
     weights = summary.metrics["storage_bytes"]
     rows = {
-        "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of fp32's",
+        "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
         "written to": f"{folder}: {', '.join(written)}",
     }
     console.print(_table(summary.status, rows))
@@ -134,12 +134,12 @@ def _table(title: str, rows: dict[str, object]) -> Table:
 def _parameters(model: nn.Module) -> str:
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     whole = parameter_count(model)
-    return f"{_large(whole)} parameters" + (f", {_large(learned)} of them trained" if 0 < learned < whole else "")
+    return f"{_large(whole)} parameters" + (f", {_large(learned)} trainable" if 0 < learned < whole else "")
 
 
 def _text(data: TextDataModule) -> str:
     parts = ", ".join(f"{_large(counts['tokens'])} to {name}" for name, counts in data.counts.items())
-    return f"tokens: {parts}; {data.vocab_size} words, context {data.context}"
+    return f"tokens: {parts}; vocabulary {data.vocab_size}, context {data.context}"
 
 
 def _large(count: int) -> str:

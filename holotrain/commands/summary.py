@@ -1,4 +1,4 @@
-"""What a run leaves in figures: summary.json."""
+"""summary.json: the results of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from holotrain.commands.files import write_whole
 from holotrain.errors import UserError
 
-if TYPE_CHECKING:  # who only reads summaries need not wait for torch and Lightning
+if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
 
     from holotrain.commands.run import Run
@@ -23,7 +23,7 @@ SUMMARY = "summary.json"
 
 @dataclass
 class Summary:
-    """The end of a run in figures. Times in seconds, memory in bytes; None where a figure does not apply."""
+    """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply."""
 
     command: str
     status: str
@@ -47,7 +47,7 @@ class Summary:
 
     @classmethod
     def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed") -> Summary:
-        """The summary of a run, without its figures yet."""
+        """The summary of a run, before its results are known."""
         from holotrain.config.devices import device_name
 
         return cls(
@@ -65,26 +65,26 @@ class Summary:
         )
 
     def write(self, folder: Path) -> None:
-        """Writes ``summary.json`` into the run's folder, whole or not at all."""
+        """Writes ``summary.json`` into the run's folder, atomically."""
         write_whole(folder / SUMMARY, json.dumps(_finite(asdict(self)), indent=2) + "\n")
 
 
 def ended(trainer: TrainerConfig, folder: Path) -> str | None:
-    """Says so of a training that has got to where it is to end; None of one that has not, or has left no summary.
+    """A message if the training of this folder has already reached its limit, else None.
 
-    To resume it would leave figures of nothing in the place of its own.
+    Resuming such a training would overwrite its results with those of zero steps.
     """
     found = read(folder)
     if found is None or found["command"] != "fit" or found["status"] != "completed":
         return None
     for name, limit in (("epochs", trainer.max_epochs), ("steps", trainer.max_steps)):
         if limit > 0 and (found.get(name) or 0) >= limit:
-            return f"{folder}: completed before, {found[name]} {name} of {limit}; left as it is"
+            return f"{folder}: already complete, {found[name]} of {limit} {name}; nothing to do"
     return None
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """A run's summary; None where it left none.
+    """A run's summary; None if it has none.
 
     Raises:
         UserError: the file cannot be read.
@@ -95,19 +95,19 @@ def read(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no readable summary: {error}") from error
+        raise UserError(f"{path} is not a readable summary: {error}") from error
     if not isinstance(found, dict) or not {"command", "status", "overrides", "metrics"} <= found.keys():
-        raise UserError(f"{path} is no summary of a run")
+        raise UserError(f"{path} is not the summary of a run")
     return found
 
 
 def parameter_count(model: nn.Module) -> int:
-    """How many numbers a model learns."""
+    """The number of parameters of a model."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The table that a sweep leaves: a row a job, its overrides, metrics, throughput and peak memory."""
+"""The table of a sweep: one row per job, with its overrides, metrics, throughput and peak memory."""
 
 import csv
 import io
@@ -20,11 +20,11 @@ FIGURES = {
     "peak_memory_bytes": "peak bytes",
     "seconds": "seconds",
 }
-"""The figures of a summary that a table shows, and their headings on the screen."""
+"""The figures of a summary that the table shows, and their headings."""
 
 
 def show_sweep(jobs: Mapping[Path, list[str]]) -> None:
-    """Prints the table of the jobs, folders and overrides, and writes it as sweep.csv above them."""
+    """Prints the table of the jobs (folders and their overrides) and writes sweep.csv into their parent folder."""
     rows = [_row(folder, overrides) for folder, overrides in jobs.items()]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
@@ -38,7 +38,7 @@ def show_sweep(jobs: Mapping[Path, list[str]]) -> None:
         table.add_column(FIGURES.get(name, name), no_wrap=True)
     for row in rows:
         table.add_row(*(_short(row.get(name, "")) for name in shown))
-    # Wider than the screen rather than cut or folded: a row stays a line, in a log too.
+    # Wider than the screen, so that each row is one line, also in a log file.
     Console(highlight=False, width=max(console.width, 240)).print(table)
     console.print(f"written to {path}")
 

@@ -1,4 +1,4 @@
-"""``holotrain test``: measures a checkpoint on the test part of the data."""
+"""``holotrain test``: evaluates a checkpoint on the test set."""
 
 from holotrain.commands.evaluation import measure_checkpoint
 from holotrain.commands.run import Run

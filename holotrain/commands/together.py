@@ -1,7 +1,7 @@
-"""A command in as many processes as its configuration asks for.
+"""Runs a command in as many processes as its configuration asks for.
 
-Hydra runs in the main process alone: it hands each job's configuration, typed and checked, to the others, which follow. So a
-sweep is one sweep however many processes train its jobs, and all of them have the one folder and the one configuration.
+Only the main process runs Hydra. It sends the checked configuration of each job to the other processes. So a sweep works with
+any number of processes, and all processes of a job share one folder and one configuration.
 """
 
 import importlib
@@ -36,18 +36,18 @@ from holotrain.ranks.watch import GRACE, PATIENCE
 from holotrain.ranks.world import Broken, World
 
 TOGETHER = ("fit", "validate", "test")
-"""The commands that several processes can run."""
+"""The commands that support several processes."""
 
 
 class Together:
-    """What a main process knows of the others over all its jobs.
+    """The main process's view of the other processes, over all jobs.
 
     Args:
-        place: that a launcher (torchrun, srun) gave this process; None: the processes of a job are started for it.
+        place: rank and size that a launcher (torchrun, srun) gave this process; None: processes are started for each job.
 
     Attributes:
-        broken: one of a launcher's processes died, so that no other job can be done.
-        unreachable: a launcher's processes could not be joined.
+        broken: a process of the launcher died, so no further job can run.
+        unreachable: the processes of the launcher could not connect.
     """
 
     def __init__(self, place: Place | None) -> None:
@@ -57,11 +57,11 @@ class Together:
         self.unreachable = False
 
     def run(self, command: str, config: RunConfig, run: Run) -> int:
-        """Runs one job, here or together with others. Returns the exit status: 1 where one of the processes died, 2 where a
-        mistake of the user's ended one of them.
+        """Runs one job, in this process or in several. Returns the exit status: 1 if a process died, 2 after a
+        UserError in one of them.
 
         Raises:
-            UserError: the processes do not suit the configuration.
+            UserError: the processes do not match the configuration.
         """
         if command == "fit" and config.resume:
             recover(run.last_checkpoint)
@@ -73,13 +73,15 @@ class Together:
             if command in TOGETHER:
                 check_processes(config, None)
             if not alone:
-                console.print(f"trainer={config.trainer.strategy}: one process, for one device; more by trainer.devices=")
+                console.print(
+                    f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more"
+                )
             return _command(command, config, run)
         if alone:
             raise UserError(
-                f"started as {self.place.size} processes, but trainer=default trains in one; take trainer=ddp, fsdp or tp"
+                f"started as {self.place.size} processes, but trainer=default uses one; use trainer=ddp, fsdp or tp"
                 if command in TOGETHER
-                else f"{command} runs in one process; it was started as {self.place.size}"
+                else f"{command} runs in one process, but {self.place.size} were started; start it without a launcher"
             )
         check_processes(config, self.place)
         with self._joined(command, config) as world:
@@ -94,7 +96,7 @@ class Together:
 
     @contextmanager
     def _joined(self, command: str, config: RunConfig) -> Iterator[World]:
-        if self.place is not None:  # a launcher's processes stay for all jobs
+        if self.place is not None:  # the launcher's processes serve all jobs
             if self._world is None:
                 self.unreachable = True
                 self._world = World(self.place, config.trainer.timeout)
@@ -115,7 +117,7 @@ class Together:
             torch.set_num_threads(threads)
 
     def close(self) -> None:
-        """Lets a launcher's processes go, those too that have never been given a job."""
+        """Releases the launcher's processes, also if they never received a job."""
         if self.place is not None and not self.unreachable:
             world = self._world or World(self.place, PATIENCE)
             world.post(f"job/{world.jobs}", None)
@@ -124,7 +126,7 @@ class Together:
 
 
 def follow(place: Place) -> int:
-    """Runs the jobs that the main process hands out, and says nothing. Returns the exit status."""
+    """Runs the jobs of the main process and prints nothing. Returns the exit status."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     warnings.simplefilter("ignore")
     quieten()
@@ -147,10 +149,10 @@ def follow(place: Place) -> int:
 
 
 def job(world: World, command: str, config: RunConfig, run: Run) -> int:
-    """One job in this process, of several. Returns the exit status, the same in all of them.
+    """Runs one job in this process, one of several. Returns the exit status, the same in all processes.
 
     Raises:
-        Broken: one of the processes died, or failed where others did not.
+        Broken: a process died or failed alone.
     """
     run = replace(run, world=world)
     mistake, status, trace = None, 0, ""
@@ -179,15 +181,15 @@ def job(world: World, command: str, config: RunConfig, run: Run) -> int:
     try:
         return world.finish_job(status, mistake)
     except Broken:
-        if mistake and world.place.is_main:  # which has said so
+        if mistake and world.place.is_main:  # it has already printed the message
             return status
-        if trace:  # nobody else has
+        if trace:  # no other process has printed it
             print(trace, file=sys.stderr)
         raise
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    """Whether this is what a collective says when one of those that take part is gone."""
+    """Whether this is the error of a collective that lost a process."""
     signs = r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|peer"
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(signs, str(error), re.I)))
 
@@ -204,9 +206,9 @@ def _posted(command: str, config: RunConfig, run: Run) -> dict[str, Any]:
 def _check_equal(world: World, device: torch.device) -> None:
     """
     Raises:
-        UserError: the machines are not alike.
+        UserError: the machines differ.
     """
     mine = f"{world.place.local_size} processes, on {device.type}"
     for rank, theirs in enumerate(world.gathered("machine", mine)):
         if theirs != mine:
-            raise UserError(f"the machines are not alike: rank {rank} has {theirs}, rank {world.place.rank} {mine}")
+            raise UserError(f"the machines differ: rank {rank} has {theirs}, rank {world.place.rank} has {mine}")

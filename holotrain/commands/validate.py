@@ -1,4 +1,4 @@
-"""``holotrain validate``: measures a checkpoint on the validation part of the data."""
+"""``holotrain validate``: evaluates a checkpoint on the validation set."""
 
 from holotrain.commands.evaluation import measure_checkpoint
 from holotrain.commands.run import Run

@@ -1,20 +1,20 @@
-"""From words on a command line to objects.
+"""Turns a command line into data, models, tasks and trainers.
 
-arguments      the command line taken apart
+arguments      parses the command line
 schema         every option, typed and explained
-register       tells Hydra of the schemas
-composition    where the configuration lies, composing it
-folders        where runs go
-checkpointed   the configuration inside a checkpoint, and what a command line changes of it
-explain        Hydra's complaints in one line
+register       registers the schemas with Hydra
+composition    finds and composes the configuration
+folders        folders of runs
+checkpointed   the configuration inside a checkpoint, and overrides of it
+explain        Hydra's errors in one line
 help           --help
-build          configurations to data, models, tasks
-build_trainer  configurations to trainers, callbacks, loggers
+build          builds data, models and tasks
+build_trainer  builds trainers, callbacks and loggers
 
-What a configured training will take, and what it leaves open:
-budget           the memory that a run may take
-build_plan       a configuration to the step that a plan rehearses
-make_plan        every backward, and how far the run can grow
+Planning and automatic choices:
+budget           the memory budget of a run
+build_plan       builds the training step that a plan analyzes
+make_plan        memory under each backward, largest batch and depth
 choose_backward  backward=auto
-choose_batch     a batch of auto
+choose_batch     data.batch_size=auto
 """

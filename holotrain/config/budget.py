@@ -1,4 +1,4 @@
-"""How much memory a run may take."""
+"""The memory budget of a run."""
 
 import resource
 from pathlib import Path
@@ -11,36 +11,36 @@ from holotrain.sizes import in_words, parse_bytes
 
 MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
-"""Where Linux says how much a container may take (cgroup v2)."""
+"""Memory limit and use of a container (cgroup v2)."""
 
 
 def budget_of(config: RunConfig, device: str, processes: int = 1) -> int:
-    """Bytes: what ``memory`` says, else what is free on the device (of a GPU, with what this process has of it already).
+    """Bytes: the option ``memory``, else the free memory of the device (on a GPU, including what this process has reserved).
 
     Args:
-        processes: of this machine that train together; on a CPU each may take its share of what is free.
+        processes: number of processes that train on this machine; on a CPU each gets an equal share.
 
     Raises:
-        UserError: none are named, and what is free cannot be asked.
+        UserError: ``memory`` is not set, and the free memory is not known.
     """
     if config.memory is not None:
         return parse_bytes(config.memory)
     if device != "cuda":
         return _of_this_machine() // processes
     if not torch.cuda.is_available():
-        raise UserError("memory: how much has the GPU? There is none here to ask; give memory=16GiB")
+        raise UserError("memory: this machine has no GPU; give the memory of the GPU, such as memory=16GiB")
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
 
 def too_little(budget: int, least: int, batch: str) -> UserError:
-    """What to say where nothing fits."""
+    """The error if nothing fits."""
     return UserError(f"memory: {in_words(budget)} is too little: with {batch} this run needs {in_words(least, up=True)}")
 
 
 def _of_this_machine() -> int:
-    """The least of what the system, a container and this process's own limit leave."""
+    """The smallest of the free memory of the system, of the container and of this process's limit."""
     if not MEMINFO.is_file():
-        raise UserError("memory: this system does not say how much is free; give memory=16GiB")
+        raise UserError("memory: the free memory of this system is not known; give it, such as memory=16GiB")
     line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
     left = [int(line.split()[1]) * 1024]
     most, taken = CONTAINER / "memory.max", CONTAINER / "memory.current"

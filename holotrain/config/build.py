@@ -1,4 +1,4 @@
-"""Configurations to what they describe: data, model, task."""
+"""Builds data, model and task from a configuration."""
 
 from functools import partial
 from pathlib import Path
@@ -39,10 +39,10 @@ SCHEDULES = {"cosine": schedules.cosine, "multistep": schedules.multistep, "cons
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
-    """The data module of a run; its data are read when it is set up.
+    """The data module of a run. It reads its data in ``setup``.
 
     Args:
-        tokenizer: of the checkpoint that the run starts from, as its ``to_json`` gave it.
+        tokenizer: the tokenizer of the checkpoint that the run starts from, from ``to_json``.
     """
     _require_a_batch(config)
     arguments = _arguments(config.data)
@@ -54,11 +54,11 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
 
 def _require_a_batch(config: RunConfig) -> None:
     if config.batch_is_open:
-        raise UserError(f"{config.batch_option[0]}=auto: fit and plan can choose it; here give a number")
+        raise UserError(f"{config.batch_option[0]}=auto: only fit and plan support auto; give a number")
 
 
 def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
-    """What the task says of its text."""
+    """The arguments of a text data module that depend on the task."""
     task = config.task.kind
     arguments: dict[str, Any] = {
         "layout": "packed" if task == "causal_lm" else "documents",
@@ -67,22 +67,22 @@ def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
         "tokenizer_json": tokenizer,
     }
     if task == "causal_lm":
-        arguments["max_tokens"] = None  # packed blocks are of one length
-    if task != "sequence_classification":  # labels would only cost
+        arguments["max_tokens"] = None  # packed blocks have one length
+    if task != "sequence_classification":  # do not read labels that are not used
         arguments |= {"label": None} if hasattr(config.data, "label") else {"classes": 0}
     return arguments
 
 
 def _unit(task: str, data: str) -> str:
-    """A labelled file, or row, is one document; the standard library has too few files for that."""
+    """A labeled file or row is one document, but the standard library has too few files for that."""
     return "paragraph" if task == "masked_lm" or (task, data) == ("sequence_classification", "text_stdlib") else "file"
 
 
 def model_arguments(config: RunConfig, data: pl.LightningDataModule, backward: BackwardConfig | None = None) -> dict[str, Any]:
-    """What the model's constructor takes: its configuration, and the shapes of ``data``, which is set up.
+    """The arguments of the model's constructor, from its configuration and the shapes of ``data``, which is set up.
 
     Args:
-        backward: in the place of the configuration's.
+        backward: replaces that of the configuration.
     """
     backward = backward or config.backward
     arguments = {name: value for name, value in vars(config.model).items() if name not in BEYOND}
@@ -92,7 +92,7 @@ def model_arguments(config: RunConfig, data: pl.LightningDataModule, backward: B
         arguments |= {"vocab": data.vocab_size, "context": data.context}
         if config.task.kind == "sequence_classification":
             if data.num_classes < 2:
-                raise UserError(f"data.label: the texts have {data.num_classes} classes; there is nothing to tell apart")
+                raise UserError(f"data.label: the texts have {data.num_classes} classes; at least 2 are needed")
             arguments["classes"] = data.num_classes
         return arguments
     channels, size, _ = data.image_shape
@@ -102,14 +102,14 @@ def model_arguments(config: RunConfig, data: pl.LightningDataModule, backward: B
 
 
 def default_patch_size(kind: str, image_size: int) -> int:
-    """As published for large images; less for small ones, so that some tens of tokens remain."""
+    """The published size for large images; less for small images, so that they have tens of tokens."""
     if kind.endswith("swin"):
         return 4 if image_size >= 64 else 2
     return 16 if image_size >= 112 else 4 if image_size >= 24 else 2
 
 
 def build_model(config: RunConfig, data: pl.LightningDataModule) -> nn.Module:
-    """The model for ``data``, which is set up; without pretrained weights and adapters."""
+    """The model for ``data``, which is set up, without pretrained weights and adapters."""
     try:
         with described_by("model"):
             model = registry.build(config.model.kind, model_arguments(config, data))
@@ -117,20 +117,20 @@ def build_model(config: RunConfig, data: pl.LightningDataModule) -> nn.Module:
         if "can't allocate memory" not in str(error):
             raise
         refused = str(error).strip().splitlines()[-1]
-        raise UserError(f"model: its weights do not fit into memory; plan says what they take ({refused})") from error
+        raise UserError(f"model: its weights do not fit into memory; holotrain plan shows their size ({refused})") from error
     if config.backward.blocks:
         try:
             schedule_blocks(model, config.backward.blocks)
         except ValueError as error:
-            raise UserError(f"backward.blocks: {error}; with backward.blocks=[] they are chosen anew") from error
+            raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error
     return model
 
 
 def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> tasks.Task:
-    """The LightningModule, its model included, with what it needs to train.
+    """The LightningModule with its model.
 
     Args:
-        begin: read pretrained weights, if the configuration names any; a checkpoint brings its own.
+        begin: load the pretrained weights of the configuration, if any; False if a checkpoint is loaded instead.
     """
     model = build_model(config, data)
     if isinstance(config.model, TransformerConfig):
@@ -141,10 +141,10 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
 
 
 def task_of(model: nn.Module, config: RunConfig, described: dict[str, Any]) -> tasks.Task:
-    """The LightningModule around a model.
+    """The LightningModule for a model.
 
     Args:
-        described: as :func:`description` gives it.
+        described: from :func:`description`.
     """
     options = {
         "optimizer": partial(OPTIMIZERS[config.optimizer.kind], **_arguments(config.optimizer)),
@@ -155,9 +155,9 @@ def task_of(model: nn.Module, config: RunConfig, described: dict[str, Any]) -> t
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
-    """What was trained, in plain containers: enough to use it without its data.
+    """What is needed to use the model without its data, in plain containers.
 
-    The model's kind and arguments, its tokenizer (text), its classes, the mean and deviation of its images' channels.
+    The model's kind and arguments, its tokenizer (text), its classes, and the mean and deviation of its images' channels.
     """
     found: dict[str, Any] = {"kind": config.model.kind, "arguments": model_arguments(config, data)}
     if isinstance(data, datasets.TextDataModule):
@@ -170,15 +170,15 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
 
 
 def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
-    """What the task tells apart, by name; None where it tells no classes apart."""
+    """The names of the classes; None if the task is not a classification."""
     return list(data.class_names) if tells_classes(config.task.kind) else None
 
 
 def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
-    """Batches of the files that a user names, as the described model reads them; the data it was trained on are not needed.
+    """Batches of the user's files, prepared for the described model. Does not need the training data.
 
     Raises:
-        UserError: there is nothing at ``path`` that can be read.
+        UserError: ``path`` has nothing that can be read.
     """
     _require_a_batch(config)
     loading = {"num_workers": config.data.num_workers}

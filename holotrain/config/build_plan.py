@@ -1,4 +1,4 @@
-"""A configuration to the training step that a plan rehearses."""
+"""Builds the training step that a plan analyzes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from holotrain.tasks import Task
 
 @dataclass(frozen=True)
 class Planner:
-    """Rehearses one configuration, and others like it, without allocating any of them.
+    """Predicts the memory of a configuration and of variants of it, without allocating anything.
 
     Args:
-        config: of the run.
-        data: its data, set up: the plan needs their shapes.
-        device: ``"cuda"`` or ``"cpu"``, where it shall run; neither need be here.
-        change: done to the model before anything is made of it.
+        config: configuration of the run.
+        data: its data, set up, for their shapes.
+        device: ``"cuda"`` or ``"cpu"``: where the run is to take place; this machine need not have it.
+        change: applied to the model after it is built.
     """
 
     config: RunConfig
@@ -54,19 +54,19 @@ class Planner:
     _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
 
     def footprint(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Footprint:
-        """The memory of a step.
+        """The memory of a training step.
 
         Args:
-            batch: as :func:`~holotrain.data.example.example_batch` takes it.
-            backward: in the place of the configuration's.
-            sizes: of the model, in the place of the configuration's: ``depth=24``.
+            batch: batch size, as in :func:`~holotrain.data.example.example_batch`.
+            backward: replaces that of the configuration.
+            sizes: replace sizes of the model: ``depth=24``.
 
         Raises:
-            Unplannable: an operation cannot be imagined.
+            Unplannable: an operation needs the values of its inputs.
         """
         backward = backward or self.config.backward
         if backward.kind == "pareprop" and not self.overlaps:
-            backward = replace(backward, kind="reversible")  # which it then is
+            backward = replace(backward, kind="reversible")  # without overlap both are the same
         asked = repr((batch, backward, sizes))
         if asked not in self._known:
             self._known[asked] = self._rehearsed(batch, backward, sizes)
@@ -81,14 +81,14 @@ class Planner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether pareprop may recompute beside the gradients."""
+        """Whether pareprop overlaps recomputation with gradients on this device."""
         return self.device == "cuda" or may_overlap(torch.device("cpu"))
 
     @contextmanager
     def step(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Iterator[TrainingStep]:
-        """The step itself, for as long as it is imagined."""
+        """The training step, with tensors that have shapes but no data."""
         config = replace_sizes(self.config, backward or self.config.backward, sizes)
-        # Whatever has been compiled, or captured, stays as it is: the plan is of the operations behind it.
+        # The plan follows the operations themselves, without torch.compile and CUDA graphs.
         config = replace(config, compile=False)
         config.backward.cuda_graph = False
         with torch.device("meta"):
@@ -109,15 +109,15 @@ class Planner:
 
 
 def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> TrainingStep:
-    """The step that a Trainer would make with this task and batch, both on the CPU or imagined.
+    """The step of a Trainer with this task and batch, which are on the CPU or have no data.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``: whose ways of working are meant.
+        device: ``"cuda"`` or ``"cpu"``: the device whose behavior to follow.
     """
     if config.trainer.precision == "64-true":
         batch = doubled(batch)
     optimizer = task.make_optimizer(task.model)
-    if device == "cuda":  # there its steps go over all parameters together, unless told otherwise
+    if device == "cuda":  # on CUDA, optimizers use foreach by default
         for group in optimizer.param_groups:
             if group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -143,12 +143,12 @@ def training_step(config: RunConfig, task: Task, batch: Any, device: str) -> Tra
 
 
 def replace_sizes(config: RunConfig, backward: BackwardConfig, sizes: dict[str, Any]) -> RunConfig:
-    """The same configuration with another backward and other sizes of the model."""
+    """The configuration with another backward and other model sizes."""
     return replace(config, model=replace(config.model, **sizes), backward=copy.copy(backward))
 
 
 def _gathered(model: nn.Module) -> list[Tensor]:
-    """On a GPU a synthesis works on all gradients together, beside them."""
+    """On a GPU, synthesis works on a copy of all gradients."""
     return [torch.empty_like(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -157,7 +157,7 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def doubled(batch: Any) -> Any:
-    """The batch that a run of 64-true makes of it."""
+    """The batch with floating point tensors in float64, as in ``64-true``."""
     if isinstance(batch, dict):
         return batch
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)

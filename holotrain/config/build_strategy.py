@@ -1,4 +1,4 @@
-"""Configurations to the processes that train together, and to Lightning's strategies."""
+"""Builds Lightning's strategies, and checks the number of processes and devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holotrain.ranks.watch import longer
 
 
 def processes_of(config: TrainerConfig) -> int:
-    """How many processes to start on this machine."""
+    """The number of processes to start on this machine."""
     if config.strategy == "single":
         return 1
     if config.devices != "auto":
@@ -34,10 +34,10 @@ def processes_of(config: TrainerConfig) -> int:
 def check_processes(config: RunConfig, place: Place | None) -> None:
     """
     Args:
-        place: that a launcher gave this process.
+        place: rank and size from a launcher, if any.
 
     Raises:
-        UserError: there are not so many devices, they cannot talk to each other, or the launcher started another number.
+        UserError: there are too few devices, they cannot communicate, or the launcher started a different number of processes.
     """
     trainer = config.trainer
     if trainer.strategy == "single":
@@ -45,52 +45,52 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
     check_device(trainer)
     kind, named = device_kind(trainer.accelerator), f"trainer.devices={trainer.devices}"
     if kind == "mps":
-        raise UserError(f"trainer={trainer.strategy}: this GPU cannot train with others; take trainer.accelerator=cpu")
+        raise UserError(f"trainer={trainer.strategy}: not supported on Apple GPUs; use trainer.accelerator=cpu")
     if trainer.backend == "nccl" and kind != "cuda":
-        raise UserError("trainer.backend=nccl: it joins NVIDIA GPUs, and this run is on the CPU; take gloo")
+        raise UserError("trainer.backend=nccl: needs NVIDIA GPUs, and this run is on the CPU; use gloo")
     if trainer.signals and (kind != "cuda" or trainer.precision != "bf16-mixed"):
-        raise UserError(
-            "trainer.signals: it needs NVIDIA GPUs and trainer.precision=bf16-mixed; this run would train without it"
-        )
+        raise UserError("trainer.signals: needs NVIDIA GPUs and trainer.precision=bf16-mixed; set it to false")
     if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
-        raise UserError(f"trainer={trainer.strategy}: this torch was built without what joins processes; take trainer=default")
+        raise UserError(f"trainer={trainer.strategy}: this build of torch has no distributed support; use trainer=default")
     count = processes_of(trainer) if place is None else place.local_size
     if place is None and (trainer.num_nodes or 1) > 1:
-        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun, on every machine")
+        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
     if place is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, place.nodes)):
         machines = f" on each of {place.nodes} machines" if place.nodes > 1 else ""
-        raise UserError(f"{named}: the launcher started {count} processes{machines}; leave trainer.devices=auto to it")
+        raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
     if count * (place.nodes if place else 1) % (trainer.tensor_parallel or 1):
-        raise UserError(f"trainer.tensor_parallel={trainer.tensor_parallel}: it does not divide {count} processes")
+        raise UserError(f"trainer.tensor_parallel={trainer.tensor_parallel}: {count} processes are not a multiple of it")
     if kind == "cuda" and count > torch.cuda.device_count():
-        raise UserError(f"{named}: this machine has {torch.cuda.device_count()} GPUs; take no more, or trainer.accelerator=cpu")
+        raise UserError(
+            f"{named}: this machine has {torch.cuda.device_count()} GPUs; use at most as many, or trainer.accelerator=cpu"
+        )
 
 
 def device_of(config: TrainerConfig, place: Place) -> torch.device:
-    """This process's own."""
+    """The device of this process."""
     return torch.device("cuda", place.local_rank) if device_kind(config.accelerator) == "cuda" else torch.device("cpu")
 
 
 def backend_of(config: TrainerConfig, device: torch.device) -> str:
-    """By name."""
+    """The name of the communication backend."""
     if config.backend != "auto":
         return config.backend
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def share_of(config: TrainerConfig, place: Place) -> tuple[int, int]:
-    """Which share of the data this process reads, of how many."""
+    """Which shard of the data this process reads, and the number of shards."""
     group = group_of(config, place)
     return place.rank // group, place.size // group
 
 
 def group_of(config: TrainerConfig, place: Place) -> int:
-    """How many processes share layers out, and read the same data."""
+    """The size of a tensor parallel group, whose processes read the same data."""
     return 1 if config.strategy != "tp" else config.tensor_parallel or place.size
 
 
 def left_whole(config: TrainerConfig, place: Place, model: nn.Module) -> list[str]:
-    """Why tensor parallel processes compute some layers of a model whole, a phrase each."""
+    """The layers that tensor parallelism does not shard, each with the reason."""
     ranks = group_of(config, place)
     return division(model, ranks).whole if ranks > 1 else []
 
@@ -98,18 +98,18 @@ def left_whole(config: TrainerConfig, place: Place, model: nn.Module) -> list[st
 def check_division(config: TrainerConfig, place: Place | None, model: nn.Module) -> None:
     """
     Raises:
-        UserError: tensor parallel processes would compute all layers of the model whole.
+        UserError: tensor parallelism cannot shard any layer of the model.
     """
     if place is None or (ranks := group_of(config, place)) == 1:
         return
     try:
         division(model, ranks)
     except Indivisible as error:
-        raise UserError(f"trainer=tp: nothing can be shared out among {ranks} processes: {error}") from error
+        raise UserError(f"trainer=tp: no layer can be sharded over {ranks} processes: {error}") from error
 
 
 def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str:
-    """Lightning's strategy; "auto" where one process trains."""
+    """Lightning's strategy; "auto" for a single process."""
     if place is None:
         return "auto"
     common: dict[str, Any] = {"timeout": longer(config.timeout)}
@@ -120,12 +120,12 @@ def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str
 
 
 def styles_of(config: TrainerConfig) -> Styles | None:
-    """How the layers of tensor parallelism communicate; None: as torch's own."""
+    """The tensor parallel layers; None: those of torch, without overlap."""
     if config.overlap is None:
         return None
     return overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
 
 
 def spread(config: TrainerConfig, place: Place | None) -> dict[str, Any]:
-    """Lightning's arguments that say how many devices there are on how many machines."""
+    """Lightning's arguments for the numbers of devices and machines."""
     return {"devices": 1, "num_nodes": 1} if place is None else {"devices": place.local_size, "num_nodes": place.nodes}

@@ -1,4 +1,4 @@
-"""A synthesis configuration to its callback."""
+"""Builds the callback of a synthesis configuration."""
 
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -14,11 +14,11 @@ from holotrain.errors import UserError
 from holotrain.synthesis import HolographicSynthesis
 
 OWN = ("kind", "cover", "exclude", "decay", "decay_warmup")
-"""Fields that the callback takes in another form."""
+"""Fields that are converted for the callback."""
 
 
 def built_synthesis(config: BindConfig, task: nn.Module) -> HolographicSynthesis:
-    """The synthesis itself, at work on a task that need not be on its device."""
+    """The synthesis for a task, which need not be on its device yet."""
     return HolographicSynthesis(task, config.kind, **_off_device(_options(config, task)))
 
 
@@ -26,21 +26,23 @@ def build_synthesis(config: BindConfig, task: nn.Module) -> SynthesisCallback:
     """The callback that rewrites the task's gradients.
 
     Raises:
-        UserError: an option out of range, or patterns that match no parameter.
+        UserError: an option is out of range, or a pattern matches no parameter.
     """
     options = _options(config, task)
     with described_by("synthesis"):
-        HolographicSynthesis(task, config.kind, **_off_device(options)).remove()  # a mistake is named before anything begins
+        HolographicSynthesis(
+            task, config.kind, **_off_device(options)
+        ).remove()  # raises on mistakes before the training starts
         return SynthesisCallback(config.kind, **options)
 
 
 def check_synthesis_continues(config: BindConfig, task: nn.Module, states: dict[str, Any]) -> None:
     """
     Args:
-        states: of the callbacks in a checkpoint.
+        states: states of the callbacks in a checkpoint.
 
     Raises:
-        UserError: the holograms among them are of other parameters, or made with other options.
+        UserError: their holograms belong to other parameters or options.
     """
     with described_by("synthesis"):
         synthesis = built_synthesis(config, task)
@@ -57,10 +59,10 @@ def _options(config: BindConfig, task: nn.Module) -> dict[str, Any]:
     for option in ("cover", "exclude"):
         for pattern in getattr(config, option):
             if not any(fnmatch(name, pattern) for name in names):
-                raise UserError(f"synthesis.{option}: {pattern!r} matches no parameter; they have names such as {names[0]}")
+                raise UserError(f"synthesis.{option}: {pattern!r} matches no parameter; names look like {names[0]}")
     covers = partial(_covered, config.cover, config.exclude)
     if not any(covers(name, None) for name in names):
-        raise UserError("synthesis.exclude: it leaves no parameter to work on")
+        raise UserError("synthesis.exclude: excludes all parameters; exclude fewer, or use synthesis=none")
     options = {name: value for name, value in vars(config).items() if name not in OWN} | {"covers": covers}
     if hasattr(config, "decay"):
         options["decay"] = rising(config.decay, config.decay_warmup) if config.decay_warmup else config.decay
@@ -68,12 +70,12 @@ def _options(config: BindConfig, task: nn.Module) -> dict[str, Any]:
 
 
 def rising(decay: float, steps: int) -> Callable[[int], float]:
-    """The decay of each step: from 0, linearly, to ``decay`` after so many steps."""
+    """A linear warm-up of the decay, from 0 to ``decay`` over ``steps`` steps."""
     return lambda step: decay * min(1.0, step / steps)
 
 
 def _off_device(options: dict[str, Any]) -> dict[str, Any]:
-    """The same, for a model that is not on its device yet."""
+    """The options for a model that is not on its device yet."""
     return {name: value for name, value in options.items() if name not in ("cuda_graph", "offload")}
 
 

@@ -1,4 +1,4 @@
-"""Configurations to Lightning's Trainer, callbacks and loggers."""
+"""Builds Lightning's Trainer, callbacks and loggers from a configuration."""
 
 import importlib.util
 import sys
@@ -50,7 +50,7 @@ from holotrain.ranks.place import Place
 from holotrain.tasks import Task
 
 OURS = (*PROCESSES, "backend", "timeout")
-"""Options of a trainer that Lightning does not take as they are."""
+"""Trainer options that are not passed on to Lightning."""
 
 
 def build_trainer(
@@ -62,15 +62,15 @@ def build_trainer(
     profiler: str | None = None,
     place: Place | None = None,
 ) -> pl.Trainer:
-    """A trainer that keeps its files in ``folder``.
+    """A trainer that writes its files to ``folder``.
 
     Args:
-        batches: of an epoch; needed to train.
-        profiler: by name.
-        place: this process's, of several that train together.
+        batches: number of batches per epoch; only needed to train.
+        profiler: name of the profiler.
+        place: rank and size of this process, if several train together.
 
     Raises:
-        UserError: the device is not there, or cannot run in that precision.
+        UserError: the device is missing or does not support the precision.
     """
     check_device(config)
     changed: dict[str, Any] = {"profiler": _profiler(profiler if place is None or place.is_main else None, folder)}
@@ -78,7 +78,7 @@ def build_trainer(
     if place is not None:
         changed["plugins"].append(Joined(place))
     if place is not None and config.precision == "64-true":
-        # Lightning's ModelParallelStrategy takes it as a plugin alone.
+        # Lightning's ModelParallelStrategy only accepts it as a plugin.
         changed["precision"] = None
         changed["plugins"].append(DoublePrecision())
     if batches is not None:
@@ -89,16 +89,16 @@ def build_trainer(
         logger=logger,
         enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
         enable_model_summary=False,
-        use_distributed_sampler=False,  # our batch samplers share out by themselves
+        use_distributed_sampler=False,  # our batch samplers shard the data
         **{name: value for name, value in vars(config).items() if name not in OURS} | changed,
     )
 
 
 def validation(config: TrainerConfig, batches: int) -> dict[str, Any]:
-    """When to validate, as Lightning takes it: as asked for, and at the latest where the training ends.
+    """Lightning's arguments for when to validate: as configured, and at the latest at the end of the training.
 
     Args:
-        batches: of an epoch, all there are.
+        batches: number of batches per epoch, before limit_train_batches.
     """
     limit, interval = config.limit_train_batches, config.val_check_interval
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
@@ -126,7 +126,7 @@ def _profiler(name: str | None, folder: Path) -> Profiler | None:
 
 
 def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
-    """The run's loggers, none for ``kind: none``.
+    """The run's loggers; empty for ``kind: none``.
 
     Raises:
         UserError: the logger's library is not installed.
@@ -138,7 +138,7 @@ def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
     if config.kind == "csv":
         return [loggers.CSVLogger(folder, name="csv")]
     if importlib.util.find_spec(config.kind) is None:
-        raise UserError(f"logger={config.kind}: the library is not installed; pip install 'holotrain[{config.kind}]'")
+        raise UserError(f"logger={config.kind}: the package is not installed; pip install 'holotrain[{config.kind}]'")
     if config.kind == "wandb":
         return [loggers.WandbLogger(save_dir=folder, project=config.project, name=folder.name)]
     uri = config.tracking_uri or f"file:{(folder / 'mlflow').resolve()}"
@@ -146,7 +146,7 @@ def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
 
 
 def build_progress(config: CallbacksConfig) -> list[pl.Callback]:
-    """What shows a person how far the run is."""
+    """The progress bar or the lines per epoch."""
     style = config.progress
     if style == "auto":
         style = "bar" if sys.stdout.isatty() else "lines"
@@ -154,17 +154,17 @@ def build_progress(config: CallbacksConfig) -> list[pl.Callback]:
 
 
 def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.LightningDataModule) -> list[pl.Callback]:
-    """What accompanies a training: measurements, checkpoints, exact resumption.
+    """The callbacks of a training: measurements, checkpoints, exact resumption.
 
     Raises:
-        UserError: a metric to monitor that the task does not have.
+        UserError: the task does not have the monitored metric.
     """
     settings = config.callbacks
     checkpoint = settings.checkpoint
     callbacks: list[pl.Callback] = [*build_progress(settings), ExactResume(config.seed)]
     if settings.memory:
         callbacks.append(MemoryMonitor())
-    if settings.drift.enabled and not config.backward.cuda_graph:  # a replay runs no Python that could look
+    if settings.drift.enabled and not config.backward.cuda_graph:  # a CUDA graph runs no Python hooks
         callbacks.append(DriftMonitor(threshold=settings.drift.threshold))
     if config.task.kind == "error_diffusion" and not config.backward.cuda_graph:
         callbacks.append(ErrorDiffusionMonitor())
@@ -174,7 +174,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
         callbacks.append(_throughput(config, data))
     if settings.ema.decay is not None:
         callbacks.append(EMAWeightAveraging(decay=settings.ema.decay, update_every_n_steps=settings.ema.every_n_steps))
-    if isinstance(data, TextDataModule) and (padding := data.padding):  # which takes a pass over all lengths
+    if isinstance(data, TextDataModule) and (padding := data.padding):  # it reads the lengths of all documents
         callbacks.append(PaddingMonitor(padding["random"]))
     if config.trainer.limit_val_batches != 0:
         monitor = checkpoint.monitor or next(iter(task.monitored))
@@ -185,7 +185,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
         callbacks.append(
             ExactCheckpoint(
                 folder / LAST_CHECKPOINT.parent,
-                filename="best-epoch{epoch}-step{step}",  # no =: Hydra would want it quoted
+                filename="best-epoch{epoch}-step{step}",  # without =, which Hydra needs quoted
                 auto_insert_metric_name=False,
                 save_top_k=checkpoint.save_top_k,
                 **watched,
@@ -199,12 +199,12 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
 
 
 def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMonitor:
-    """Counts FLOPs only where the device's peak is known: they serve MFU and HFU alone."""
+    """Counts FLOPs only if the device's peak is known, because only MFU and HFU need them."""
     is_text = isinstance(data, TextDataModule)
     counted = {"count_tokens": tokens_of} if is_text else {}
     name = device_name(config.trainer.accelerator)
     peak = config.callbacks.throughput.peak_flops or peak_flops(name, config.trainer.precision)
-    if peak is None or (is_text and data.layout == "documents"):  # whose batches vary in length
+    if peak is None or (is_text and data.layout == "documents"):  # the length of batches varies
         return ThroughputMonitor(**counted)
     with torch.device("meta"):
         sample = torch.zeros(1, data.context, dtype=torch.long) if is_text else torch.empty(1, *data.image_shape)
@@ -220,7 +220,7 @@ def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMo
 
 
 def tokens_of(batch: dict[str, Tensor]) -> Tensor:
-    """Tokens that a batch trains on, padding left out; on the batch's device, so that nothing waits for it."""
+    """Number of training tokens in a batch, without padding; on the batch's device, to avoid a synchronization."""
     if "lengths" in batch:
         return batch["lengths"].sum()
     return torch.tensor(batch["tokens"][:, 1:].numel())

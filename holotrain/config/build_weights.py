@@ -1,4 +1,4 @@
-"""What a training begins with: pretrained weights, adapters, and which part of the model is trained."""
+"""Prepares a new model: pretrained weights, adapters and frozen parameters."""
 
 import sys
 
@@ -11,13 +11,13 @@ from holotrain.models.pretrained import load_pretrained, read_weights
 
 
 def prepare_weights(model: nn.Module, config: TransformerConfig, read: bool) -> None:
-    """Gives a new model what its configuration names beside its shape, in place, and says what of the weights was used.
+    """Loads pretrained weights, adds adapters and freezes parameters, in place. Reports which weights were used.
 
     Args:
-        read: the pretrained weights too; a checkpoint brings its own.
+        read: load the pretrained weights; False if a checkpoint is loaded instead.
 
     Raises:
-        UserError: there are no such weights, or they are of another model; a part to train that the model does not have.
+        UserError: the weights are missing or belong to another model, or the model lacks the part to train.
     """
     if read and config.pretrained:
         with described_by("model.pretrained"):

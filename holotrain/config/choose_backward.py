@@ -1,4 +1,4 @@
-"""``backward=auto``: a schedule for each block, so that the run fits the memory it may take with the least time."""
+"""``backward=auto``: chooses the fastest schedule of each block with which the run fits into its memory budget."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from holotrain.planning import ALLOCATORS, Choice, TooSmall, choose, flops, seco
 class Settled:
     """
     Args:
-        config: with ``backward.blocks`` filled in.
-        choice: what was chosen.
-        budget: bytes that it keeps within.
+        config: the configuration with ``backward.blocks`` filled in.
+        choice: the choice.
+        budget: memory budget in bytes.
     """
 
     config: RunConfig
@@ -34,23 +34,23 @@ class Settled:
 
 
 def settle(planner: Planner, budget: int, measure: bool = True) -> Settled:
-    """Chooses, for a configuration whose backward is open.
+    """Chooses the schedules of a configuration with ``backward=auto``.
 
     Args:
-        planner: of that configuration.
-        budget: bytes to keep within.
-        measure: time each way on the device, which must then be here; False: count FLOPs.
+        planner: planner of this configuration.
+        budget: memory budget in bytes.
+        measure: time each schedule on the device, which this machine must have; False: count FLOPs.
 
     Raises:
-        UserError: nothing fits; the least that would is named.
-        Unplannable: an operation cannot be imagined.
+        UserError: nothing fits; the message has the smallest sufficient budget.
+        Unplannable: an operation needs the values of its inputs.
     """
     config, device = planner.config, planner.device
     option, size = config.batch_option
     context = partial(autocast_of, config.trainer, "cpu")
     names = ways(config, device)
     least = planner.footprint(size, replace(config.backward, kind=thriftiest(config, device))).peak
-    if least > budget:  # said before anything is run
+    if least > budget:  # before anything is timed
         raise too_little(budget, least, f"{option}={size}")
     costs = _seconds(planner, size, names) if measure else None
     with planner.step(size, config.backward) as step:
@@ -71,21 +71,21 @@ def settle(planner: Planner, budget: int, measure: bool = True) -> Settled:
 
 
 def thriftiest(config: RunConfig, device: str) -> str:
-    """The schedule under which all blocks take least memory."""
+    """The schedule that needs the least memory."""
     return ways(config, device)[0] if reversible(config.model.kind) else PLAIN[1]
 
 
 def ways(config: RunConfig, device: str) -> list[str]:
-    """The schedules that a block of this run may have."""
+    """The schedules to choose from."""
     if not reversible(config.model.kind):
         return list(PLAIN)
     recomputing = "pareprop" if device == "cuda" else "reversible"
-    keeping = [] if config.compile else [f"{recomputing}+attention"]  # nothing can be kept within compiled code
+    keeping = [] if config.compile else [f"{recomputing}+attention"]  # compiled blocks cannot keep results
     return [recomputing, *keeping, *PLAIN]
 
 
 def _seconds(planner: Planner, size: int, names: list[str]) -> list[dict[str, float]]:
-    """Of each way, for each sequence of the model, on the device."""
+    """Measured seconds of each schedule, for each sequence of the model."""
     config, place = planner.config, torch.device(planner.device)
     with torch.random.fork_rng():
         task = build_task(replace(config, compile=False), planner.data).to(place)

@@ -1,7 +1,7 @@
-"""The largest batch that memory holds, by the plan; ``data.batch_size=auto``.
+"""``data.batch_size=auto``: the largest batch that fits into memory, by the plan.
 
-Lightning's BatchSizeFinder tries sizes until CUDA refuses, doubling them: it ends at a power of two times its beginning, has to
-be given a GPU, and on a CPU ends the process. The plan is asked instead.
+Lightning's BatchSizeFinder doubles the size until CUDA runs out of memory: it only finds the initial size times a power of two,
+needs a GPU, and kills the process on a CPU. The plan has none of these limits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def largest_batch(
     most: int | None = None,
     begin: Callable[[int], object] = lambda size: None,
 ) -> int:
-    """The most that fits under a backward: images, blocks or documents, or tokens in whole documents; 0 if nothing does.
+    """The largest batch that fits: number of images, packed blocks or documents, or of tokens; 0 if nothing fits.
 
     Args:
-        most: there are no more.
-        begin: told each size that is rehearsed.
+        most: upper limit, if any.
+        begin: called with each size that is tried.
     """
     unit = batch_unit(planner.data)
 
@@ -43,26 +43,26 @@ def largest_batch(
 
 
 def smallest_batch(config: RunConfig) -> RunConfig:
-    """The same with a batch that any data can give, until the right one is known."""
+    """The configuration with the smallest batch, for use until the batch size is chosen."""
     return config.with_batch(config.data.context if config.batch_option[0] == "data.max_tokens" else 1)
 
 
 def choose_batch(config: RunConfig, data: pl.LightningDataModule, device: str, budget: int) -> RunConfig:
-    """The configuration with the largest batch that fits; ``data`` give such batches from now on.
+    """The configuration with the largest batch that fits. Also sets the batch size of ``data``.
 
     Args:
-        data: set up, of the smallest batch.
-        budget: bytes to keep within.
+        data: set up, with the smallest batch.
+        budget: memory budget in bytes.
 
     Raises:
-        UserError: not even the smallest fits.
-        Unplannable: an operation cannot be imagined.
+        UserError: not even the smallest batch fits.
+        Unplannable: an operation needs the values of its inputs.
     """
     option, _ = config.batch_option
     most = len(data.train_dataloader()) if option == "data.batch_size" else None
     planner, least = Planner(config, data, device), smallest_batch(config).batch_option[1]
     size = largest_batch(planner, config.backward, int(budget * (1 - MARGIN)), most)
-    if size < least:  # of documents: no batch may be smaller than the longest that may come
+    if size < least:  # a batch must hold the longest document
         raise too_little(budget, planner.footprint(least, config.backward).peak, f"{option}={least}")
     setattr(data, option.removeprefix("data."), size)
     return config.with_batch(size)

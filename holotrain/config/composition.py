@@ -1,4 +1,4 @@
-"""Where the configuration lies, and composing it outside of a run: for help, suggestions and checkpoints."""
+"""Finds the configuration folder, and composes configurations for help, suggestions and checkpoints."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import holotrain
 
 
 def config_folder() -> str:
-    """The shipped ``conf``: inside the package in a wheel, beside it in a checkout."""
+    """The folder ``conf``: inside the package in a wheel, next to it in a checkout."""
     package = Path(holotrain.__file__).parent
     return str(next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir()))
 
@@ -26,7 +26,7 @@ def composed(primary: str, overrides: list[str], config_dir: str | None = None) 
 
 
 def option_names(config_dir: str | None = None) -> dict[str, list[str]]:
-    """The options of every group, from the shipped folder and the user's own."""
+    """The options of every group, from ``conf`` and the user's folder."""
     groups: dict[str, set[str]] = {}
     for folder in filter(None, (config_folder(), config_dir)):
         for path in Path(folder).glob("*/*.yaml"):

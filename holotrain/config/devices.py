@@ -1,4 +1,4 @@
-"""The device that a run is for: which it is, what it is called, and whether it can do what is asked."""
+"""The device of a run: its type, its name, and whether it supports the options."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,7 +10,7 @@ from holotrain.errors import UserError
 
 
 def device_kind(accelerator: str) -> str:
-    """cuda, mps or cpu: what an accelerator of that name comes to on this machine."""
+    """cuda, mps or cpu: the device that this accelerator option selects on this machine."""
     if accelerator in ("auto", "gpu") and torch.cuda.is_available():
         return "cuda"
     if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
@@ -19,7 +19,7 @@ def device_kind(accelerator: str) -> str:
 
 
 def device_name(accelerator: str) -> str:
-    """The device in words: a GPU's name, or how many threads the CPU gives us."""
+    """The name of the GPU, or the number of CPU threads."""
     kind = device_kind(accelerator)
     if kind == "cuda":
         return torch.cuda.get_device_name()
@@ -27,7 +27,7 @@ def device_name(accelerator: str) -> str:
 
 
 def autocast_of(config: TrainerConfig, device: str | None = None) -> AbstractContextManager:
-    """The precision of a run outside of a Trainer; ``device``: in the place of the accelerator's."""
+    """The autocast context of a run outside a Trainer; ``device`` replaces the type of the accelerator."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
     return torch.autocast(device or device_kind(config.accelerator), dtype) if dtype else nullcontext()
 
@@ -35,28 +35,28 @@ def autocast_of(config: TrainerConfig, device: str | None = None) -> AbstractCon
 def check_device(config: TrainerConfig) -> None:
     """
     Raises:
-        UserError: the accelerator is not there, or cannot run in that precision.
+        UserError: the accelerator is missing or does not support the precision.
     """
     kind = device_kind(config.accelerator)
     if config.accelerator in ("gpu", "mps") and kind == "cpu":
-        raise UserError(f"trainer.accelerator={config.accelerator}: this machine has none; take trainer.accelerator=cpu")
+        raise UserError(f"trainer.accelerator={config.accelerator}: this machine has none; use trainer.accelerator=cpu")
     if config.precision == "16-mixed" and kind == "cpu":
-        raise UserError("trainer.precision=16-mixed scales gradients, which needs a GPU; on the CPU take bf16-mixed or 32-true")
+        raise UserError("trainer.precision=16-mixed: needs a GPU; on the CPU use bf16-mixed or 32-true")
     if config.precision == "64-true" and kind == "mps":
-        raise UserError("trainer.precision=64-true: this GPU has no 64-bit floats; take 32-true or trainer.accelerator=cpu")
+        raise UserError("trainer.precision=64-true: this GPU does not support float64; use 32-true or trainer.accelerator=cpu")
     if config.precision == "bf16-mixed" and kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"trainer.precision=bf16-mixed: {torch.cuda.get_device_name()} has no bfloat16; take 16-mixed")
+        raise UserError(f"trainer.precision=bf16-mixed: {torch.cuda.get_device_name()} does not support bfloat16; use 16-mixed")
 
 
 def check_training_device(config: RunConfig) -> None:
     """
     Raises:
-        UserError: the device is not there, or cannot train as configured.
+        UserError: the device is missing or does not support the configuration.
     """
     check_device(config.trainer)
     if config.backward.cuda_graph and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("backward.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
+        raise UserError("backward.cuda_graph: needs an NVIDIA GPU; set it to false")
     if getattr(config.synthesis, "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("synthesis.cuda_graph: CUDA graphs need an NVIDIA GPU; this run would train without one")
+        raise UserError("synthesis.cuda_graph: needs an NVIDIA GPU; set it to false")
     if getattr(config.synthesis, "offload", False) and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("synthesis.offload: it takes holograms off an NVIDIA GPU; this run would train without one")
+        raise UserError("synthesis.offload: needs an NVIDIA GPU; set it to false")

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's complaints in one line: what is wrong, where, and the nearest valid name."""
+"""Turns errors of Hydra and OmegaConf into one line: what is wrong, where, and the nearest valid name."""
 
 import re
 
@@ -16,7 +16,7 @@ CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 
 
 def explained(error: Exception, arguments: Arguments) -> UserError:
-    """Turns one of ``CONFIGURATION_ERRORS``, raised while ``arguments`` were composed, into a UserError."""
+    """Turns one of ``CONFIGURATION_ERRORS``, raised while composing ``arguments``, into a UserError."""
     cause = error.__cause__ or error
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
@@ -42,7 +42,7 @@ def _missing_option(error: MissingConfigException) -> UserError:
     options = [name for name in error.options or () if not name.startswith("_")]
     if not group or not options:
         return UserError(_first_line(error))
-    return UserError(f"{group}={option}: there is no such option; {group} is one of {', '.join(options)}."
+    return UserError(f"{group}={option}: not found; {group} is one of {', '.join(options)}."
                      f"{did_you_mean(option, options)}")  # fmt: skip
 
 
@@ -52,12 +52,12 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     where = f"in {parent}" if parent else "among the options"
     kinds = [kind for kind, schema in KINDS.get(parent, {}).items() if name in schema.__dataclass_fields__]
     if kinds:
-        return UserError(f"{key}: it is an option of {parent}={'|'.join(kinds)} alone")
+        return UserError(f"{key}: needs {parent}={'|'.join(kinds)}")
     return UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(name, valid)}")
 
 
 def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
-    """The keys that stand where the mistaken one was looked for, under the other group choices of the command line."""
+    """The valid keys in ``parent``, under the other group choices of the command line."""
     groups = option_names(arguments.config_dir)
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
     try:

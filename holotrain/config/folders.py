@@ -1,4 +1,4 @@
-"""Where runs go: ``<output_dir>/<command>/<date>_<time>/``, sweeps to ``<output_dir>/<command>/sweeps/<date>_<time>/<n>/``."""
+"""Run folders ``<output_dir>/<command>/<date>_<time>/`` and ``<output_dir>/<command>/sweeps/<date>_<time>/<job>/``."""
 
 from datetime import datetime
 from pathlib import Path
@@ -9,13 +9,13 @@ LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
 def run_folder(command: str, root: str, resume: bool) -> str:
-    """A folder that does not exist yet; to resume, that of the latest run that left a checkpoint."""
+    """A new folder; to resume, the folder of the latest run with a checkpoint."""
     parent = Path(root) / command
     return str(_latest(parent, LAST_CHECKPOINT, "run") if resume else _fresh(parent))
 
 
 def sweep_folder(command: str, root: str, resume: bool) -> str:
-    """The same for a sweep: its jobs stand in numbered folders."""
+    """The same for a sweep, whose jobs have numbered folders in it."""
     parent = Path(root) / command / "sweeps"
     return str(_latest(parent, Path("*"), "sweep") if resume else _fresh(parent))
 

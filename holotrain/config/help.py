@@ -1,4 +1,4 @@
-"""``holotrain --help`` and ``holotrain COMMAND --help``, from the schemas and the configuration folder alone."""
+"""``holotrain --help`` and ``holotrain COMMAND --help``, built from the schemas and the configuration folder."""
 
 import ast
 import dataclasses
@@ -15,15 +15,15 @@ from holotrain.config.composition import composed, option_names
 from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, KINDS, PLAIN
 
 FLAGS = """\
-Flags, anywhere between overrides:
+Flags, in any position:
   -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
-  --config-dir DIR          look for options in your own folder too
-  --cfg job [--resolve]     print the configuration instead of running
-  --info defaults           print how the configuration comes about"""
+  --config-dir DIR          also look for options in this folder
+  --cfg job [--resolve]     print the configuration and exit
+  --info defaults           print which files the configuration is composed from, and exit"""
 
 
 def overview() -> str:
-    """The commands, a line each."""
+    """The commands, one per line."""
     lines = [f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | FOLDER_COMMANDS).items()]
     return "\n".join(
         [
@@ -39,7 +39,7 @@ def overview() -> str:
 
 
 def command_help(arguments: Arguments) -> str:
-    """The groups and every option of a command, with the values that the given overrides lead to."""
+    """The groups and options of a command, with the values under the given overrides."""
     overrides = [word for word in arguments.overrides if not word.startswith("hydra.")]
     config = composed(arguments.command, overrides, arguments.config_dir)
     lines = [
@@ -58,7 +58,7 @@ def command_help(arguments: Arguments) -> str:
 
 
 def folder_command_help(command: str) -> str:
-    """What a command of ``FOLDER_COMMANDS`` takes."""
+    """The help of a command in ``FOLDER_COMMANDS``."""
     schema = FOLDER_COMMANDS[command]
     meanings = _meanings(schema)
     options = [option for option in dataclasses.fields(schema) if option.name != "runs"]
@@ -94,7 +94,7 @@ def _schema_of(parent: type, name: str, value: dict) -> type:
 
 
 def _meanings(schema: type) -> dict[str, str]:
-    """The string below each field of a dataclass and of those that it extends."""
+    """The string below each field of a dataclass and its base classes."""
     found: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body

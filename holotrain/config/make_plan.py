@@ -1,4 +1,4 @@
-"""What a configured training takes under each backward, and how far it can grow within a budget."""
+"""The memory of a training under each backward, and the largest batch and depth that fit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from holotrain.errors import UserError
 from holotrain.planning import Footprint, largest
 
 DEEPER = 4
-"""A model is rehearsed up to a quarter deeper than configured; beyond, its memory is taken to follow a straight line."""
+"""Depths of up to 1 + 1/DEEPER times the configured one are planned exactly. Beyond, memory is extrapolated linearly."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How far an option can go: ``value`` is the largest that fits, 0 if none does; not ``exact``: by a straight line."""
+    """The largest ``value`` of an option that fits, 0 if none does; not ``exact``: extrapolated."""
 
     option: str
     configured: int
@@ -34,14 +34,14 @@ class Limit:
 class Plan:
     """
     Args:
-        device: what the run is planned for.
-        budget: bytes, if any are known.
-        backward: the configured one, by its name in ``footprints``.
-        schedule: what that is; of ``backward=auto`` what it comes to.
-        footprints: of the step under each backward there is.
-        choice: what ``backward=auto`` comes to, where it is configured.
-        limits: the largest batch and depth under the configured backward; none without a budget.
-        resets: options of the configured backward that another one cannot keep, undone.
+        device: device of the plan.
+        budget: memory budget in bytes; None: not known.
+        backward: name of the configured backward in ``footprints``.
+        schedule: its configuration; for ``backward=auto``, the choice.
+        footprints: memory of a step under each backward.
+        choice: the choice of ``backward=auto``, if configured.
+        limits: largest batch and depth under the configured backward; empty without a budget.
+        resets: overrides that reset options which other backwards do not support.
     """
 
     device: str
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def remedies(self) -> list[str]:
-        """Overrides under which the run would fit, each by itself; those that store most first."""
+        """Overrides, each of which makes the run fit; those that store most come first."""
         if self.budget is None:
             return []
         fitting = [name for name, footprint in self.footprints.items() if footprint.peak <= self.budget]
@@ -71,7 +71,7 @@ class Plan:
         return [f"backward={name}{self.resets}" for name in fitting if name != self.backward] + sizes
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers; bytes throughout."""
+        """The plan in plain containers; sizes in bytes."""
         return {
             "device": self.device,
             "budget_bytes": self.budget,
@@ -95,10 +95,10 @@ def make_plan(
     Args:
         data: set up.
         device: ``"cuda"`` or ``"cpu"``.
-        begin: told what is rehearsed next.
+        begin: called with what is planned next.
 
     Raises:
-        Unplannable: an operation cannot be imagined.
+        Unplannable: an operation needs the values of its inputs.
     """
     planner = Planner(config, data, device)
     size = config.batch_option[1]
@@ -112,14 +112,14 @@ def make_plan(
         try:
             choice = settle(planner, budget, measure=False)
             backward = choice.config.backward
-        except UserError:  # nothing fits: the table says by how much
+        except UserError:  # nothing fits: the table shows by how much
             name = thriftiest(config, device)
             backward = BackwardConfig(name, exact=config.backward.exact)
     if name not in footprints:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(size, backward)
     schedule = backward
-    if backward.kind == AUTO:  # which could choose anew for another batch, down to what takes least
+    if backward.kind == AUTO:  # for another batch, auto can go down to the schedule with the least memory
         backward = BackwardConfig(thriftiest(config, device), exact=config.backward.exact)
     limits = [] if budget is None else _limits(planner, backward, budget, begin)
     return Plan(device, budget, name, schedule, footprints, choice, limits, _resets(config.backward))
@@ -131,14 +131,14 @@ def _resets(backward: BackwardConfig) -> str:
 
 
 def _backwards(config: RunConfig) -> dict[str, BackwardConfig]:
-    """Those that the model can have, the configured one as it is configured."""
+    """All backwards of the model, the configured one with its options."""
     exact = config.backward.exact if reversible(config.model.kind) else False
     plain = {name: BackwardConfig(name, exact=exact) for name in schedules_of(config.model.kind)}
     return plain | ({config.backward.kind: config.backward} if config.backward.kind != AUTO else {})
 
 
 def _limits(planner: Planner, backward: BackwardConfig, budget: int, begin: Callable[[str], object]) -> list[Limit]:
-    """The largest batch; the largest depth, unless ``store`` names blocks of the depth that there is."""
+    """The largest batch and, unless ``store`` depends on the depth, the largest depth."""
     option, configured = planner.config.batch_option
     size = largest_batch(planner, backward, budget, begin=lambda size: begin(f"{option}={size}"))
     found = [Limit(option, configured, size)]

@@ -1,4 +1,4 @@
-"""What several devices would make of a configured training, on paper."""
+"""Predicts memory and time of a training on several devices."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ DDP, FSDP2, TP, TP_OVERLAPPED = "DDP", "FSDP2", "TP", "TP, overlapped"
 class Scaling:
     """
     Args:
-        devices: how many.
-        link: its name.
-        times: of a step on one of them.
-        predictions: of each strategy.
-        unit: what throughput counts.
-        assumptions: what all rests on, a line each.
+        devices: number of devices.
+        link: name of the link.
+        times: times of a step on one device.
+        predictions: one per strategy.
+        unit: unit of the throughput.
+        assumptions: one line each.
     """
 
     devices: int
@@ -63,7 +63,7 @@ class Scaling:
     assumptions: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers; bytes and seconds."""
+        """The prediction in plain containers; sizes in bytes, times in seconds."""
         single = self.times.band and {"low": self.times.band[0].step, "high": self.times.band[1].step}
         return {
             "devices": self.devices,
@@ -79,10 +79,10 @@ class Scaling:
 def check_scaling(config: PlanConfig, device: str) -> None:
     """
     Args:
-        device: that the run is planned for.
+        device: device of the plan.
 
     Raises:
-        UserError: no such link or GPU, or a GPU where the CPU is planned for.
+        UserError: the link or GPU is unknown, or a GPU is given for a plan on the CPU.
     """
     one_of("link", config.link, LINKS)
     if config.gpu is not None:
@@ -96,18 +96,18 @@ def make_scaling(
     """
     Args:
         data: set up.
-        plan: of a single device.
-        begin: told what is done next.
+        plan: plan of a single device.
+        begin: called with what is done next.
 
     Raises:
-        Unplannable: an operation cannot be imagined.
+        Unplannable: an operation needs the values of its inputs.
     """
     devices, link, backward = config.devices, LINKS[config.link], plan.schedule
     planner = Planner(config, data, plan.device)
     option, size = config.batch_option
-    begin("the model's parts")
+    begin("counting FLOPs")
     model, units = parts(planner, size, backward)
-    begin("a rank of tensor parallelism")
+    begin("planning a tensor parallel rank")
     divided, words = _divided(planner, size, backward, devices, model)
     times = step_times(planner, backward, (model.forward, model.backward), config.gpu, plan.fits, begin)
     settings = settings_of(link, times.sms)
@@ -135,7 +135,7 @@ def _of(seconds: Callable[..., float], *what: object, **options: Any) -> Callabl
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """FLOPs of a batch; ``sequences``: of the forward of each run of blocks."""
+    """FLOPs of a batch; ``sequences``: FLOPs of the forward of each sequence of blocks."""
 
     forward: float
     backward: float
@@ -143,7 +143,7 @@ class Arithmetic:
 
 
 def parts(planner: Planner, size: int, backward: BackwardConfig) -> tuple[Arithmetic, list[Unit]]:
-    """The arithmetic of a step, and what the model consists of, first to last."""
+    """The FLOPs of a step, and the parts of the model, first to last."""
     with planner.step(size, backward) as step:
         counted = _arithmetic(step.model, step)
         units = list(_units(step.model, counted))
@@ -151,10 +151,10 @@ def parts(planner: Planner, size: int, backward: BackwardConfig) -> tuple[Arithm
 
 
 def _arithmetic(model: nn.Module, step: Any, between: Callable[[], object] = lambda: None) -> Arithmetic:
-    """Counts a step that is imagined.
+    """Counts the FLOPs of a step without running it.
 
     Args:
-        between: done behind the forward.
+        between: called after the forward.
     """
     found: dict[int, float] = {}
     runs = sequences(model)
@@ -201,13 +201,13 @@ def _units(model: nn.Module, counted: Arithmetic) -> Iterator[Unit]:
 def _divided(
     planner: Planner, size: int, backward: BackwardConfig, devices: int, alone: Arithmetic
 ) -> tuple[Divided | None, str]:
-    """What a rank of tensor parallelism has to do, and why some of it is whole; or why there is no such rank."""
+    """The work of a tensor parallel rank, and the layers that are not sharded; or None and the reason."""
     noted: list[Sums] = []
     part = Planner(planner.config, planner.data, planner.device, lambda model: noted.append(divide(model, devices)))
     try:
         footprint = part.footprint(size, backward)
     except Indivisible as error:
-        return None, f"nothing can be shared out: {error}"
+        return None, f"no layer can be sharded: {error}"
     forward: list[Any] = []
     with part.step(size, backward) as step:
         sums = noted[-1]
@@ -228,29 +228,31 @@ def _assumptions(
 ) -> list[str]:
     alone = f"one device: {times.source}"
     if config.devices == 1:
-        return [alone, "it shares nothing out and sends nothing"]
+        return [alone, "no sharding and no communication"]
     ends = [
-        f"link {config.link}: {link.bandwidth / 1e9:.4g} GB/s in one direction of a ring, {link.latency * 1e6:.4g} us a "
-        f"collective, half the bandwidth at {link.ramp / 2**10:.4g} KiB; of a table, not measured",
-        f"slow end of a band: the slower time of one device, {SLOWER_LINK:.0%} of the link's bandwidth"
-        + (f", {SMS_LOST} of {times.sms} SMs lost to collectives all along" if bad.slowdown > 1 else "")
-        + (f", {UNDIVIDED:.0%} of what TP's layers save is not saved" if divided else ""),
+        f"link {config.link}: {link.bandwidth / 1e9:.4g} GB/s in one direction of a ring, {link.latency * 1e6:.4g} us per "
+        f"collective, half the bandwidth at {link.ramp / 2**10:.4g} KiB; from a table, not measured",
+        f"slow end of a range: the slower time of one device, {SLOWER_LINK:.0%} of the link's bandwidth"
+        + (f", {SMS_LOST} of {times.sms} SMs always used by collectives" if bad.slowdown > 1 else "")
+        + (f", {UNDIVIDED:.0%} of the time that TP saves is lost" if divided else ""),
     ]
     lines = [
         alone,
         *(ends if times.band else []),
-        f"DDP: buckets of {BUCKET >> 20} MiB (the first {FIRST_BUCKET >> 20} MiB) are all-reduced while the backward goes on; "
-        "their memory is that of the gradients, and stays",
-        "FSDP2, full shard: a block is gathered while the one before it is computed, in the forward and again in the backward, "
-        "its gradients are reduced and scattered meanwhile; two blocks stand whole, and what lies outside of blocks",
+        f"DDP: buckets of {BUCKET >> 20} MiB (the first {FIRST_BUCKET >> 20} MiB) are all-reduced during the backward; "
+        "they need as much memory as the gradients, for the whole training",
+        "FSDP2, full shard: a block is all-gathered while the previous one is computed, in the forward and in the backward; "
+        "gradients are reduce-scattered meanwhile; two blocks and all parameters outside blocks are unsharded at a time",
     ]
     if divided:
         there, back = (sum(sums.values()) for sums in (divided.forward_sums, divided.backward_sums))
         lines += [
-            f"TP: {there} all-reduces in a forward and {back} in its backward, those of recomputation included; "
-            "a product and its all-reduce in turn" + (f"; every rank computes whole: {whole}" if whole else ""),
-            "TP, overlapped: a product's rows in groups, each summed behind the next, at the step's mean FLOP/s, by "
-            "FlashOverlap's recurrence; the weight's gradient covers the last in the backward",
+            f"TP: {there} all-reduces in a forward and {back} in its backward, including those of recomputation, "
+            "without overlap" + (f"; not sharded: {whole}" if whole else ""),
+            "TP, overlapped: each group of rows is all-reduced while the next one is computed, at the step's mean FLOP/s "
+            "(FlashOverlap's model); in the backward, the gradient of the weight overlaps with the last all-reduce",
         ]
-    lines.append("DDP and FSDP2: each device has the batch of one; TP: all share one; updates take as long as on one device")
-    return [*lines, "not counted: input, stragglers, launches"]
+    lines.append(
+        "DDP and FSDP2: each device has a full batch; TP: all devices share one batch; updates take as long as on one device"
+    )
+    return [*lines, "not counted: data loading, stragglers, kernel launches"]

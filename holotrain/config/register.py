@@ -1,4 +1,4 @@
-"""Tells Hydra what holotrain adds to it: the schemas and the resolvers that name run folders."""
+"""Registers the schemas and the resolvers for run folders with Hydra."""
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -8,7 +8,7 @@ from holotrain.config.schema import COMMANDS, KINDS, PLAIN
 
 
 def register(resume: bool = False) -> None:
-    """Fills the ConfigStore; ``resume``: folders are those of the latest run or sweep, not new ones."""
+    """Fills the ConfigStore; ``resume``: use the folder of the latest run or sweep instead of a new one."""
     store = ConfigStore.instance()
     for command, schema in COMMANDS.items():
         store.store(group="schema/command", name=command, node=schema)
@@ -17,7 +17,7 @@ def register(resume: bool = False) -> None:
             store.store(group=f"schema/{group}", name=kind, node=schema)
     for group, schema in PLAIN.items():
         store.store(group="schema", name=group, node=schema)
-    # Cached, as Hydra's own ${now:} is: every use within one launch must name the same folder.
+    # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     for name, resolver in (("run_folder", run_folder), ("sweep_folder", sweep_folder)):
         OmegaConf.register_new_resolver(
             name, lambda command, root, make=resolver: make(command, root, resume), replace=True, use_cache=True

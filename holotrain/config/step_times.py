@@ -1,4 +1,4 @@
-"""The time of a training step on a single device: measured where it is, else estimated from the peak of a GPU."""
+"""The time of a training step on one device: measured, or estimated from the peak of a GPU."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from holotrain.reversible.trial import SETTLED_AFTER
 from holotrain.tasks import Task
 
 UTILISATION = (0.35, 0.55)
-"""Of a GPU's peak that transformers commonly reach: the slow end and the fast end."""
+"""Fraction of a GPU's peak that transformers commonly reach: low and high."""
 
 ROUNDS = 5
-"""Steps that count."""
+"""Number of timed steps."""
 
 SECONDS = 6.0
-"""To spend on them."""
+"""Time for these steps."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """
     Args:
-        band: the fastest and the slowest; None: they are not known.
-        source: where they come from, or why they are not known.
-        sms: streaming multiprocessors of the device; None: it has none, or nobody knows.
+        band: the fastest and the slowest time; None: not known.
+        source: where the times come from, or why they are not known.
+        sms: number of streaming multiprocessors of the device; None: not known, or not a GPU.
     """
 
     band: tuple[Times, Times] | None
@@ -55,10 +55,10 @@ def step_times(
 ) -> StepTimes:
     """
     Args:
-        flops: of a forward and a backward.
-        gpu: the GPU that is meant, by name; None: the device that is here.
-        fits: whether the step fits the device's memory, if that is known.
-        begin: told what is timed next.
+        flops: FLOPs of a forward and a backward.
+        gpu: name of the GPU to estimate for; None: measure on this machine's device.
+        fits: whether the step fits the device's memory; None: not known.
+        begin: called with what is timed next.
     """
     here = planner.device == "cpu" or torch.cuda.is_available()
     sms = torch.cuda.get_device_properties(0).multi_processor_count if planner.device == "cuda" and here else None
@@ -70,36 +70,36 @@ def step_times(
             place = torch.cuda.get_device_name() if planner.device == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
             return StepTimes(band, f"measured on {place}: {how}", sms)
         except torch.OutOfMemoryError:
-            return StepTimes(None, "not known: there was not even memory to time a step; give gpu=H100, say", sms)
+            return StepTimes(None, "not known: not enough memory to time a step; estimate with gpu=H100, for example", sms)
     if here and planner.device == "cuda":
         return estimated(planner, flops, torch.cuda.get_device_name())
-    why = "a step does not fit this device" if here else "there is no such device here"
-    return StepTimes(None, f"not known: {why}; give gpu=H100, say, to estimate them from its peak", sms)
+    why = "a step does not fit on this device" if here else "this machine has no such device"
+    return StepTimes(None, f"not known: {why}; estimate with gpu=H100, for example", sms)
 
 
 def estimated(planner: Planner, flops: tuple[float, float], gpu: str) -> StepTimes:
-    """From what the named GPU can do at most."""
+    """Estimates the times from the peak of the named GPU."""
     precision = planner.config.trainer.precision
     peak = peak_flops(gpu, precision)
     if peak is None:
-        return StepTimes(None, f"not known: no peak of {gpu} in {precision} is on record", multiprocessors(gpu))
+        return StepTimes(None, f"not known: the table has no peak of {gpu} in {precision}", multiprocessors(gpu))
     slow, fast = (
         Times(*(count / (share * peak) for count in flops), 0.0, planner.config.trainer.accumulate_grad_batches)
         for share in UTILISATION
     )
     low, high = (f"{share:.0%}" for share in UTILISATION)
     source = (
-        f"estimated, nothing was run: {sum(flops) / 1e12:.4g} TFLOP a batch, recomputation included, at {low} to {high} of the "
-        f"{peak / 1e12:.4g} TFLOP/s of {gpu} in {precision}; the optimizer's update is left out"
+        f"estimated, not measured: {sum(flops) / 1e12:.4g} TFLOP per batch, with recomputation, at {low} to {high} of the "
+        f"{peak / 1e12:.4g} TFLOP/s of {gpu} in {precision}; without the optimizer's update"
     )
     return StepTimes((fast, slow), source, multiprocessors(gpu))
 
 
 def measured(planner: Planner, backward: BackwardConfig, begin: Callable[[str], object]) -> tuple[tuple[Times, Times], str]:
-    """The fastest and the slowest of a few steps, and how that was found; with a smaller batch where they would take too long.
+    """The fastest and the slowest of a few steps, and a description; with a smaller batch if they would take too long.
 
     Raises:
-        torch.OutOfMemoryError: on a GPU.
+        torch.OutOfMemoryError: the GPU ran out of memory.
     """
     config = replace(planner.config, backward=backward, compile=False)
     option, size = config.batch_option
@@ -110,7 +110,7 @@ def measured(planner: Planner, backward: BackwardConfig, begin: Callable[[str], 
         task = build_task(config, planner.data).to(place)
         if config.trainer.precision == "64-true":
             task = task.double()
-        # A smaller batch may use the device worse, never better: in proportion its time is no less than that of a larger one.
+        # A smaller batch never uses the device better, so its time per sample is an upper bound.
         unit = batch_unit(planner.data)
         part = min(unit, size)
         while True:

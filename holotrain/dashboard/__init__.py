@@ -1,8 +1,8 @@
-"""A run's scalars put before a person's eyes: TensorBoard's layout of them, and a page that compares runs.
+"""Charts of a run's scalars: the layout of TensorBoard's Custom Scalars, and a page that compares runs.
 
-charts    which scalars stand together in a chart, for both
-scalars   what a run logged, read back
-thinning  long curves made short for drawing
-table     what differs among runs, and what came of them
-page      one HTML page of charts and table, drawn by uPlot and page.js
+charts    which scalars each chart shows
+scalars   reads the scalars of a run
+thinning  downsampling and smoothing of long curves
+table     differing options and results of the runs
+page      the HTML page; uPlot and page.js draw its charts
 """

@@ -1,4 +1,4 @@
-"""Which scalars stand together in a chart: TensorBoard's layout and the page of a report show the same ones."""
+"""Which scalars each chart shows, in TensorBoard's Custom Scalars and on the report page."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 class Chart:
     """
     Args:
-        group: under which TensorBoard shows it.
-        title: of the chart.
-        lines: the tags in it, each with its name in the chart.
-        unit: of its values: ``"bytes"``, ``"seconds"``, ``"milliseconds"``, ``"fraction"`` (shown in percent), or what to
-            write beside the title.
-        logarithmic: whether it is shown on a logarithmic scale at first, where there is a choice.
+        group: the group in TensorBoard.
+        title: title of the chart.
+        lines: the tags of its lines, with their names.
+        unit: unit of the values: ``"bytes"``, ``"seconds"``, ``"milliseconds"``, ``"fraction"`` (shown in percent), or the text
+            after the title.
+        logarithmic: whether the page first shows it on a logarithmic scale.
     """
 
     group: str
@@ -45,35 +45,35 @@ CHARTS = (
     ),
     Chart("Throughput", "Throughput", {"throughput/samples_per_second": "samples"}, "samples/s"),
     Chart("Throughput", "Throughput in tokens", {"throughput/tokens_per_second": "tokens"}, "tokens/s"),
-    Chart("Throughput", "Time of a step", {"throughput/step_seconds": "step"}, "seconds"),
-    Chart("Throughput", "FLOPs utilisation", {"throughput/mfu": "model", "throughput/hfu": "hardware"}, "fraction"),
+    Chart("Throughput", "Step time", {"throughput/step_seconds": "step"}, "seconds"),
+    Chart("Throughput", "FLOPs utilization", {"throughput/mfu": "model", "throughput/hfu": "hardware"}, "fraction"),
     Chart("Throughput", "Padding", {"padding/fraction": "batches", "padding/unbucketed": "random batches"}, "fraction"),
-    Chart("Drift", "Drift of rebuilt activations", {"reversible/drift": "drift"}, "relative", logarithmic=True),
-    Chart("Synthesis", "Cosine of update to gradient", {"synthesis/gradient_cosine": "cosine"}),
-    Chart("Synthesis", "Time of synthesis", {"synthesis/milliseconds": "a step"}, "milliseconds"),
-    Chart("Synthesis", "Norm of the update", {"synthesis/update_norm": "norm"}, logarithmic=True),
+    Chart("Drift", "Error of recomputed activations", {"reversible/drift": "drift"}, "relative", logarithmic=True),
+    Chart("Synthesis", "Cosine between update and gradient", {"synthesis/gradient_cosine": "cosine"}),
+    Chart("Synthesis", "Synthesis time", {"synthesis/milliseconds": "per step"}, "milliseconds"),
+    Chart("Synthesis", "Update norm", {"synthesis/update_norm": "norm"}, logarithmic=True),
     Chart("Synthesis", "Skipped steps", {"synthesis/skipped": "skipped"}),
-    Chart("Error diffusion", "Cosine of update to gradient descent", {"error_diffusion/alignment": "alignment"}),
+    Chart("Error diffusion", "Cosine between update and gradient descent", {"error_diffusion/alignment": "alignment"}),
     Chart(
         "Error diffusion",
-        "Dead cells and lost signs",
-        {"error_diffusion/dead_cells": "dead cells", "error_diffusion/sign_violations": "lost signs"},
+        "Dead cells and wrong signs",
+        {"error_diffusion/dead_cells": "dead cells", "error_diffusion/sign_violations": "wrong signs"},
         "fraction",
     ),
-    Chart("Learning rate", "Learning rate", {"train/lr": "rate"}),
+    Chart("Learning rate", "Learning rate", {"train/lr": "learning rate"}),
 )
-"""Every chart there is, in order."""
+"""All charts, in order."""
 
 
 def tensorboard_layout(tags: set[str]) -> dict[str, dict[str, list]]:
-    """The charts of which a run can have a tag, as ``SummaryWriter.add_custom_scalars`` takes them.
+    """The charts for which a run can have a tag, in the form of ``SummaryWriter.add_custom_scalars``.
 
-    A chart comes with all its lines: TensorBoard puts the layouts of runs together chart by chart, and would show one twice
-    of which two runs have different lines.
+    A chart always lists all its lines: TensorBoard merges the layouts of runs by chart, and shows a chart twice if the lines
+    of two runs differ.
     """
     layout: dict[str, dict[str, list]] = {}
     for chart in CHARTS:
         if tags & chart.lines.keys():
-            # TensorBoard matches the beginnings of tags.
+            # TensorBoard matches tags by regular expressions from the start; $ ends the match.
             layout.setdefault(chart.group, {})[chart.title] = ["Multiline", [f"{tag}$" for tag in chart.lines]]
     return layout

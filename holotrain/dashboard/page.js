@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts of #data: runs overlaid, a colour a run, a dash a line of the chart.
+// Draws the charts of #data. Each run has a color, each line of a chart a dash pattern.
 (() => {
   const { runs, charts } = JSON.parse(document.getElementById("data").textContent);
   const DASHES = [[], [7, 4], [2, 3]];
@@ -23,7 +23,7 @@
     return box;
   };
 
-  // What values of a unit are multiplied with, and the name of what then comes out.
+  // Factor and name of the display unit.
   const scaled = (unit, largest) => {
     if (unit === "bytes") return largest >= 2 ** 30 ? [2 ** -30, "GiB"] : largest >= 2 ** 20 ? [2 ** -20, "MiB"] : [2 ** -10, "KiB"];
     if (unit === "seconds") return largest >= 1 ? [1, "s"] : [1e3, "ms"];
@@ -62,7 +62,7 @@
     return { found, xName: xScale[1] };
   }
 
-  // Runs log at steps of their own: what is told of each is its point nearest to the cursor, and nothing far beyond its ends.
+  // Runs log at different steps, so the tip shows the point of each run that is nearest to the cursor, unless that is far away.
   function nearest(plot, index, at) {
     const xs = plot.data[0], ys = plot.data[index];
     let low = at, high = at;

@@ -1,4 +1,4 @@
-"""One HTML page that compares runs. It holds all it needs: no network, no second file."""
+"""One self-contained HTML page that compares runs, without other files or network access."""
 
 import html
 import json
@@ -17,19 +17,19 @@ from holotrain.dashboard.thinning import smoothed, thinned
 from holotrain.errors import UserError
 
 POINTS = 1000
-"""That a curve keeps at the most: about as many as a chart is pixels wide."""
+"""Maximum number of points per curve, about the width of a chart in pixels."""
 
 SMOOTHED_FROM = 60
-"""Points of a curve that is smoothed; shorter ones can be read as they are."""
+"""Curves with at least this many points are smoothed."""
 
 COLOURS = ("#3b7dd8", "#e07b22", "#2e9e5b", "#d1495b", "#8a63d2", "#0fa3b1", "#b5852a", "#d45fa6", "#7a8794", "#8fa81f")
 
 
 def page(runs: list[Reported]) -> str:
-    """The page.
+    """The HTML text of the page.
 
     Args:
-        runs: in the order of the table, at least one.
+        runs: at least one, in the order of the table.
     """
     names = labels(runs)
     colours = [_colour(number) for number in range(len(runs))]
@@ -45,15 +45,15 @@ def page(runs: list[Reported]) -> str:
         "STYLE": _of_uplot("uPlot.min.css") + _file("page.css"),
         "LIBRARY": _of_uplot("uPlot.iife.js"),
         "SCRIPT": _file("page.js"),
-        # No < in it, so that no label can end the element.
+        # Without <, so that no label can end the script element.
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    pieces = _file("page.html").split("@@")  # text and names of parts in turn
+    pieces = _file("page.html").split("@@")  # text and names of parts alternate
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
 def _chart(chart: Chart, runs: list[Reported]) -> dict[str, Any] | None:
-    """What page.js draws of a chart; None where no run has anything for it."""
+    """The data of a chart for page.js; None if no run has any."""
     lines = [
         {"run": number, "line": list(chart.lines).index(tag)} | points
         for number, run in enumerate(runs)
@@ -78,7 +78,7 @@ def _line(run: Reported, curve: Curve) -> dict[str, Any] | None:
 
 
 def _points(run: Reported, curve: Curve, kept: np.ndarray) -> dict[str, list | None]:
-    """Steps, seconds since the run logged first, values to five digits."""
+    """Steps, seconds since the first log of the run, and values with five digits."""
     seconds = None
     if curve.instants is not None:
         start = min(other.instants[0] for other in run.curves.values() if other.instants is not None)
@@ -101,7 +101,7 @@ def _table(found: list[Column], names: list[str], colours: list[str]) -> str:
 
 
 def _options(runs: list[Reported], names: list[str]) -> str:
-    """All options in which runs differ, a row each; nothing where there are none."""
+    """A table of all options in which the runs differ; empty if there are none."""
     options = different_options(runs)
     if not options:
         return ""
@@ -110,22 +110,22 @@ def _options(runs: list[Reported], names: list[str]) -> str:
     for key, values in options.items():
         cells = "".join(f"<td>{html.escape(shown(value))}</td>" for value in values)
         rows.append(f'<tr><th scope="row">{html.escape(key)}</th>{cells}</tr>')
-    count = f"{len(options)} option{'s' * (len(options) > 1)} in which these runs differ"
+    count = f"{len(options)} option{'s' * (len(options) > 1)} in which the runs differ"
     table = f"<table><thead><tr><th>option</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<details><summary>{count}</summary><div class="wide">{table}</div></details>'
 
 
 def _colour(number: int) -> str:
-    """Told apart on light and dark; beyond ten, hues at the golden angle."""
+    """Distinct on light and dark backgrounds; after the tenth, hues at the golden angle."""
     return COLOURS[number] if number < len(COLOURS) else f"hsl({number * 137.5 % 360:.0f} 55% 52%)"
 
 
 def _of_uplot(name: str) -> str:
-    """A file of uPlot, as the package uplot-python brings it; that package itself, which shows plots, is not imported."""
+    """A file of uPlot, from the package uplot-python, which is not imported."""
     try:
         return Path(distribution("uplot-python").locate_file(f"uplot/static/{name}")).read_text(encoding="utf-8")
     except PackageNotFoundError:
-        raise UserError("report: what draws its charts is not installed; pip install 'holotrain[report]'") from None
+        raise UserError("report: uplot-python is not installed; pip install 'holotrain[report]'") from None
 
 
 def _file(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run logged, read back from TensorBoard's event files, or from csv."""
+"""Reads the scalars of a run from TensorBoard event files or csv."""
 
 import csv
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Curve:
     Args:
         steps: (N,) optimizer steps, ascending, each once.
         values: (N,)
-        instants: (N,) when each was logged, in seconds since 1970; None: not known.
+        instants: (N,) Unix time of each point, in seconds; None: not known.
     """
 
     steps: np.ndarray
@@ -27,13 +27,13 @@ class Curve:
     instants: np.ndarray | None = None
 
     def finite(self) -> "Curve":
-        """Without the points that are infinite or no number."""
+        """The curve without infinite and NaN points."""
         kept = np.isfinite(self.values)
         return Curve(self.steps[kept], self.values[kept], None if self.instants is None else self.instants[kept])
 
 
 def read_scalars(folder: Path) -> dict[str, Curve]:
-    """The scalars of a run by tag; none where it logged none. Where a run was resumed, the later points count.
+    """The scalars of a run by tag; empty if it has none. Points of a resumed run replace earlier ones.
 
     Raises:
         UserError: a file cannot be read.
@@ -50,7 +50,7 @@ def _tensorboard(folder: Path) -> dict[str, Curve]:
     try:
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     except (OSError, DecodeError) as error:
-        raise UserError(f"{folder} holds an event file that cannot be read: {error}") from error
+        raise UserError(f"{folder} has an unreadable event file: {error}") from error
     rows = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     return {
         tag: _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
@@ -59,7 +59,7 @@ def _tensorboard(folder: Path) -> dict[str, Curve]:
 
 
 def _check(path: Path) -> None:
-    """TensorBoard passes over files that it cannot read, and takes those cut off at the end for what they hold: so do we."""
+    """TensorBoard skips unreadable files; here they raise. Empty and truncated files are accepted, as in TensorBoard."""
     try:
         with path.open("rb") as file:
             empty = not file.read(1)
@@ -67,12 +67,12 @@ def _check(path: Path) -> None:
     except (OSError, DecodeError):
         readable = False
     if not readable:
-        raise UserError(f"{path} is no readable event file")
+        raise UserError(f"{path} is not a readable event file")
 
 
 def _csv(folder: Path) -> dict[str, Curve]:
     found: dict[str, tuple[list[int], list[float]]] = {}
-    # A resumed run writes a version of its own.
+    # A resumed run writes a new version.
     for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.partition("_")[2])):
         try:
             with path.open(newline="", encoding="utf-8") as file:
@@ -83,12 +83,12 @@ def _csv(folder: Path) -> dict[str, Curve]:
                             steps.append(int(row["step"]))
                             values.append(float(row[tag]))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path} is no readable csv log") from error
+            raise UserError(f"{path} is not a readable csv log") from error
     return {tag: _curve(*columns) for tag, columns in found.items()}
 
 
 def _curve(steps: list[int], values: list[float], instants: list[float] | None = None) -> Curve:
-    """Ascending; of several points of a step the last."""
+    """Sorted by step, with the last point of each step."""
     backwards = np.asarray(steps)[::-1]
     unique, first = np.unique(backwards, return_index=True)
     kept = len(backwards) - 1 - first

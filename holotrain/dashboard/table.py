@@ -1,4 +1,4 @@
-"""What differs among runs, and what came of each."""
+"""The comparison table: differing options and results of the runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from typing import Any
 from holotrain.dashboard.scalars import Curve
 
 UNCOMPARED = ("output_dir", "resume", "hydra", "logger")
-"""Options about where a run goes, not what it is."""
+"""Options that do not change the training."""
 
 
 @dataclass
 class Reported:
-    """A run as it is compared.
+    """A run in the report.
 
     Args:
-        folder: of the run.
-        config: every option, nested; empty where it left none.
-        summary: that of summary.json; empty where it left none (it runs still, or was killed).
+        folder: folder of the run.
+        config: all options, nested; empty without a config.yaml.
+        summary: content of summary.json; empty without one (the run is not finished, or was killed).
         curves: its scalars by tag.
     """
 
@@ -29,13 +29,13 @@ class Reported:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """What its command line changed."""
+        """The overrides of its command line."""
         words = (word.lstrip("+~").partition("=") for word in self.summary.get("overrides", []))
         return {key: value for key, _, value in words if key.split(".")[0] not in UNCOMPARED}
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The final ones; without a summary those that were logged last."""
+        """The final metrics; without a summary, the last logged ones."""
         if self.summary:
             return self.summary["metrics"]
         measured = ("train/loss", "val/", "test/")
@@ -43,20 +43,20 @@ class Reported:
 
 
 def changed(runs: list[Reported]) -> dict[str, list[Any]]:
-    """The options and groups that a command line set and in which runs differ, with the value of each run."""
+    """The overridden options and groups in which runs differ, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     return _different({key: [_value(run, key) for run in runs] for key in keys})
 
 
 def different_options(runs: list[Reported]) -> dict[str, list[Any]]:
-    """All options in which runs differ, chosen or brought along by a group."""
+    """All options in which runs differ, with the value of each run."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for options in flat for key in options if key.split(".")[0] not in UNCOMPARED)
     return _different({key: [options.get(key) for options in flat] for key in keys})
 
 
 def labels(runs: list[Reported]) -> list[str]:
-    """A name of each run, no two alike: what was changed in it, as far as that tells them apart, or else its folder."""
+    """A unique name for each run: its differing overrides if they are short, else its folder."""
     options = changed(runs)
     lasts = [key.rpartition(".")[2] for key in options]
     short = {key: last if lasts.count(last) == 1 else key for key, last in zip(options, lasts, strict=True)}
@@ -86,10 +86,10 @@ def shown(value: Any) -> str:
 class Column:
     """
     Args:
-        name: its heading.
-        cells: one a run.
-        better: ``min`` or ``max`` where a column of figures has a best one.
-        figures: the numbers behind the cells, None where a run has none.
+        name: heading.
+        cells: one text per run.
+        better: ``min`` or ``max`` if the best figure is to be marked.
+        figures: the numbers of the cells; None for a run without one.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Column:
 
     @property
     def best(self) -> float | None:
-        """The best figure, where there are several to choose from."""
+        """The best figure, if the figures differ."""
         known = [figure for figure in self.figures if figure is not None]
         if self.better is None or len(set(known)) < 2:
             return None
@@ -107,7 +107,7 @@ class Column:
 
 
 def columns(runs: list[Reported]) -> list[Column]:
-    """What differs first, then metrics, memory, throughput, time, status, folder."""
+    """Differing options, then metrics, memory, throughput, time, status and folder."""
     options = changed(runs)
     found = [Column(key, [shown(value) for value in values]) for key, values in options.items()]
     for name in ("device", "parameters"):
@@ -115,14 +115,14 @@ def columns(runs: list[Reported]) -> list[Column]:
         if name not in options and len(set(values)) > 1:
             found.append(Column(name, [f"{value:,}" if isinstance(value, int) else shown(value) for value in values]))
     for name in _metric_names(runs):
-        # Of a training batch's loss the last is no result.
+        # The loss of the last training batch is not a result.
         better = None if name.startswith("train/") else "max" if "accuracy" in name else "min"
         found.append(_figures(name, [run.metrics.get(name) for run in runs], better))
     for name, heading, better, factor in (
         ("peak_memory_bytes", "peak memory, MiB", "min", 2**-20),
         ("samples_per_second", "samples/s", "max", 1),
         ("tokens_per_second", "tokens/s", "max", 1),
-        ("step_seconds", "ms a step", "min", 1e3),
+        ("step_seconds", "ms per step", "min", 1e3),
         ("steps", "steps", None, 1),
         ("seconds", "time, s", None, 1),
     ):
@@ -144,13 +144,13 @@ def _number(value: float) -> str:
 
 
 def _metric_names(runs: list[Reported]) -> list[str]:
-    """Losses behind the other metrics, training behind validation and test."""
+    """Losses after the other metrics, training after validation and test."""
     names = dict.fromkeys(name for run in runs for name in run.metrics if name != "train/lr")
     return sorted(names, key=lambda name: (name.startswith("train/"), name.endswith("/loss")))
 
 
 def _value(run: Reported, key: str) -> Any:
-    """An option's value; of a group the chosen option, or its kind where it was not chosen on the command line."""
+    """An option's value; for a group, the option on the command line, or else its kind."""
     node: Any = run.config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None

@@ -1,4 +1,4 @@
-"""Long curves made short enough to draw, without losing what sticks out."""
+"""Downsampling and smoothing of long curves."""
 
 from itertools import pairwise
 
@@ -6,14 +6,14 @@ import numpy as np
 
 
 def thinned(values: np.ndarray, limit: int) -> np.ndarray:
-    """Which points to keep: of each stretch the lowest and the highest, and both ends.
+    """Downsamples a curve: keeps the minimum and the maximum of each interval, and both ends.
 
     Args:
         values: (N,) finite.
-        limit: about how many to keep (2 more at the most).
+        limit: approximate number of points to keep (at most 2 more).
 
     Returns:
-        Their indices, ascending.
+        Indices of the points to keep, ascending.
     """
     if len(values) <= limit:
         return np.arange(len(values))
@@ -23,7 +23,7 @@ def thinned(values: np.ndarray, limit: int) -> np.ndarray:
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the ``window`` points around each; fewer at the ends.
+    """Moving average over ``window`` points, fewer at the ends.
 
     Args:
         values: (N,) finite.

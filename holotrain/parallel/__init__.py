@@ -1,9 +1,9 @@
-"""Lightning's strategies for several processes, and what they lack.
+"""Lightning strategies for several processes, with additions.
 
-environment   Joined: tells Lightning that the processes are there already
-data          DDP, with compressed gradients by option
-powersgd      PowerSGD, whose state checkpoints keep
-sharded       FSDP2 and tensor parallel: parameters shared out
-checkpoints   in shards: written by each process, read by all strategies
-tensor        which layers are shared out, and in what style
+environment   Joined: a cluster environment for processes that already run
+data          DDP, with optional compression of gradients
+powersgd      PowerSGD with a state for checkpoints
+sharded       FSDP2 and tensor parallel
+checkpoints   sharded checkpoints: written by each process, read by all strategies
+tensor        which layers are tensor parallel, and their styles
 """

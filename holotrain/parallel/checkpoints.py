@@ -1,7 +1,7 @@
-"""Checkpoints in shards (:mod:`holotrain.ranks.shards`) on their way out of a training and into one.
+"""Saves and loads sharded checkpoints (:mod:`holotrain.ranks.shards`).
 
-Each process plans its own pieces, and torch.distributed.checkpoint writes them: torch's own plan (2.15) takes the rows that
-tensor parallel deals out in stacks for rows that lie together, and refuses them for they overlap.
+Each process plans its own pieces, and torch.distributed.checkpoint writes them. The default plan of torch (2.15) does not work
+for stacked rows of tensor parallel (queries, keys and values): it treats them as contiguous and reports an overlap.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from holotrain.ranks.tensors import numbers, stacks
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Lightning's, for all strategies: reads a checkpoint in shards as if it were whole.
+    """Lightning's checkpoint I/O for all strategies, which also reads sharded checkpoints.
 
-    A whole one that takes its place is written into its folder: a file cannot replace a folder at one stroke.
+    A checkpoint file that replaces a sharded one is written into its folder, because a file cannot replace a folder atomically.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -57,11 +57,10 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """A file in the place of another at one stroke. (Lightning, 2.6, copies it from another folder, byte by byte if that is on
-    another file system.)"""
-    temporary = path.with_name(f".{path.name}.file")  # not that of a folder that is begun
+    """Writes a file atomically. (Lightning 2.6 copies it from another folder, which may be on another file system.)"""
+    temporary = path.with_name(f".{path.name}.file")  # differs from the temporary name of a folder
     try:
-        with temporary.open("wb") as file:  # which says why it cannot be written; torch's own file does not
+        with temporary.open("wb") as file:  # its errors say why it cannot be written, unlike torch's
             torch.save(checkpoint, file)
         temporary.replace(path)
     except BaseException:
@@ -77,21 +76,21 @@ def mistakes_told(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except dcp.CheckpointException as error:  # no Exception, and a traceback for each process
+    except dcp.CheckpointException as error:  # is not an Exception, and prints a traceback for each process
         _, (failure, _) = min(error.failures.items(), key=lambda found: found[0])
         raise UserError(f"{path} cannot be written: {failure}") from error
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter on top of the former
+    except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError from an OSError
         failure = error.__context__ if isinstance(error.__context__, OSError) else error
         raise UserError(f"{path} cannot be written: {failure}") from error
 
 
 @dataclass(frozen=True)
 class Own:
-    """What this process has of a tensor that is shared out.
+    """This process's part of a sharded tensor.
 
     Args:
-        begins: index of its first element in the whole.
-        shape: of the whole.
+        begins: index of its first element in the full tensor.
+        shape: shape of the full tensor.
     """
 
     tensor: Tensor
@@ -100,7 +99,7 @@ class Own:
 
 
 class Plan(dcp.DefaultSavePlanner):
-    """Every process writes its pieces; of those that several have, one does."""
+    """Every process writes its pieces; one process writes a replicated piece."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -110,7 +109,7 @@ class Plan(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        # A copy, for safetensors takes no two tensors that share memory.
+        # A copy, because safetensors rejects tensors that share memory.
         return self.state_dict[index.fqn].tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -123,14 +122,13 @@ def _item(name: str, own: Own) -> WriteItem:
 
 
 def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes a checkpoint into a folder, from all processes: each what it has of the tensors that are shared out, the first one
-    all else.
+    """Writes a checkpoint into a folder, from all processes: each writes its parts of sharded tensors, the first one the rest.
 
-    What stands there remains whole until the new one is. (But for a moment where the folder takes the place of a file, as when
-    a training is resumed with shards for the first time: :func:`~holotrain.ranks.shards.recover` is for that.)
+    An existing checkpoint stays valid until the new one is complete. (Except for a moment when the folder replaces a file:
+    :func:`~holotrain.ranks.shards.recover` repairs that.)
 
     Args:
-        path: which the first process's counts.
+        path: the path of the first process is used.
     """
     folder, name = _agreed(path)
     pieces: dict[str, Own] = {}
@@ -147,7 +145,7 @@ def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def _agreed(path: Path) -> tuple[Path, str]:
-    """The folder to write into, and that of the shards in it, which no other save has written to."""
+    """The folder to write into, and the name of a new folder for the shards in it."""
     folder = path if path.is_dir() else begun(path)
     said = [(folder, f"{SHARDS}-{max(numbered(folder), default=0) + 1}")]
     dist.broadcast_object_list(said, src=0)
@@ -159,7 +157,7 @@ def _named(keys: tuple[Any, ...]) -> str:
 
 
 def _taken_out(name: str, leaf: Any, pieces: dict[str, Own]) -> Any:
-    """What stands for a leaf in checkpoint.pt; this process's pieces of it join the others."""
+    """The value of a leaf in checkpoint.pt. Adds this process's pieces of a sharded tensor to ``pieces``."""
     if not isinstance(leaf, DTensor):
         return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
     count = stacks(leaf)
@@ -169,7 +167,7 @@ def _taken_out(name: str, leaf: Any, pieces: dict[str, Own]) -> Any:
 
 
 def owned(part: DTensor) -> Iterator[tuple[int, Own]]:
-    """What this process has of each stack of a tensor, with the stack's number; rows that lie together there."""
+    """This process's contiguous rows of each stack of a tensor, with the number of the stack."""
     local, rows, count = part.detach().to_local(), numbers(part, 0), stacks(part)
     if not local.numel():
         return

@@ -1,4 +1,4 @@
-"""Data parallel: every process has the whole model and its share of each batch (DDP)."""
+"""Data parallel (DDP)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,16 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from holotrain.parallel.powersgd import PowerSGD
 
 KEY = "powersgd"
-"""Of its state in checkpoints."""
+"""Key of its state in checkpoints."""
 
 
 class CompressingDDP(DDPStrategy):
-    """Lightning's DDP, whose hooks work on the CPU too.
+    """Lightning's DDPStrategy, with communication hooks that also work on the CPU.
 
     Args:
-        compression: ``"none"``, ``"bf16"`` or ``"powersgd"`` (:mod:`~holotrain.parallel.powersgd`), whose state checkpoints
-            keep.
-        options: DDPStrategy's.
+        compression: ``"none"``, ``"bf16"`` or ``"powersgd"`` (:mod:`~holotrain.parallel.powersgd`); checkpoints contain the
+            state of PowerSGD.
+        options: options of DDPStrategy.
     """
 
     def __init__(self, compression: str = "none", **options: Any) -> None:
@@ -31,7 +31,7 @@ class CompressingDDP(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         modules = model.named_modules()
         constants = [f"{path}.{name}".lstrip(".") for path, part in modules for name in part._non_persistent_buffers_set]
-        # What no checkpoint holds is the same everywhere, and need not be sent before every forward.
+        # Non-persistent buffers are equal in all processes and need not be broadcast before each forward.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
         return super()._setup_model(model)
 
@@ -54,5 +54,5 @@ class CompressingDDP(DDPStrategy):
 
 
 def ddp(compression: str, **options: Any) -> DDPStrategy:
-    """The strategy; gradients are views of what is sent, which saves a copy of them."""
+    """The DDP strategy. Gradients are views of the communication buckets, which saves a copy."""
     return CompressingDDP(compression, gradient_as_bucket_view=True, **options)

@@ -1,4 +1,4 @@
-"""Joined: a cluster environment of processes that are there already."""
+"""Joined: a cluster environment for processes that already run."""
 
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
@@ -6,10 +6,10 @@ from holotrain.ranks.place import Place
 
 
 class Joined(ClusterEnvironment):
-    """Tells Lightning this process's place, however the processes were started.
+    """Tells Lightning the rank and size of this process, independent of the launcher.
 
     Args:
-        place: of this process.
+        place: place of this process.
     """
 
     def __init__(self, place: Place) -> None:

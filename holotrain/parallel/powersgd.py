@@ -1,8 +1,8 @@
-"""PowerSGD: gradients sent as products of two thin matrices, what that leaves out being added to the next ones.
+"""PowerSGD: low-rank compression of gradients, with error feedback.
 
 Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019. torch has the
-algorithm; here is what it needs to be resumed. torch (2.15) keeps its state by bucket, and DDP deals parameters out to other
-buckets after the first step of every run; so the state is known by parameter here.
+algorithm; this module makes it resumable. torch (2.15) keeps its state per bucket, and DDP rebuilds its buckets after the first
+step of every run. So the state is kept per parameter here.
 """
 
 from collections.abc import Iterable
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 RANK = 4
-"""Of a gradient's approximation: what the paper takes for language models."""
+"""Rank of the approximation, as in the paper for language models."""
 
 WARM_UP = 100
-"""Steps that send whole gradients: those of the first steps are of no low rank."""
+"""Number of first steps without compression, because early gradients do not have a low rank."""
 
 WORTH = 2
-"""Matrices are sent as two thin ones where that divides their size by so much."""
+"""Minimum compression rate: other matrices are sent whole."""
 
 
 class PowerSGD:
     """A communication hook: ``ddp.register_comm_hook(powersgd, PowerSGD.send)``.
 
     Args:
-        parameters: of the model, by name.
+        parameters: parameters of the model, with their names.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -42,26 +42,26 @@ class PowerSGD:
         self._bases: dict[str, Tensor] = {}
 
     def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The mean of a bucket's gradients over the processes, as far as it has a low rank."""
+        """The low-rank approximation of a bucket's mean gradient over processes."""
         index, names = bucket.index(), [self._names[parameter] for parameter in bucket.parameters()]
-        if self._buckets.get(index, names) != names:  # DDP has dealt them out anew
+        if self._buckets.get(index, names) != names:  # DDP has rebuilt its buckets
             self._errors, self._bases = self._by_parameter()
             self._forget_buckets()
         if index not in self._buckets:
             self._buckets[index] = names
             self._put_together(index)
         if index and dist.get_backend() == "gloo":
-            # A bucket's second collective is launched when its first is done: of two buckets under way at once, not in the
-            # same order on all processes. (NCCL's are all launched at once.)
+            # The second collective of a bucket starts when its first is done. With two buckets in flight, the order could
+            # differ between processes. (With NCCL, all are launched at once.)
             self._sent.wait()
         self._sent = powerSGD_hook.powerSGD_hook(self.state, bucket)
         return self._sent
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors on the CPU, in the first process; all must take part.
+        """Plain containers and CPU tensors, in the first process. All processes must call it.
 
-        Each process goes on with the mean of all errors. That changes nothing but rounding, since it is the mean of gradients
-        and errors that is approximated; and one mean is enough for any number of processes.
+        Each process continues with the mean of all errors. This only changes rounding, since PowerSGD approximates the mean of
+        gradients plus errors. A single mean can be loaded by any number of processes.
         """
         for _, error in sorted(self.state.error_dict.items()):
             dist.all_reduce(error)
@@ -72,7 +72,7 @@ class PowerSGD:
         return {"step": self.state.iter, "errors": errors, "bases": bases}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a training left off, under whatever number of processes."""
+        """Restores the state, with any number of processes."""
         self.state.iter = state["step"]
         self._forget_buckets()
         for own, kept in ((self._errors, state["errors"]), (self._bases, state["bases"])):
@@ -84,8 +84,7 @@ class PowerSGD:
             by_bucket.clear()
 
     def _by_parameter(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What is known of each parameter: its error, flat, and where it is sent as thin matrices the base of its rows; mostly
-        views of what torch has."""
+        """The state of each parameter: its error, flat, and, if compressed, the basis of its rows. Mostly views."""
         errors, bases = dict(self._errors), dict(self._bases)
         for index, names in self._buckets.items():
             if index not in self.state.error_dict:  # warming up
@@ -98,7 +97,7 @@ class PowerSGD:
         return errors, bases
 
     def _put_together(self, index: int) -> None:
-        """The reverse, as far as anything is known of a bucket's parameters."""
+        """The reverse of ``_by_parameter`` for one bucket, if the state of its parameters is known."""
         names = self._buckets[index]
         if not self._errors.keys() >= set(names):
             return
@@ -108,7 +107,7 @@ class PowerSGD:
         self.state.p_memory_dict[index] = errors[0].new_empty(sum(size for _, size, _ in thin))  # written before it is read
 
     def _compressed(self, names: list[str]) -> list[tuple[str, int, int]]:
-        """The matrices that are sent as thin ones, in the order of torch's memory, with the numbers of entries of both."""
+        """The compressed matrices in the order of torch's memory, with the number of entries of both factors."""
         by_shape: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
         for name in names:
             parameter = self._parameters[name]

@@ -1,9 +1,8 @@
-"""Parameters shared out among processes: FSDP2 and tensor parallel, by Lightning's ModelParallelStrategy.
+"""FSDP2 and tensor parallel, with Lightning's ModelParallelStrategy.
 
-Lightning (2.6) numbers an optimizer's state by the order of the module's parameters, torch by that of the optimizer's groups,
-which is another wherever some parameters decay and others do not. So the states are put together and shared out here, and a
-checkpoint is what one process would have written, or is read as that: any strategy, on any number of processes, continues from
-it.
+Lightning (2.6) numbers an optimizer's state by the order of the module's parameters, torch by the order of the optimizer's
+groups. They differ when only some parameters have weight decay. So states are gathered and sharded here. A checkpoint is the
+same as from a single process, so any strategy can continue from it, with any number of processes.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from holotrain.ranks import shards
 from holotrain.ranks.tensors import part_like, whole
 from holotrain.reversible import ReversibleBlock
 
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.15; before it
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.15; older versions
 
 BLOCKS = (ReversibleBlock, ResidualBlock, Transition)
-"""What is gathered as a whole, used and let go."""
+"""Modules that FSDP2 gathers and frees as a unit."""
 
 
 class Sharding(ModelParallelStrategy):
-    """Shares out a task's model when its ``configure_model`` asks for it.
+    """Shards a task's model when its ``configure_model`` asks for it.
 
     Args:
-        groups: of processes that each read a share of the data; where there are several, they share parameters out (FSDP2).
-        size: processes of a group, which share layers out (tensor parallel).
-        styles: in which they do; None: torch's own.
-        sharded_checkpoints: each process writes its own part of them (:mod:`holotrain.ranks.shards`), else the first one the
-            whole.
-        options: ModelParallelStrategy's.
+        groups: number of data parallel groups; FSDP2 shards parameters over them if there are several.
+        size: number of tensor parallel processes per group.
+        styles: tensor parallel styles; None: those of torch.
+        sharded_checkpoints: each process writes its own part (:mod:`holotrain.ranks.shards`); False: the first process writes
+            one file.
+        options: options of ModelParallelStrategy.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class Sharding(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        for dimension in range(self.device_mesh.ndim):  # a mesh makes its groups with torch's own timeout
+        for dimension in range(self.device_mesh.ndim):  # a mesh creates its groups with torch's default timeout
             set_timeout(self._timeout, self.device_mesh.get_group(dimension))
 
     def share_out(self, model: nn.Module) -> None:
-        """Leaves each process its part of the parameters; once."""
+        """Shards the parameters, once."""
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return
         self.precision_plugin.convert_module(model)
@@ -78,7 +77,7 @@ class Sharding(ModelParallelStrategy):
         self._step_one_by_one()
 
     def _step_one_by_one(self) -> None:
-        """Torch's operations on many tensors at once do not take those of several meshes."""
+        """Turns off foreach if parameters have different meshes, which torch does not support."""
         for optimizer in self.optimizers:
             mixed = len(by_mesh(_parameters(optimizer))) > 1
             for group in optimizer.param_groups:
@@ -86,12 +85,12 @@ class Sharding(ModelParallelStrategy):
                     group["foreach"] = False if mixed else None
 
     def settle_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
-        """Makes gradients of what every process of a group has whole the same on all, and clips.
+        """Averages the gradients of parameters that are replicated in a tensor parallel group, and clips.
 
-        They are the same but for rounding where a GPU adds in any order; unsettled, weights would drift apart.
+        These gradients only differ by rounding, but without averaging the weights would diverge.
 
         Args:
-            largest: norm or value to clip to, if any.
+            largest: maximum norm or value, if any.
             algorithm: ``"norm"`` or ``"value"``.
         """
         layers = self.device_mesh["tensor_parallel"]
@@ -122,7 +121,7 @@ class Sharding(ModelParallelStrategy):
         state = self._to_save(optimizer.state_dict())
         for part in state.get("parts", [state]) if state else []:
             for group in part["param_groups"]:
-                group |= {"foreach": None} if "foreach" in group else {}  # it is this strategy's, not the training's
+                group |= {"foreach": None} if "foreach" in group else {}  # set by this strategy, not by the training
         return state
 
     def _to_save(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +134,7 @@ class Sharding(ModelParallelStrategy):
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if shards.is_folder(checkpoint_path):  # of which no process needs more than one whole tensor at a time
+        if shards.is_folder(checkpoint_path):  # reads one full tensor at a time
             return shards.load(checkpoint_path)
         return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
 
@@ -155,13 +154,13 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _whole_in_its_group(parameter: Tensor) -> bool:
-    """Whether every process of a tensor parallel group has all of it (or FSDP2's part of all of it)."""
+    """Whether a parameter is replicated in the tensor parallel group."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     return "tensor_parallel" not in names or parameter.placements[names.index("tensor_parallel")].is_replicate()
 
 
 def by_mesh(parameters: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
-    """Parameters by the mesh that they are shared out on; None: whole."""
+    """Parameters by the mesh on which they are sharded; None: not sharded."""
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -169,7 +168,7 @@ def by_mesh(parameters: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor
 
 
 def average(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Replaces each process's tensors, or its parts of them, by the means of all."""
+    """Averages tensors, or local parts of DTensors, over the processes of a mesh, in place."""
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     for tensor in own:
         dist.all_reduce(tensor, group=mesh.get_group())
@@ -178,7 +177,7 @@ def average(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
 
 
 def shard(model: nn.Module, mesh: Any) -> None:
-    """Applies fully_shard to every block, and to what is left as one."""
+    """Applies fully_shard to every block, and to the rest of the model."""
     for module in model.modules():
         if isinstance(module, BLOCKS):
             fully_shard(module, mesh=mesh)
@@ -186,7 +185,7 @@ def shard(model: nn.Module, mesh: Any) -> None:
 
 
 def put_together(state: Any, keep: bool) -> Any:
-    """A state in whole tensors, on the CPU. All processes must take part; the result is empty where ``keep`` is False."""
+    """The state with full tensors on the CPU. All processes must call it; the result is empty if ``keep`` is False."""
 
     def gathered(part: Tensor) -> Tensor | None:
         full = whole(part)
@@ -197,13 +196,13 @@ def put_together(state: Any, keep: bool) -> Any:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """This process's part of a whole tensor, or of one in shards, shared out as another one is."""
+    """This process's part of a full tensor (which may be in a sharded checkpoint), sharded like another one."""
     value = shards.read(value)
     return part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
 
 
 def parted_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer, of whole tensors, with the part of each that belongs to this process."""
+    """The state of an optimizer, with full tensors replaced by this process's parts."""
     if "parts" in state:
         pairs = zip(optimizer.parts, state["parts"], strict=True)
         return {"parts": [parted_state(part, kept) for part, kept in pairs]}

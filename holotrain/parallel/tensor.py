@@ -1,6 +1,6 @@
-"""Tensor parallel: the two large matrices of a branch are shared out, so that one all-reduce a branch puts results together.
+"""Tensor parallel: shards the two large matrices of a branch, with one all-reduce per branch.
 
-Shoeybi et al., "Megatron-LM", 2019, section 3: the first by its columns (of attention: by heads), the second by its rows.
+Shoeybi et al., "Megatron-LM", 2019, section 3: the first matrix is sharded by columns (attention: heads), the second by rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from holotrain.ranks.tensors import shared_out
 
 
 class StackedColwise(ParallelStyle):
-    """Column parallel for a Linear whose output is several of equal width end to end, as queries, keys and values are: each
-    process has its columns of every one of them. Its input is whole on every process; its output is the process's own part.
+    """Column parallel for a Linear with several concatenated outputs of equal width, such as queries, keys and values: each
+    process has its columns of every output. The input is replicated; the output is the local part.
 
     Args:
-        stacked: how many there are.
+        stacked: number of outputs.
     """
 
     def __init__(self, stacked: int) -> None:
@@ -45,11 +45,11 @@ class StackedColwise(ParallelStyle):
 
 
 class OverlappedStacked(OverlappedColwise):
-    """The same, with the sum of its input's gradient overlapped.
+    """The same, with an overlapped all-reduce of the input's gradient.
 
     Args:
-        stacked: how many there are.
-        groups, signals: as :class:`~holotrain.overlap.OverlappedColwise` takes them.
+        stacked: number of outputs.
+        groups, signals: see :class:`~holotrain.overlap.OverlappedColwise`.
     """
 
     def __init__(self, stacked: int, groups: Grouping, signals: bool = False) -> None:
@@ -58,7 +58,7 @@ class OverlappedStacked(OverlappedColwise):
 
 
 def part_of_each(stacked: int, name: str, linear: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves a Linear the process's columns of each of the ``stacked`` outputs that it has end to end."""
+    """Shards a Linear by the columns of each of its ``stacked`` concatenated outputs."""
     placements = [_StridedShard(0, split_factor=stacked)]
     for key, value in list(linear.named_parameters()):
         shared = shared_out(value.detach(), mesh, placements)
@@ -67,12 +67,12 @@ def part_of_each(stacked: int, name: str, linear: nn.Module, mesh: DeviceMesh) -
 
 @dataclass(frozen=True)
 class Styles:
-    """How Linears are shared out: each gives a ``ParallelStyle`` for ``parallelize_module``.
+    """How Linears are sharded: factories of a ``ParallelStyle`` for ``parallelize_module``.
 
     Attributes:
-        column: of an MLP's first Linear; takes what is whole, gives a part of the columns.
-        stacked: of attention's queries, keys and values, given that they are three.
-        row: of what ends a branch; takes a part of the columns, gives what is whole.
+        column: for the first Linear of an MLP; replicated input, column-sharded output.
+        stacked: for queries, keys and values; called with the number of outputs, 3.
+        row: for the last Linear of a branch; column-sharded input, replicated output.
     """
 
     column: Callable[[], ParallelStyle] = ColwiseParallel
@@ -81,7 +81,7 @@ class Styles:
 
 
 def overlapped(groups: Grouping, signals: bool = False) -> Styles:
-    """Styles whose sums over processes travel in groups of rows behind what is computed (:mod:`holotrain.overlap`)."""
+    """Styles that overlap the all-reduce of row groups with computation (:mod:`holotrain.overlap`)."""
     options = {"groups": groups, "signals": signals}
     return Styles(
         partial(OverlappedColwise, **options), partial(OverlappedStacked, **options), partial(OverlappedRowwise, **options)
@@ -89,15 +89,15 @@ def overlapped(groups: Grouping, signals: bool = False) -> Styles:
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = None) -> None:
-    """Shares the matrices of a model's branches out among the processes of ``mesh``, in place, where they can be
-    (:func:`~holotrain.models.division.division`); every process computes the others whole.
+    """Shards the matrices of a model's branches over ``mesh``, in place, where possible
+    (:func:`~holotrain.models.division.division`). The others stay replicated.
 
     Args:
-        mesh: of one dimension. All its processes have the same weights, and are given the same batches.
-        styles: None: torch's own.
+        mesh: one-dimensional. All its processes have the same weights and receive the same batches.
+        styles: None: those of torch.
 
     Raises:
-        Indivisible: nothing can be shared out.
+        Indivisible: no matrix can be sharded.
     """
     styles, size = styles or Styles(), mesh.size()
     for layer in division(model, size).layers:

@@ -1,13 +1,13 @@
-"""Several processes that do one run together: which of them this is, how they are started, how they notice a death.
+"""Runs with several processes: rank and size, starting processes, detecting that one died.
 
-place     Place: this process's number among how many, as torchrun, SLURM or our own start says
-launch    starting the others of this machine
-world     World: the processes of a run, what they agree on, the group in which they train
-watch     Watch: notices when one of them dies or hangs, and says which
-progress  how far a process has come, in collectives that it has launched, and whom the others wait for
-tensors   tensors that are shared out, put together and taken apart
-shards    checkpoints of such tensors, to which each process adds its own part: read, and what stands in them
-share     which share of the data a process reads
+place     Place: rank and size of this process, from torchrun, SLURM or our own launcher
+launch    starts the other processes on this machine
+world     World: the processes of a run, messages between them, their process group
+watch     Watch: detects which process died or hangs
+progress  compares the numbers of launched collectives, to find the process that others wait for
+tensors   gathers and shards tensors
+shards    reads sharded checkpoints, and defines their format
+share     which shard of the data a process reads
 
-Nothing is imported here: the command line asks for its place before it needs torch.
+Nothing is imported here, because the command line needs its place before it imports torch.
 """

@@ -1,4 +1,4 @@
-"""This process's number among those that train together, and where they meet."""
+"""Rank, size and rendezvous address of this process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from holotrain.errors import UserError
 class Place:
     """
     Args:
-        rank, size: this process's number, of how many.
-        local_rank, local_size: the same of this machine.
-        address, port: where the processes meet.
-        hosts: whether this process is the one that they all connect to; False where the launcher is.
-        attempt: how often a launcher has started these processes again.
+        rank, size: rank of this process, and number of processes.
+        local_rank, local_size: the same on this machine.
+        address, port: address of the store.
+        hosts: whether this process hosts the store; False if the launcher does.
+        attempt: how often the launcher has restarted the processes.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Place:
 
     @property
     def node(self) -> int:
-        """The number of this machine, of machines with equally many processes."""
+        """The index of this machine. All machines have the same number of processes."""
         return self.rank // self.local_size
 
     @property
@@ -44,7 +44,7 @@ class Place:
         return self.size // self.local_size
 
     def environment(self, rank: int) -> dict[str, str]:
-        """The variables that tell a process of this machine that it is ``rank``: those of torchrun."""
+        """torchrun's environment variables for another rank on this machine."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
@@ -56,10 +56,10 @@ class Place:
 
 
 def found(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun, srun, or a main process of our own gave this process; None where it was started alone.
+    """The place from torchrun, srun or our own launcher; None for a single process.
 
     Raises:
-        UserError: what the launcher says makes no sense.
+        UserError: the launcher's variables are not valid.
     """
     place = None
     try:
@@ -68,21 +68,23 @@ def found(environment: Mapping[str, str] = os.environ) -> Place | None:
         elif {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
             place = _of_slurm(environment)
     except ValueError as error:
-        raise UserError(f"the launcher's variables hold no numbers: {error}") from error
+        raise UserError(f"the launcher's environment variables are not numbers: {error}") from error
     if place is not None:
         _check(place)
     return place
 
 
 def _check(place: Place) -> None:
-    """Who waits for a process that there is not waits for long."""
+    """Checks the numbers, because waiting for a process that does not exist takes long."""
     if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size):
         here = f"local rank {place.local_rank} of {place.local_size}"
-        raise UserError(f"the launcher's variables make no sense: rank {place.rank} of {place.size} processes, {here}")
+        raise UserError(
+            f"the launcher's environment variables are not valid: rank {place.rank} of {place.size} processes, {here}"
+        )
     if place.size % place.local_size:
-        raise UserError(f"the launcher started {place.size} processes, which are not equally many on each machine")
+        raise UserError(f"the launcher started {place.size} processes; each machine must have the same number")
     if not 0 < place.port < 2**16:
-        raise UserError(f"MASTER_PORT={place.port} is no port")
+        raise UserError(f"MASTER_PORT={place.port} is not a port; give a number from 1 to 65535")
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
@@ -107,10 +109,10 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    # such as 4(x2),3: of each machine, as many times as there are such
+    # such as 4(x2),3: 4 on each of two machines, 3 on the next
     tasks = re.sub(r"\(x\d+\)", "", environment.get("SLURM_STEP_TASKS_PER_NODE", str(size))).split(",")
     if len(set(tasks)) > 1:
-        raise UserError(f"srun started {' and '.join(tasks)} processes on the machines; it must be equally many on each")
+        raise UserError(f"srun started {' and '.join(tasks)} processes on the machines; each machine must have the same number")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "127.0.0.1")
     rank = int(environment["SLURM_PROCID"])
     return Place(
@@ -119,7 +121,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
         int(environment["SLURM_LOCALID"]),
         int(tasks[0]),
         environment.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes),
-        # a job's number is its own, and all its processes know it
+        # the job id is unique and known to all its processes
         int(environment.get("MASTER_PORT") or 15000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000),
         hosts=rank == 0,
     )

@@ -1,7 +1,7 @@
-"""How far a process has come, in collectives that it has launched, and whom the others wait for.
+"""Finds the process that the others wait for, by the numbers of collectives that each has launched.
 
-The processes of a group launch the same collectives. When one of them hangs, the others launch the next and wait there. Those
-who wait for these wait too, in groups of their own: the one that all wait for is behind somebody, and ahead of nobody.
+The processes of a group launch the same collectives. If one hangs, the others launch the next collective and wait there.
+Processes in other groups wait for those in turn. The process that hangs is behind at least one other and ahead of none.
 """
 
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ from torch.distributed import distributed_c10d
 class Position:
     """
     Args:
-        jobs: that are over.
-        launched: collectives of each group that the process has now, by its name.
+        jobs: number of finished jobs.
+        launched: number of collectives of each current process group, by its name.
     """
 
     jobs: int
     launched: Mapping[str, int] = field(default_factory=dict)
 
     def behind(self, other: "Position") -> bool:
-        """Whether the other one has launched what this one has yet to."""
+        """Whether the other process has launched a collective that this one has not."""
         if self.jobs != other.jobs:
             return self.jobs < other.jobs
         return any(count < other.launched.get(group, 0) for group, count in self.launched.items())
 
 
 def launched() -> dict[str, int]:
-    """Asks without waiting, from any thread."""
+    """Numbers of launched collectives by group. Does not block; callable from any thread."""
     try:
         return {group.group_name: group._get_sequence_number_for_group() for group in list(distributed_c10d._world.pg_map)}
-    except Exception:  # a group is being made or let go, or torch has changed: then nobody is compared
+    except Exception:  # a group is being created or destroyed, or torch has changed: skip the comparison
         return {}
 
 
 def waited_for(positions: Mapping[Any, Position]) -> list[Any]:
-    """Those that others wait for, and who wait for nobody."""
+    """The processes that others wait for and that wait for no other."""
     found = []
     for one, position in positions.items():
         others = [other for name, other in positions.items() if name != one]

@@ -1,11 +1,11 @@
-"""A checkpoint in shards: a folder into which every process wrote what it had of the tensors that were shared out.
+"""Sharded checkpoints: a folder to which every process has written its part of the sharded tensors.
 
-``checkpoint.pt`` holds all else, and a placeholder for each of those tensors, in plain containers. The tensors lie in
-``shards-<n>/``, a safetensors file a process, as torch.distributed.checkpoint (DCP) writes them: the header of each says where
-in the whole a piece begins. Nothing in the folder is a program.
+``checkpoint.pt`` contains everything else, and a placeholder for each of those tensors, in plain containers. The tensors
+are in ``shards-<n>/``, one safetensors file per process, as torch.distributed.checkpoint (DCP) writes them. The header of
+each file has the offsets of its pieces. No file contains code.
 
-A tensor whose rows are dealt out in stacks, as those of queries, keys and values are, is a tensor a stack there: in each of
-them a process has one piece, which is what DCP can name.
+A tensor with stacked rows, such as queries, keys and values, is saved as one tensor per stack, because DCP supports one
+piece per process and tensor.
 """
 
 from __future__ import annotations
@@ -29,57 +29,57 @@ from torch.utils._pytree import tree_map, tree_map_only
 CHECKPOINT = "checkpoint.pt"
 
 SHARDS = "shards"
-"""Under this key checkpoint.pt names the folder of its shards."""
+"""Key of the name of the shards' folder in checkpoint.pt."""
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Under this key DCP keeps in a header where pieces begin."""
+"""Key of the offsets of pieces in DCP's header."""
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether this is the folder of a checkpoint, or what is left of one."""
+    """Whether this is the folder of a sharded checkpoint, complete or not."""
     return (Path(path) / CHECKPOINT).is_file() or bool(numbered(Path(path)))
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """The folders of shards in a checkpoint's."""
+    """The folders of shards in a checkpoint's folder, by number."""
     found = {re.fullmatch(rf"{SHARDS}-(\d+)", path.name): path for path in folder.glob(f"{SHARDS}-*")}
     return {int(match[1]): path for match, path in found.items() if match}
 
 
 def recover(path: Path) -> None:
-    """Gives a checkpoint its name that is complete, and whose process was killed as it was about to give it."""
+    """Renames a complete checkpoint whose process was killed just before it renamed it."""
     if not path.exists() and (begun(path) / CHECKPOINT).is_file():
         begun(path).rename(path)
 
 
 def begun(path: Path) -> Path:
-    """What a checkpoint's folder is called until it is complete for the first time."""
+    """The temporary name of a checkpoint's folder, until its first checkpoint is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
 def remove_shards(folder: Path, but: str | None = None) -> None:
-    """Removes the shards of checkpoints that another one has taken the place of."""
+    """Removes the shards of replaced checkpoints."""
     for path in numbered(folder).values():
         if path.name != but:
             shutil.rmtree(path)
 
 
 def placeholder(name: str, shape: Sequence[int], dtype: torch.dtype, stacks: int) -> dict[str, Any]:
-    """What stands in checkpoint.pt for a tensor in shards."""
+    """The placeholder of a sharded tensor in checkpoint.pt."""
     return {"sharded": name, "shape": list(shape), "dtype": dtype, "stacks": stacks}
 
 
 def stack_name(name: str, stack: int, stacks: int) -> str:
-    """What a stack of a tensor is called in the shards."""
+    """The name of a stack of a tensor in the shards."""
     return name if stacks == 1 else f"{name}/{stack}"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a tensor, in an opened file.
+    """Part of a tensor, in an open file.
 
     Args:
-        begins: index of its first element in the whole.
+        begins: index of its first element in the full tensor.
     """
 
     file: Any
@@ -92,7 +92,7 @@ class Piece:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.begins, self.shape, strict=True))
 
     def fits(self, whole: Sequence[int]) -> bool:
-        """Whether it lies within a tensor of that shape."""
+        """Whether it lies inside a tensor of this shape."""
         if not len(self.begins) == len(self.shape) == len(whole):
             return False
         return all(edge.start >= 0 and edge.stop <= size for edge, size in zip(self.region, whole, strict=True))
@@ -105,14 +105,14 @@ def overlap(one: Piece, other: Piece) -> bool:
 
 
 class Shards:
-    """The files of a folder, opened; they can be read even when they have been removed meanwhile.
+    """The open files of a folder. They stay readable even if they are removed.
 
     Raises:
-        ValueError: one of them is damaged, or no shard.
+        ValueError: a file is damaged or not a shard.
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open  # here, so that models need torch alone
+        from safetensors import SafetensorError, safe_open  # imported here, so that models only need torch
 
         self.folder = folder
         self.pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -120,20 +120,20 @@ class Shards:
             try:
                 file = safe_open(path, framework="pt")
                 offsets = json.loads(file.metadata()[OFFSETS])
-                for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
                     begins = tuple(int(begin) for begin in offsets[name]["saved_offsets"])
                     slices = file.get_slice(name)
                     self.pieces[name].append(Piece(file, begins, tuple(slices.get_shape()), slices[:0].dtype))
             except (SafetensorError, OSError, OverflowError, ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is no readable shard; it is damaged, truncated or not one at all") from error
+                raise ValueError(f"{path} is not a readable shard: it is damaged, truncated or another kind of file") from error
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A tensor in shards, not read yet.
+    """A sharded tensor that is not read yet.
 
     Args:
-        stacks: see above.
+        stacks: number of stacks, see the module's docstring.
     """
 
     shards: Shards
@@ -145,7 +145,7 @@ class Sharded:
     def check(self) -> None:
         """
         Raises:
-            ValueError: the shards do not hold all of it.
+            ValueError: the shards do not contain the full tensor.
         """
         shape = (self.shape[0] // self.stacks, *self.shape[1:])
         for stack in range(self.stacks):
@@ -154,10 +154,10 @@ class Sharded:
             whole = sum(math.prod(piece.shape) for piece in pieces) == math.prod(shape)
             if not (fit and whole) or any(starmap(overlap, combinations(pieces, 2))):
                 folder = self.shards.folder
-                raise ValueError(f"{folder} does not hold all of {self.name}: a shard is missing, or of another run")
+                raise ValueError(f"{folder} does not contain all of {self.name}: a shard is missing or belongs to another run")
 
     def read(self) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """The full tensor, on the CPU."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for stack, rows in enumerate(whole.chunk(self.stacks)):
             for piece in self._pieces(stack):
@@ -169,36 +169,35 @@ class Sharded:
 
 
 def load(path: str | Path) -> Any:
-    """Reads a checkpoint, a file or a folder, on the CPU, running nothing that stands in it; :class:`Sharded` for each tensor
-    that lies in shards.
+    """Reads a checkpoint file or folder on the CPU, without running code from it. Sharded tensors become :class:`Sharded`.
 
     Raises:
-        ValueError: it is damaged, or a shard is missing.
+        ValueError: the checkpoint is damaged, or a shard is missing.
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
     if path.is_dir() and not file.is_file():
-        raise ValueError(f"{file} is not there: the checkpoint has lost it")
+        raise ValueError(f"{file} is missing: the checkpoint is incomplete")
     try:
-        # Mapped, not read: whoever asks for the configuration does not wait for the state of an optimizer.
+        # Memory-mapped, so that reading only the configuration is fast.
         held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises a different kind for every way in which a file can be damaged
-        raise ValueError(f"{file} is no readable checkpoint; it is damaged, truncated or not one at all") from error
+    except Exception as error:  # torch raises many kinds of errors for damaged files
+        raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
     if not path.is_dir() or not isinstance(held, dict) or SHARDS not in held:
         return held
     name = held.pop(SHARDS)
     if name not in [found.name for found in numbered(path).values()]:
-        raise ValueError(f"{file} is of shards that are not beside it: {name!r}")
+        raise ValueError(f"{file} needs the shards {name!r}, which are missing in its folder")
     return tree_map(partial(_in_shards, Shards(path / name)), held, is_leaf=_is_placeholder)
 
 
 def read(value: Any) -> Any:
-    """The tensor, if it lies in shards; what does not is returned as it is."""
+    """Reads a sharded tensor; other values are returned unchanged."""
     return value.read() if isinstance(value, Sharded) else value
 
 
 def read_all(tree: Any) -> Any:
-    """The same for all in nested containers."""
+    """Reads all sharded tensors in nested containers."""
     return tree_map_only(Sharded, Sharded.read, tree)
 
 
@@ -213,7 +212,7 @@ def _in_shards(shards: Shards, node: Any) -> Any:
     sizes = isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)
     known = isinstance(name, str) and isinstance(dtype, torch.dtype) and isinstance(stacks, int) and stacks > 0
     if not sizes or not known or not shape or shape[0] % stacks:
-        raise ValueError(f"{shards.folder.parent / CHECKPOINT} is damaged: it says of a tensor in shards what cannot be")
+        raise ValueError(f"{shards.folder.parent / CHECKPOINT} is damaged: the placeholder of a sharded tensor is not valid")
     tensor = Sharded(shards, name, torch.Size(shape), dtype, stacks)
     tensor.check()
     return tensor

@@ -1,4 +1,4 @@
-"""Which share of the data a process reads."""
+"""Which shard of the data a process reads."""
 
 import torch.distributed as dist
 
@@ -6,14 +6,14 @@ _set: tuple[int, int] | None = None
 
 
 def set_share(rank: int | None = None, size: int | None = None) -> None:
-    """Says that this process reads share number ``rank`` of ``size``, where it is not its rank of all: under tensor
-    parallelism several processes read the same. Without arguments: as torch.distributed says, again."""
+    """Sets the data shard of this process to number ``rank`` of ``size``. Needed for tensor parallel, where several processes
+    read the same shard. Without arguments: use the rank and size of torch.distributed again."""
     global _set
     _set = None if rank is None or size is None else (rank, size)
 
 
 def share() -> tuple[int, int]:
-    """The number of this process's share, and of how many: (0, 1) where it trains alone."""
+    """Index of this process's data shard and number of shards; (0, 1) for a single process."""
     if _set is not None:
         return _set
     if dist.is_available() and dist.is_initialized():

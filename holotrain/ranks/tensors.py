@@ -1,8 +1,8 @@
-"""Tensors that are shared out among processes, put together and taken apart.
+"""Gathers and shards tensors.
 
-Tensor parallel may deal rows out in stacks, as those of queries, keys and values: ``_StridedShard`` says so. torch's own ways
-from there to the whole differ by version (2.11 knows none, 2.15 puts together in the wrong order what FSDP2 cut by rows too).
-So stacks are a dimension of their own here, and one dimension of a mesh comes after the other.
+Tensor parallel may shard stacked rows, such as queries, keys and values, with ``_StridedShard``. torch's support for gathering
+them depends on the version (2.11 has none; 2.15 uses the wrong order if FSDP2 shards the rows too). So stacks are treated as a
+separate dimension here, and the dimensions of a mesh are handled one after the other.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 
 def whole(part: Tensor) -> Tensor:
-    """The tensor that this is a part of, on every process; all must take part. What is no part is returned as it is."""
+    """The full tensor, on every process. All processes must call it. A plain tensor is returned unchanged."""
     if not isinstance(part, DTensor):
         return part
     mesh, own, count = part.device_mesh, part.to_local(), stacks(part)
@@ -25,7 +25,7 @@ def whole(part: Tensor) -> Tensor:
         data, layers = (mesh[name] for name in mesh.mesh_dim_names)
         shape = list(part.shape)
         if (dim := getattr(part.placements[1], "dim", None)) is not None:
-            shape[dim] //= layers.size()  # layers are shared out only where that divides
+            shape[dim] //= layers.size()  # layers are only sharded if this is divisible
         own = _gathered(own, data, _of_data(part.placements), torch.Size(shape))
     if count == 1:
         return _gathered(own, layers, part.placements[-1], part.shape)
@@ -39,24 +39,24 @@ def _gathered(own: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a whole tensor, shared out as another of its shape is; no process needs the others for it."""
+    """This process's part of a full tensor, sharded like another tensor of its shape. Needs no communication."""
     return shared_out(tensor.to(like.device), like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
 def shared_out(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This process's part of a tensor that all processes have whole."""
+    """Shards a tensor that all processes have in full."""
     own = _own(tensor, mesh, placements)
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def numbers(part: DTensor, dim: int) -> Tensor:
-    """Which of the whole tensor's rows (``dim`` 0) or columns (1, ...) this process has, in the order in which it has them."""
+    """The indices of the rows (``dim`` 0) or columns (1, ...) of the full tensor that this process has, in its local order."""
     cut = [_along(placement, dim) for placement in part.placements]
     return _own(torch.arange(part.shape[dim], device=part.device), part.device_mesh, cut)
 
 
 def stacks(part: DTensor) -> int:
-    """In how many stacks tensor parallel deals the rows out."""
+    """The number of stacks in which tensor parallel shards the rows."""
     return _stacks(part.placements[-1])
 
 
@@ -78,13 +78,13 @@ def _cut(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
 
 
 def _of_data(placements: Sequence[Placement]) -> Placement:
-    """How FSDP2 cut the rows of what tensor parallel had left."""
+    """FSDP2's placement of the tensor parallel part."""
     dim = getattr(placements[0], "dim", None)
     return Replicate() if dim is None else Shard(dim)
 
 
 def _along(placement: Placement, dim: int) -> Placement:
-    """How a list of the numbers along one dimension is cut where a tensor is cut so."""
+    """The placement of the indices along one dimension, for a tensor with this placement."""
     if getattr(placement, "dim", None) != dim:
         return Replicate()
     return placement if dim == 0 else Shard(0)

@@ -1,8 +1,8 @@
-"""Noticing that one of the processes of a run has died or hangs, and saying which, whatever the others are waiting for.
+"""Detects which process of a run died or hangs, even while the others wait in a collective.
 
-A collective whose peer is gone raises (gloo) or hangs (NCCL); neither says who is missing. So every process has a thread that
-leaves a sign of life with the others twice a second, and says how far the process has come. The main process looks at the
-signs, and at its children, and passes a verdict; the others look for the verdict.
+A collective that lost a process raises (gloo) or hangs (NCCL) without saying which process is missing. So a thread in every
+process writes a heartbeat and its progress to the store twice a second. The main process checks the heartbeats and its child
+processes, and writes a verdict to the store. The others read the verdict.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from holotrain.ranks.place import Place
 from holotrain.ranks.progress import Position, waited_for
 
 BEAT = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 PATIENCE = 120.0
-"""Seconds that a process has to start in."""
+"""Seconds that a process may take to start."""
 
 GRACE = 5.0
-"""Seconds in which the main thread of a process may end by itself after a verdict, before it is ended."""
+"""Seconds that the main thread of a process has to exit after a verdict, before the process is killed."""
 
 
 def longer(timeout: float) -> timedelta:
-    """For which collectives wait: the watch, which can say who is missing, comes first."""
+    """The timeout of collectives, longer than that of the watch, which can report the missing process."""
     return timedelta(seconds=timeout + 2 * GRACE)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ends all processes.
+    """Why all processes end.
 
     Args:
-        what: went wrong, and with which rank.
-        status: the exit status that it deserves.
+        what: what went wrong, and in which rank.
+        status: exit status.
     """
 
     what: str
@@ -56,15 +56,15 @@ class Verdict:
 class Watch(threading.Thread):
     """
     Args:
-        place: of this process.
-        timeout: seconds without a sign of life, or of others waiting for it, after which a process counts as lost.
-        position: says how far this process has come.
-        children: the processes that this one started, in order of their ranks from 1 on.
+        place: place of this process.
+        timeout: seconds without a heartbeat, or of others waiting for it, after which a process is considered lost.
+        position: returns the progress of this process.
+        children: the processes that this one started, by rank from 1 on.
 
     Attributes:
-        verdict: what went wrong with which rank; None as long as all live.
-        hint: how to go on, said behind the verdict by who ends a process.
-        urgent: a collective failed here: who is silent for ``GRACE`` seconds is dead.
+        verdict: what went wrong; None while all processes run.
+        hint: returns how to resume, printed after the verdict when a process is killed.
+        urgent: a collective failed here, so a process without a heartbeat for ``GRACE`` seconds is considered dead.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Watch(threading.Thread):
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._positions: dict[int, Position] = {}
         self._waited_for: dict[int, tuple[Position, float]] = {}
-        # A connection of its own: a client is locked while it waits for a key.
+        # A separate connection, because a client blocks while it waits for a key.
         self._store = TCPStore(
             place.address, place.port, None, False, timedelta(seconds=min(timeout, 30)), wait_for_workers=False
         )
@@ -95,25 +95,25 @@ class Watch(threading.Thread):
             try:
                 self._beat(count)
             except Exception:
-                self.verdict = Verdict("rank 0 died, or cannot be reached")
+                self.verdict = Verdict("rank 0 died or cannot be reached")
             if self.verdict is not None:
                 self._enforce()
                 return
 
     def stop(self) -> None:
-        """Ends the watch: the processes may end from now on."""
+        """Stops the watch. The processes may exit from now on."""
         self._over.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join()
 
     def failed(self, what: str, status: int = 1) -> Verdict:
-        """Passes a verdict, unless there is one; returns the one that counts."""
+        """Sets the verdict unless there is one already; returns the valid one."""
         said = self._store.compare_set(self._key("verdict"), "", json.dumps(asdict(Verdict(what, status))))
         self.verdict = self.verdict or Verdict(**json.loads(said))
         return self.verdict
 
     def waited(self, seconds: float) -> Verdict | None:
-        """The verdict, for which a process whose collective failed waits so long."""
+        """Waits up to ``seconds`` for the verdict, after a collective failed in this process."""
         self.urgent = True
         ends = time.monotonic() + seconds
         while self.verdict is None and time.monotonic() < ends:
@@ -146,10 +146,10 @@ class Watch(threading.Thread):
             self._beats[rank] = beat, now
             self._positions[rank] = Position(**json.loads(beat)[1])
         elif now - since > (silence if beat else max(silence, PATIENCE)):
-            self.failed(f"rank {rank} died, or hangs: no sign of life for {now - since:.0f} s")
+            self.failed(f"rank {rank} died or hangs: no heartbeat for {now - since:.0f} s")
 
     def _compare(self) -> None:
-        """Looks for whom the others have waited too long, without a step forward of its own."""
+        """Looks for a process that makes no progress while others have waited for it too long."""
         if len(self._positions) < self.place.size:
             return
         now, before = time.monotonic(), self._waited_for
@@ -162,13 +162,13 @@ class Watch(threading.Thread):
                 self.failed(f"rank {rank} hangs: the others have waited for it for {now - since:.0f} s")
 
     def _enforce(self) -> None:
-        """Ends this process, if its main thread does not end by itself when it need wait no longer."""
+        """Kills this process if its main thread does not exit by itself after the verdict."""
         if self._over.wait(GRACE):
             return
         for child in self.children:
             child.kill()
-        if dist.is_initialized() and dist.get_backend() == "nccl":  # which waits for the dead; gloo notices that they are gone
-            threading.Thread(target=_abort, daemon=True).start()  # for it may wait itself
+        if dist.is_initialized() and dist.get_backend() == "nccl":  # NCCL waits for dead processes; gloo raises
+            threading.Thread(target=_abort, daemon=True).start()  # in a thread, because it may block
         if self._over.wait(GRACE):
             return
         if self.place.is_main or (self.place.rank == 1 and self.verdict.what.startswith("rank 0 died")):
@@ -182,7 +182,7 @@ def _abort() -> None:
 
 
 def ended_by(status: int) -> str:
-    """How a process ended, in words."""
+    """How a process ended, as text."""
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"

@@ -1,4 +1,4 @@
-"""The processes of a run: what they agree on, and the group in which they train."""
+"""The processes of a run: messages between them, and their process group."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from holotrain.ranks.progress import Position, launched
 from holotrain.ranks.watch import BEAT, GRACE, PATIENCE, Verdict, Watch, longer
 
 POLL = 0.02
-"""Seconds between two looks at the store."""
+"""Seconds between two checks of the store."""
 
 
 class Broken(Exception):
-    """One of the processes died or failed. The message says which; ``status`` is the exit status that this deserves."""
+    """A process died or failed. The message says which; ``status`` is the exit status."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.what)
@@ -35,9 +35,9 @@ class Broken(Exception):
 class World:
     """
     Args:
-        place: of this process.
-        timeout: seconds within which processes answer each other.
-        store: that the processes share; None: connect to it.
+        place: place of this process.
+        timeout: seconds within which processes must answer each other.
+        store: the shared store; None: connect to it.
         children: the processes that this one started.
 
     Raises:
@@ -53,11 +53,11 @@ class World:
         self.watch.start()
 
     def post(self, name: str, value: Any) -> None:
-        """Tells all processes something, in JSON."""
+        """Publishes a value for all processes, as JSON."""
         self.store.set(name, json.dumps(value))
 
     def read(self, name: str) -> Any:
-        """What was posted under a name, once it is.
+        """Waits for the value of a name and returns it.
 
         Raises:
             Broken: a process died meanwhile.
@@ -66,14 +66,14 @@ class World:
         return json.loads(self.store.get(name))
 
     def _await(self, names: list[str], mistake: str | None = None, status: int = 1) -> None:
-        """Waits until all are posted; where a mistake ended this process's part, not much longer."""
+        """Waits until all names are posted; only briefly if a mistake ended the job in this process."""
         ends = time.monotonic() + GRACE
         while not self._there(names):
             if mistake and time.monotonic() > ends and self.watch.verdict is None:
                 self.watch.failed(f"rank {self.place.rank}: {mistake}", status)
             if self.watch.verdict is not None:
                 raise Broken(self.watch.verdict)
-            time.sleep(POLL)  # the store's own wait would say on stderr each time that it waits
+            time.sleep(POLL)  # the store's own wait writes to stderr
 
     def _there(self, names: list[str]) -> bool:
         try:
@@ -82,7 +82,7 @@ class World:
             raise Broken(self.watch.waited(GRACE) or Verdict("rank 0 died")) from error
 
     def agreed(self, name: str, value: Any = None) -> Any:
-        """What the main process says; the others' values do not count. Plain containers."""
+        """The main process's value, in all processes. Plain containers only."""
         name = f"{self.jobs}/agreed/{name}"
         if self.place.is_main:
             self.post(name, value)
@@ -90,7 +90,7 @@ class World:
         return self.read(name)
 
     def gathered(self, name: str, value: Any) -> list[Any]:
-        """What each process says, by rank."""
+        """The values of all processes, by rank."""
         name = f"{self.jobs}/gathered/{name}"
         self.post(f"{name}/{self.place.rank}", value)
         return [self.read(f"{name}/{rank}") for rank in range(self.place.size)]
@@ -111,19 +111,19 @@ class World:
         try:
             yield
         finally:
-            with suppress(RuntimeError):  # with a peer dead it cannot end in order
+            with suppress(RuntimeError):  # fails if another process is dead
                 dist.destroy_process_group()
-            # Its threads end with the last who knows of it, and one that meets Python's own end (2.15) aborts the process.
+            # The group's threads end when the last reference is gone; one that outlives Python (torch 2.15) aborts the process.
             gc.collect()
 
     def finish_job(self, status: int, mistake: str | None) -> int:
-        """Waits until every process has ended the job; returns the worst exit status.
+        """Waits until every process has finished the job. Returns the highest exit status.
 
         Args:
-            mistake: what a person is told that ended it here.
+            mistake: the message of the error that ended the job in this process, if any.
 
         Raises:
-            Broken: another process died, or did not end where this one did.
+            Broken: another process died, or did not finish although this one did.
         """
         job, self.jobs = self.jobs, self.jobs + 1
         self.post(f"{job}/done/{self.place.rank}", status)
@@ -132,17 +132,17 @@ class World:
         return max(json.loads(self.store.get(name)) for name in names)
 
     def leave(self) -> None:
-        """Ends this process's part, and lets the main process know that it no longer needs the store."""
+        """Stops the watch and tells the main process that this one no longer needs the store."""
         self.close()
         self.post(f"gone/{self.place.rank}", True)
 
     def see_off(self) -> None:
-        """Waits until all others have left: the store may be this process's."""
+        """Waits until all others have left, because this process may host the store."""
         with suppress(Broken, dist.DistError):
             self._await([f"gone/{rank}" for rank in range(1, self.place.size)])
 
     def close(self) -> None:
-        """Ends the watch, and waits for the processes that this one started; those that do not end are ended."""
+        """Stops the watch and waits for the child processes. Kills those that do not exit."""
         self.watch.stop()
         ends = time.monotonic() + (2 * BEAT if self.watch.verdict else 2 * GRACE)
         for child in self.children:

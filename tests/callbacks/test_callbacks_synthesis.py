@@ -118,7 +118,7 @@ def test_an_optimizer_that_remembers_too_is_warned_of(options):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    assert any("SGD remembers gradients too (momentum)" in str(w.message) for w in told) == bool(options)
+    assert any("SGD also averages gradients (momentum)" in str(w.message) for w in told) == bool(options)
 
 
 def test_several_optimizers_are_refused():

@@ -88,7 +88,7 @@ def test_where_no_time_is_known_memory_is_left(monkeypatch):
     plan = make_plan(config, data, "cuda", None)
     found = make_scaling(config, data, plan)
     assert all(prediction.memory and prediction.seconds is None for prediction in found.predictions)
-    assert "there is no such device here; give gpu=" in found.times.source
+    assert "this machine has no such device; estimate with gpu=" in found.times.source
     assert not any("link" in line for line in found.assumptions)
     plan = make_plan(config, data, "cpu", 2**20)
     assert plan.fits is False

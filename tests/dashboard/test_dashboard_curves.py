@@ -53,7 +53,7 @@ def test_a_file_cut_off_is_read_as_far_as_it_goes_and_another_is_refused(tmp_pat
     path.write_bytes(path.read_bytes()[:-7])
     assert len(read_scalars(tmp_path)["train/loss"].steps) == 9
     path.write_bytes(b"no event file, but long enough to look at")
-    with pytest.raises(UserError, match=f"{path.name} is no readable event file"):
+    with pytest.raises(UserError, match=f"{path.name} is not a readable event file"):
         read_scalars(tmp_path)
     path.write_bytes(b"")
     assert read_scalars(tmp_path) == {}
@@ -68,7 +68,7 @@ def test_csv_logs_are_read_too(tmp_path):
     assert curves["train/loss"].steps.tolist() == [0, 1, 2] and curves["train/loss"].values.tolist() == [3.5, 2.5, 1.5]
     assert curves["val/accuracy"].values.tolist() == [0.25] and curves["val/accuracy"].instants is None
     path.write_text("step,train/loss\nx,y\n")
-    with pytest.raises(UserError, match="metrics.csv is no readable csv log"):
+    with pytest.raises(UserError, match="metrics.csv is not a readable csv log"):
         read_scalars(tmp_path)
 
 

@@ -111,7 +111,7 @@ def test_names_cannot_write_into_the_page_and_gaps_break_nothing():
     read = Read(page(runs))
     data = json.loads(read.data)
     assert data["runs"][0]["label"] == evil and "b" not in {tag for tag, _ in read.elements}
-    assert [chart["title"] for chart in data["charts"]] == ["Loss", "Drift of rebuilt activations"]
+    assert [chart["title"] for chart in data["charts"]] == ["Loss", "Error of recomputed activations"]
     assert [line["line"] for line in data["charts"][0]["lines"]] == [0]  # nothing finite of val/loss
 
 

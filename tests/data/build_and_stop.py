@@ -1,4 +1,4 @@
-"""Builds the cache of the files in a folder; where it is told to, says so and stands still in the middle of tokenising.
+"""Builds the cache of the files in a folder; with ``stop``, prints a line and hangs in the middle of tokenization.
 
 Usage: python build_and_stop.py FOLDER CACHE {go,stop}
 """

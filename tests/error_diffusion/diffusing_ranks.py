@@ -1,4 +1,4 @@
-"""Two ranks that learn by error diffusion under DDP, each from half the batch: python diffusing_ranks.py RANK STORE RESULTS."""
+"""Two processes train by error diffusion with DDP on half of the batch each: python diffusing_ranks.py RANK STORE RESULTS."""
 
 import torch
 from gloo_pair import find_as_one_of_them
@@ -8,7 +8,7 @@ from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
 
 
 def off_by(rank: int) -> dict[str, float]:
-    """The largest difference between the weights of two processes and those of one, after three steps, by rule and depth."""
+    """Maximum difference between the weights of two processes and of one, after three steps, by rule and depth."""
     found = {}
     for rule in ("kaneko", "article", BACKPROPAGATION):
         for depth in (1, 4):

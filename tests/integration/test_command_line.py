@@ -96,7 +96,7 @@ def test_what_was_trained_without_evaluation_is_evaluated_when_asked(holotrain):
     checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
     for command, limit in (("validate", "limit_val_batches"), ("test", "limit_test_batches")):
         status, _, err = holotrain(command, f"ckpt_path={checkpoint}")
-        assert status == 2 and f"take trainer.{limit}=1.0" in err and err.count("\n") == 1
+        assert status == 2 and f"use trainer.{limit}=1.0" in err and err.count("\n") == 1
         assert holotrain(command, f"ckpt_path={checkpoint}", f"trainer.{limit}=1.0")[0] == 0
 
 
@@ -272,7 +272,7 @@ MISTAKES = [
     (["fit", "callbacks.checkpoint.monitor=val/acuracy"], "Did you mean 'val/accuracy'?"),
     (["fit", "-m", "optimizer.lr=1e-3,banana"], "optimizer.lr"),
     (["test"], "give ckpt_path="),
-    (["predict", "ckpt_path=text.ckpt"], "no readable checkpoint"),
+    (["predict", "ckpt_path=text.ckpt"], "not a readable checkpoint"),
     (["fit", "--experimental-rerun", "x"], "no flag"),
 ]
 
@@ -321,7 +321,7 @@ class Payload:
 def test_nothing_in_a_checkpoint_is_run(holotrain):
     torch.save({"holotrain": Payload()}, "evil.ckpt")
     status, _, err = holotrain("test", "ckpt_path=evil.ckpt")
-    assert status == 2 and "no readable checkpoint" in err and not Path("ran").exists()
+    assert status == 2 and "not a readable checkpoint" in err and not Path("ran").exists()
 
 
 def test_help_lists_commands_groups_and_options(holotrain):
@@ -329,7 +329,14 @@ def test_help_lists_commands_groups_and_options(holotrain):
     assert status == 0 and all(command in out for command in ("fit", "validate", "test", "predict"))
     status, out, _ = holotrain("fit", "--help", "data=imagefolder")
     assert status == 0
-    for word in ("rev_vit_tiny", "imagefolder", "data.on_corrupt=error", "optimizer.lr=", "--multirun", "named and left out"):
+    for word in (
+        "rev_vit_tiny",
+        "imagefolder",
+        "data.on_corrupt=error",
+        "optimizer.lr=",
+        "--multirun",
+        "warn and leave it out",
+    ):
         assert word in out, word
 
 

@@ -72,37 +72,37 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain, sweep):
     for job in "01":
         charts, seen = layout(sweep / job), scalars(sweep / job).keys()
         assert charts == {chart.title: list(chart.lines) for chart in CHARTS if seen & chart.lines.keys()}
-    assert "Time of synthesis" in layout(sweep / "1") and "Time of synthesis" not in layout(sweep / "0")
+    assert "Synthesis time" in layout(sweep / "1") and "Synthesis time" not in layout(sweep / "0")
     # the report
     status, out, err = holotrain("report", str(sweep), str(sweep / "0"), "to=pages/both.html")
     assert (status, err) == (0, "") and "2 runs written to pages/both.html" in out
     page = Path("pages/both.html").read_text()
-    assert "synthesis=associative" in page and "Time of synthesis" in page and "holotrain:" not in page
+    assert "synthesis=associative" in page and "Synthesis time" in page and "holotrain:" not in page
     assert [path.name for path in Path("pages").iterdir()] == ["both.html"]
     # a job that still runs, and one that logged nothing
     (sweep / "0" / "summary.json").unlink()
     shutil.rmtree(sweep / "1" / "tensorboard")
     status, out, err = holotrain("report", f"{sweep}/*")
     assert (status, err) == (0, "")
-    assert f"{sweep}/1 holds no scalars" in out and "unfinished" in Path("report.html").read_text()
+    assert f"{sweep}/1 has no scalars" in out and "unfinished" in Path("report.html").read_text()
     status, _, err = holotrain("report", f"{sweep}/1")
-    assert status == 2 and err.startswith(f"holotrain: {sweep}/1: no scalars were logged there")
+    assert status == 2 and err.startswith(f"holotrain: {sweep}/1: no scalars found")
 
 
 MISTAKES = [
     (["report"], "report needs the folder of a run"),
     (["report", "nowhere"], "there is no folder nowhere"),
     (["report", "nowhere/*"], "no folder matches nowhere/*"),
-    (["report", "empty"], "empty is neither the folder of a run nor one of several"),
-    (["report", "occupied"], "occupied is neither"),
+    (["report", "empty"], "empty is not the folder of a run and contains none"),
+    (["report", "occupied"], "occupied is not the folder of a run"),
     (["report", "broken", "too=x.html"], "there is to. Did you mean 'to'?"),
     (["report", "broken", "to="], "to: a value is needed"),
     (["report", "broken", "to=empty"], "empty is a folder"),
     (["report", "broken", "--hepl"], "Did you mean '--help'?"),
-    (["report", "broken"], "events.out.tfevents.1 is no readable event file"),
-    (["report", "spoilt"], "spoilt/summary.json is no readable summary"),
-    (["report", "foreign"], "foreign/summary.json is no summary of a run"),
-    (["report", "crooked"], "crooked/config.yaml is no readable configuration"),
+    (["report", "broken"], "events.out.tfevents.1 is not a readable event file"),
+    (["report", "spoilt"], "spoilt/summary.json is not a readable summary"),
+    (["report", "foreign"], "foreign/summary.json is not the summary of a run"),
+    (["report", "crooked"], "crooked/config.yaml is not a readable configuration"),
     (["report", "good", "to=occupied/report.html"], "cannot write occupied/report.html"),
     (["reprot", "good"], "Did you mean 'report'?"),
 ]

@@ -139,7 +139,7 @@ def test_the_largest_batch_is_chosen_and_written_down(holotrain):
     assert (status, err) == (0, "")
     folder = only(Path("runs/fit"))
     size = yaml.safe_load((folder / "config.yaml").read_text())["data"]["batch_size"]
-    assert 1 < size < 128 and f"data.batch_size={size} is the most that 10 MiB" in out
+    assert 1 < size < 128 and f"data.batch_size={size} is the largest that fits into 10 MiB" in out
     assert summary(folder)["steps"] == 2 * (128 // size)
 
 
@@ -170,7 +170,7 @@ def test_several_devices_are_predicted_and_what_is_assumed_is_said(holotrain):
     assert (status, err) == (0, "")
     said = " ".join(out.split())
     for words in (
-        "on paper, 2 devices over pcie: predictions",
+        "predicted, not measured: 2 devices over pcie",
         "measured on the CPU",
         "44.8 GB/s",
         "20 us",
@@ -197,14 +197,14 @@ def test_several_devices_are_predicted_and_what_is_assumed_is_said(holotrain):
 def test_layers_that_cannot_be_shared_out_say_why(holotrain):
     figures = plan_of(holotrain, *SMALL, "devices=7", "device=cuda", "gpu=H100 PCIe")
     tensor_parallel = figures["scaling"]["strategies"][2:]
-    said = "nothing can be shared out: 2 heads (not divisible by 7); MLPs of width 64 (not divisible by 7)"
+    said = "no layer can be sharded: 2 heads (not divisible by 7); MLPs of width 64 (not divisible by 7)"
     assert [one["reason"] for one in tensor_parallel] == [said] * 2
     assert [one["seconds"] for one in tensor_parallel] == [None] * 2
     assert "H100 PCIe" in figures["scaling"]["single_device"]["source"]
     status, out, _ = holotrain("plan", *SMALL, "devices=7", "device=cuda", "gpu=H100 PCIe", "output_dir=again")
     assert status == 0 and f"not possible: TP; TP, overlapped: {said}" in " ".join(out.split())
     status, out, _ = holotrain("plan", *SMALL, "devices=8", "device=cuda", "gpu=H100 PCIe", "output_dir=heads")
-    assert status == 0 and "every rank computes whole: 2 heads (not divisible by 8)" in " ".join(out.split())
+    assert status == 0 and "not sharded: 2 heads (not divisible by 8)" in " ".join(out.split())
 
 
 def test_without_devices_nothing_is_said_of_several(holotrain):
@@ -223,28 +223,28 @@ def test_without_devices_nothing_is_said_of_several(holotrain):
             ["fit", "data.batch_size=auto", "memory=100KiB"],
             "memory: 100 KiB is too little: with data.batch_size=1 this run needs 5.",
         ),
-        (["fit", "data.batch_size=auto", "backward=auto"], "backward=auto wants the same memory"),
-        (["fit", "backward=auto", "backward.store=2"], "backward=auto: it decides what is stored"),
+        (["fit", "data.batch_size=auto", "backward=auto"], "data.batch_size=auto: cannot be combined with backward=auto"),
+        (["fit", "backward=auto", "backward.store=2"], "backward=auto: it chooses what to store"),
         (["fit", "backward=auto", "backward.blocks=[autograd]"], "backward.blocks: there are 1 schedules for 8 blocks"),
         (
             ["fit", "backward=auto", "backward.blocks=[x,x,x,x,x,x,x,x]"],
             "backward.blocks: 'x' is not one of autograd, checkpoint",
         ),
-        (["fit", "backward.blocks=[autograd]"], "backward.blocks: schedules block by block go with backward=auto"),
+        (["fit", "backward.blocks=[autograd]"], "backward.blocks: needs backward=auto"),
         (
             ["fit", "backward=auto", "backward.blocks=[pareprop+attention]", "compile=true"],
-            "nothing can be kept within compiled",
+            "backward.blocks: compiled blocks cannot keep results",
         ),
-        (["plan", "trainer.precision=16-mixed", "device=cpu"], "trainer.precision=16-mixed: a CPU cannot train so"),
-        (["plan", "memory=lots"], "memory: 'lots' is no amount of memory; write 16GiB"),
-        (["plan", "memory=0"], "memory: '0' is no amount of memory"),
+        (["plan", "trainer.precision=16-mixed", "device=cpu"], "trainer.precision=16-mixed: not supported on the CPU"),
+        (["plan", "memory=lots"], "memory: 'lots' is not an amount of memory; write 16GiB"),
+        (["plan", "memory=0"], "memory: '0' is not an amount of memory"),
         (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),
-        (["plan", "data.batch_size=many"], "data.batch_size: 'many' is neither a whole number nor auto"),
-        (["plan", "backward=auto", "device=cuda"], "memory: how much has the GPU?"),
+        (["plan", "data.batch_size=many"], "data.batch_size: 'many' is not valid; give a whole number or auto"),
+        (["plan", "backward=auto", "device=cuda"], "memory: this machine has no GPU"),
         (["plan", "devices=0"], "devices: 0 is out of range; it must be at least 1"),
         (["plan", "devices=2", "link=nvlnk"], "Did you mean 'nvlink'?"),
-        (["plan", "link=pcie"], "link: it lies between several devices; give devices=8 too"),
-        (["plan", "gpu=H100"], "gpu: it is for the times of several devices"),
+        (["plan", "link=pcie"], "link: needs devices, the number of devices; give devices=8"),
+        (["plan", "gpu=H100"], "gpu: needs devices, the number of devices"),
         (["plan", "devices=2", "gpu=H10", "device=cuda"], "Did you mean 'H100'?"),
         (["plan", "devices=2", "gpu=H100", "device=cpu"], "device: 'cpu' is not one of cuda"),
     ],

@@ -366,7 +366,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
     words = ["trainer=ddp", "trainer.devices=2", *CONTINUED, "logger=none", "optimizer.lr=1e-3,1e-4"]
     status, out, err = holotrain("fit", "-m", *words)
     (sweep,) = Path("runs/fit/sweeps").iterdir()
-    said = f"holotrain: rank 1 (process {children[1].pid}) was ended by SIGKILL; resume the sweep by its own command and "
+    said = f"holotrain: rank 1 (process {children[1].pid}) was killed by SIGKILL; resume the sweep with its command plus "
     assert (status, err.count("\n")) == (1, 1) and err.startswith(said) and f"hydra.run.dir={sweep}/1" in err
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
     assert [(row["status"], row["optimizer.lr"]) for row in rows] == [("completed", "0.001"), ("failed", "0.0001")]
@@ -379,7 +379,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
     status, out, err = holotrain("fit", "-m", "resume=true", *words)
     assert (status, err) == (0, "")
     assert [summary(sweep / job)["steps"] for job in "01"] == [6, 6]
-    assert summary(sweep / "0") == before and "completed before, 2 epochs of 2; left as it is" in " ".join(out.split())
+    assert summary(sweep / "0") == before and "already complete, 2 of 2 epochs; nothing to do" in " ".join(out.split())
 
     # another strategy changes the processes, and nothing else that the checkpoint brings
     status, out, _ = holotrain("fit", f"ckpt_path={sweep}/0/checkpoints/last.ckpt", "trainer=fsdp", "trainer.max_epochs=3")
@@ -391,21 +391,27 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["trainer.devices=2"], "trainer=default trains in one process"),
-        (["trainer=ddp", "trainer.backend=nccl"], "trainer.backend=nccl: it joins NVIDIA GPUs"),
+        (["trainer.devices=2"], "trainer=default uses one process"),
+        (["trainer=ddp", "trainer.backend=nccl"], "trainer.backend=nccl: needs NVIDIA GPUs"),
         (["trainer=ddp", "trainer.backend=mpi"], "'mpi' is not one of auto, nccl, gloo"),
         (["trainer=ddp", "trainer.num_nodes=2"], "start it with torchrun or srun"),
-        (["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=3"], "it does not divide 4 processes"),
-        (["trainer=fsdp", "trainer.compression=bf16"], "an option of trainer=ddp alone"),
-        (["trainer=ddp", "trainer.sharded_checkpoints=true"], "an option of trainer=fsdp and trainer=tp alone"),
-        (["trainer=fsdp", "synthesis=associative"], "synthesis=associative: it transforms whole gradients"),
-        (["trainer=tp", "callbacks=ema"], "callbacks.ema: it averages whole weights"),
-        (["trainer=fsdp", "backward=auto"], "choose backward and batch yourself"),
-        (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp shares out plain layers"),
-        (["trainer=fsdp", "trainer.precision=16-mixed"], "trainer=fsdp cannot scale gradients"),
+        (["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=3"], "4 processes are not a multiple of it"),
+        (["trainer=fsdp", "trainer.compression=bf16"], "trainer.compression=bf16: needs trainer=ddp"),
+        (
+            ["trainer=ddp", "trainer.sharded_checkpoints=true"],
+            "trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp",
+        ),
+        (["trainer=fsdp", "synthesis=associative"], "synthesis=associative: needs whole gradients"),
+        (["trainer=tp", "callbacks=ema"], "callbacks.ema: needs whole weights"),
+        (["trainer=fsdp", "backward=auto"], "set backward and the batch size yourself"),
+        (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),
+        (["trainer=fsdp", "trainer.precision=16-mixed"], "trainer=fsdp has no gradient scaling"),
         (["trainer=ddp", "trainer.timeout=0"], "trainer.timeout: 0"),
-        (["trainer=tp", "trainer.overlap=null", "trainer.signals=true"], "an option of trainer=tp with trainer.overlap"),
-        (["trainer=tp", "trainer.devices=2", "trainer.signals=true"], "trainer.signals: it needs NVIDIA GPUs"),
+        (
+            ["trainer=tp", "trainer.overlap=null", "trainer.signals=true"],
+            "trainer.signals: needs trainer=tp and trainer.overlap",
+        ),
+        (["trainer=tp", "trainer.devices=2", "trainer.signals=true"], "trainer.signals: needs NVIDIA GPUs"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(holotrain, words, expected):

@@ -115,7 +115,7 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
     ask = ["prompt=fig lime", "max_tokens=8", "temperature=0"]
     holotrain("generate", f"ckpt_path={checkpoint}", *ask, f"int8={int8}", "output_dir=before")
     status, out, _ = holotrain("export", f"ckpt_path={checkpoint}", "to=exported", f"int8={int8}")
-    assert status == 0 and "of fp32's" in out
+    assert status == 0 and "of the fp32 size" in out
     shutil.rmtree("causal_lm"), shutil.rmtree("texts"), shutil.rmtree("tokens")
     status, _, _ = holotrain("generate", "ckpt_path=exported", *ask, "output_dir=after")
     assert status == 0
@@ -339,14 +339,14 @@ MISTAKES = [
     (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=latin.txt"], "latin.txt"),
     (["fit", "task=causal_lm", *TEXTS, "model.heads=3"], "16 is none of 3"),
     (["fit", "task=causal_lm", *TEXTS, "model.dim=6"], "not even"),
-    (["fit", "task=causal_lm", *TEXTS, "data.files=5"], "data.files: 5 is neither a glob of files nor a list of globs"),
+    (["fit", "task=causal_lm", *TEXTS, "data.files=5"], "data.files: 5 is not valid; give a glob of files or a list of globs"),
     (["fit", "task=causal_lm", *TEXTS, "data.pad_to_multiple_of=16"], "data.pad_to_multiple_of: 16 does not divide"),
     (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "data.label: the texts have 0 classes"),
-    (["fit", "task=causal_lm", "trainer.max_steps=-1"], "trainer.max_epochs=-1: then trainer.max_steps or"),
+    (["fit", "task=causal_lm", "trainer.max_steps=-1"], "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
     (["fit", "task=causal_lm", *TEXTS, "model.pretrained=nowhere"], "nowhere"),
     (["fit", "task=causal_lm", "model=rev_roberta_tiny"], "task=causal_lm trains gpt, not rev_roberta"),
     (["fit", "task=causal_ml"], "Did you mean 'causal_lm'?"),
-    (["fit", "task=sequence_classification", *TEXTS], "data.label: which field"),
+    (["fit", "task=sequence_classification", *TEXTS], "data.label: give the field or column"),
     (["generate", "prompt=x"], "generate needs a checkpoint"),
     (["generate", "ckpt_path=texts", "prompt=x"], "no saved model"),
     (["export"], "export needs a checkpoint"),
@@ -370,12 +370,12 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
     Path("none.jsonl").write_text('\n{"text": "a"}\n')
     Path("number.jsonl").write_text('{"prompt": 5}\n')
     for words, expected in [
-        (["generate", "prompt=" + "a" * 24], "it is 24 tokens long, and the model's context of 24 leaves no room"),
+        (["generate", "prompt=" + "a" * 24], "it is 24 tokens long; it must be shorter than the model's context of 24"),
         (["generate"], 'generate needs prompt="..." or prompts=FILE'),
-        (["generate", "prompt=a", "prompts=b"], "both prompt= and prompts= are given"),
+        (["generate", "prompt=a", "prompts=b"], "give either prompt= or prompts=, not both"),
         (["generate", "prompts=nowhere.txt"], "cannot read nowhere.txt"),
-        (["generate", "prompts=none.jsonl"], "none.jsonl:2 is no JSON object whose field prompt is text"),
-        (["generate", "prompts=number.jsonl"], "number.jsonl:1 is no JSON object whose field prompt is text"),
+        (["generate", "prompts=none.jsonl"], "none.jsonl:2 is not a JSON object with a text field named prompt"),
+        (["generate", "prompts=number.jsonl"], "number.jsonl:1 is not a JSON object with a text field named prompt"),
         (["generate", "prompt=a", "temperature=-1"], "temperature: -1.0 is out of range"),
         (["generate", "prompt=a", "top_p=2"], "top_p: 2.0 is out of range"),
         (["generate", "prompt=a", "top_k=0"], "top_k: 0 is out of range"),
@@ -383,10 +383,10 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
         (["test", "data.context=12", "model.positions=learned"], "another model"),
         (["fit", "task=masked_lm"], "is of task=causal_lm"),
         (["fit", "model.adapters=4"], "model.adapters=4: "),
-        (["test", "trainer.val_check_interval=0"], "leave validation out by trainer.limit_val_batches=0"),
+        (["test", "trainer.val_check_interval=0"], "to skip validation, set trainer.limit_val_batches=0"),
         (["predict", "images=texts"], "give texts=..."),
         (["predict", "texts=nowhere"], "texts: there is no file or folder nowhere"),
-        (["export", "format=onnx"], "format=onnx: it is for image classifiers"),
+        (["export", "format=onnx"], "format=onnx: needs an image classifier"),
         (["export", "format=pickle"], "format: 'pickle' is not one of safetensors, program, onnx"),
         (["export", "to=/proc/nothing"], "cannot write"),
     ]:

@@ -1,4 +1,4 @@
-"""One of two gloo processes: command lines as torchrun or srun would start them; it writes down what it sees of each.
+"""One of two gloo processes: runs command lines as torchrun or srun would start them, and records the results.
 
     python two_ranks.py RANK WORK RESULTS
 
@@ -35,11 +35,11 @@ from holotrain.tasks.optimizers import adamw
 
 RANK = int(sys.argv[1])
 WARM_UP = 4
-"""Steps before PowerSGD begins, in the place of its hundred."""
+"""Warm-up steps of PowerSGD, instead of 100."""
 
 
 class Witness(ExactResume):
-    """Notes, in the place of ExactResume, what every training comes to in this process; and ends two of them."""
+    """Records the results of every training in this process, in place of ExactResume, and ends two of them."""
 
     job = ""
     seen: dict[str, dict] = {}
@@ -67,7 +67,7 @@ class Witness(ExactResume):
 
 
 def alike(parameter: torch.Tensor) -> bytes | None:
-    """The bytes of a parameter that every process should have the same of."""
+    """The bytes of a parameter that must be equal in all processes."""
     if isinstance(parameter, DTensor):
         if not all(placement.is_replicate() for placement in parameter.placements):
             return None
@@ -76,7 +76,7 @@ def alike(parameter: torch.Tensor) -> bytes | None:
 
 
 class Order(pl.Callback):
-    """Notes, in each backward, when the first block has all its gradients, and when gradients are sent."""
+    """Records the order in which the first block has its gradients and gradients are sent, in each backward."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -95,7 +95,7 @@ class Order(pl.Callback):
 
 
 def order(backward: str) -> list[str]:
-    warnings.simplefilter("ignore")  # there is nothing to validate with
+    warnings.simplefilter("ignore")  # it has no validation data
     place = found()
     seen = Order()
     images, labels = torch.rand(16, 1, 8, 8), torch.randint(5, (16,))
@@ -117,21 +117,21 @@ def order(backward: str) -> list[str]:
 
 
 def through(name: str) -> None:
-    """Waits for the other process, which may still read what this one is about to close."""
+    """Waits for the other process, which may still use the connections of this one."""
     Path(f"through_{name}_{RANK}").touch()
     while not Path(f"through_{name}_{1 - RANK}").exists():
         time.sleep(0.02)
 
 
 def variables(name: str, port: int) -> dict[str, str]:
-    """What the launcher would tell this process."""
+    """Environment variables from the launcher."""
     if name != "srun":
         mine = {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
         return mine | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     mine = {"SLURM_PROCID": str(RANK), "SLURM_LOCALID": str(RANK), "SLURM_JOB_NAME": "holotrain"}
     return mine | {
         "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_JOB_ID": str(70000 + port - 15000),  # of which the port is made
+        "SLURM_JOB_ID": str(70000 + port - 15000),  # the port is derived from it
     }  # fmt: skip
 
 

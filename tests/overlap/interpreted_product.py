@@ -1,4 +1,4 @@
-"""The signalling product in Triton's interpreter: largest error, and the counts, as JSON on standard output.
+"""Runs the signaling product in Triton's interpreter and prints the largest error and the counts as JSON.
 
 Not a test by itself: test_overlap_signals.py starts it with TRITON_INTERPRET=1, which must be set before Triton is imported.
 """
@@ -23,7 +23,7 @@ def product(sizes: list[int], ranks: int, inner: int, columns: int, dtype: torch
     tiles = tiles_of(cut, ranks, rows, columns)
     launch(x.flatten(0, 1), matrix, summand, out, torch.tensor(tiles, dtype=torch.int32), counts, programs=3)
     true = x.double() @ matrix.double() + (summand.double() if bias else 0)
-    true = torch.cat([true[:, span].flatten(0, 1) for span in cut])  # a group's rows of all ranks side by side
+    true = torch.cat([true[:, span].flatten(0, 1) for span in cut])  # rows of a group from all ranks, one after the other
     error = ((out.double() - true).abs().max() / true.abs().max()).item()
     due = [sum(tile[4] == group for tile in tiles) for group in range(len(sizes))]
     return {"error": error, "counts": counts.tolist(), "due": due}

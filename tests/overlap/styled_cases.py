@@ -1,4 +1,4 @@
-"""Small models under the overlapped styles, against torch's own styles or one process. Run by two_processes.py on each rank."""
+"""Small models with the overlapped styles, compared with torch's styles or one process. Run by two_processes.py."""
 
 import copy
 import threading
@@ -70,7 +70,7 @@ def errors_of(net: nn.Module, reference: nn.Module) -> float:
 
 
 def styled(mesh: DeviceMesh, everywhere) -> dict[str, dict]:
-    """Against torch's styles: parameters, output, gradients, on plain tensors and DTensors of odd length."""
+    """Compares parameters, output and gradients with torch's styles, for plain tensors and DTensors of odd length."""
     found = {}
     for name, layouts in LAYOUTS.items():
         for groups in (1, 3):
@@ -95,7 +95,7 @@ def styled(mesh: DeviceMesh, everywhere) -> dict[str, dict]:
 
 
 def mixed(mesh: DeviceMesh, everywhere) -> dict[str, float]:
-    """DTensors in and out, of an odd length, against one process."""
+    """DTensors of odd length as input and output, compared with one process."""
     found = {}
     for dim, place in ((1, Shard(1)), (0, Shard(0)), (2, Shard(2)), (None, Replicate())):
         reference, x = mlp(), tokens(3, 5).requires_grad_()
@@ -109,7 +109,7 @@ def mixed(mesh: DeviceMesh, everywhere) -> dict[str, float]:
         error = (whole(y) - out).abs().max().item()
         error = max(error, (whole(distributed.grad) - x.grad).abs().max().item(), errors_of(net, reference))
         found[f"along {dim}"] = everywhere(error) if y.placements == (place,) else float("inf")
-    copied = copy.deepcopy(net)  # as an average of weights is made
+    copied = copy.deepcopy(net)  # as for an average of weights
     found["copied"] = everywhere((whole(copied(distributed)) - out).abs().max().item())
     return found
 
@@ -127,9 +127,9 @@ def stack(backward: str) -> ReversibleSequence:
 
 
 def reversible(mesh: DeviceMesh, backward: str, everywhere) -> dict[str, float]:
-    """Three blocks, whole tokens between them or a share of the sequence, against autograd in one process."""
+    """Three blocks with replicated or sequence-sharded tokens between them, compared with autograd in one process."""
     trial._cores = lambda: 2
-    trial.Trial.overlap = lambda self: True  # pareprop would use a thread, were there nothing to be kept in order
+    trial.Trial.overlap = lambda self: True  # pareprop would use a thread if order did not matter
     found, threads = {}, set()
     reference, x = stack("autograd"), tokens(3, 6)
     sum((y * y).sum() for y in reference(x, x.tanh())).backward()
@@ -143,13 +143,13 @@ def reversible(mesh: DeviceMesh, backward: str, everywhere) -> dict[str, float]:
         if name == "sequence":
             mine = x.chunk(2, 1)[mesh.get_rank()]
         sum((y * y).sum() for y in net(mine.clone().requires_grad_(), mine.tanh())).backward()
-        in_order = threads == {"MainThread"}  # two threads would start collectives in another order on every rank
+        in_order = threads == {"MainThread"}  # two threads could start collectives in a different order on each rank
         found[name] = everywhere(errors_of(net, reference)) if in_order else float("inf")
     return found
 
 
 def sharded(everywhere) -> float:
-    """fully_shard on top, over the other dimension of the mesh, of one rank here."""
+    """With fully_shard over the other mesh dimension, which has one rank here."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     reference, x = mlp(), tokens(3, 5)
     reference(x).square().sum().backward()
@@ -160,7 +160,7 @@ def sharded(everywhere) -> float:
 
 
 def tuned(mesh: DeviceMesh, folder: Path, everywhere) -> dict[str, float]:
-    """Groups measured on the way, in the backward too."""
+    """Groups that are measured during training, also in the backward."""
     found = {}
     reference, x = mlp(), tokens(4, 6)
     reference(x).square().sum().backward()

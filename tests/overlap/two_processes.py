@@ -1,4 +1,4 @@
-"""One of two gloo processes: overlapped linear layers against plain ones on the whole, in fp64.
+"""One of two gloo processes: overlapped linear layers compared with plain layers on the full data, in fp64.
 
     python two_processes.py RANK STORE RESULTS
 
@@ -28,18 +28,18 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def share(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-    """As torch.chunk and DTensor's Shard cut it; of two ranks."""
+    """Splits like torch.chunk and DTensor's Shard, for two ranks."""
     chunks = tensor.chunk(2, dim)
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 def worst(pairs) -> float:
-    """The largest difference; infinite where shapes differ."""
+    """The largest difference; infinite if shapes differ."""
     return max(float("inf") if a.shape != b.shape else (a - b).abs().max().item() if a.numel() else 0.0 for a, b in pairs)
 
 
 def everywhere(error: float) -> float:
-    """The largest of both ranks."""
+    """The maximum over both ranks."""
     errors = torch.tensor([error], dtype=torch.float64)
     dist.all_reduce(errors, dist.ReduceOp.MAX)
     return errors.item()
@@ -91,7 +91,7 @@ def linear_errors(rank: int) -> dict[str, float]:
 
 
 def tuned(rank: int) -> dict[str, object]:
-    """Each rank has a folder of its own, and rank 1 loses what is in its one: rank 0's choice counts."""
+    """Each rank has its own folder and rank 1 loses its content: the choice of rank 0 is used."""
     chosen = []
     with TemporaryDirectory() as folder:
         for _ in range(2):
@@ -112,7 +112,7 @@ def in_a_folder(find):
 
 
 class Log(TorchDispatchMode):
-    """Products and collectives by name, in the order of their launch."""
+    """Names of products and collectives in launch order."""
 
     NAMES = {"mm": "product", "addmm": "product", "bmm": "product", "baddbmm": "product"}
     NAMES |= {"allreduce_": "all-reduce", "_reduce_scatter_base_": "reduce-scatter"}
@@ -140,7 +140,7 @@ def order(kind: str, sequence_dim: int | None) -> dict[str, list[str]]:
 
 
 def in_part(rank: int) -> dict[str, bool]:
-    """Only what is asked for is computed, and nothing travels for an input that needs no gradient."""
+    """Only required gradients are computed, without communication for an input that needs no gradient."""
     found = {}
     for kind, run in (("row", row_parallel_linear), ("column", column_parallel_linear)):
         for needed in ("x", "weight", "bias"):

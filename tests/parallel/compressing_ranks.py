@@ -1,4 +1,4 @@
-"""One of two gloo processes that send their gradients by PowerSGD: a training, and one that continues from its middle.
+"""One of two gloo processes with PowerSGD: a training, and one that resumes from its middle.
 
 Not a test by itself: test_parallel_powersgd.py starts it twice.
 """
@@ -19,7 +19,7 @@ HALF, STEPS = 6, 12
 
 
 class Training:
-    """Of three matrices in buckets of their own, in float64, with momentum; each process has its own batches."""
+    """Three matrices in separate buckets, in float64, with momentum. Each process has its own batches."""
 
     def __init__(self, rank: int, compressed: bool = True) -> None:
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ class Training:
 
     def saved(self) -> bytes:
         said = [self.powersgd.state_dict()]
-        dist.broadcast_object_list(said, 0)  # of the first process alone, as a file is
+        dist.broadcast_object_list(said, 0)  # from the first process only, like a file
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "powersgd": said[0]}
         held = io.BytesIO()
         torch.save(state, held)

@@ -1,4 +1,4 @@
-"""One of two or four gloo processes: models and their optimizers, shared out, into checkpoints in shards, and read again.
+"""One of two or four gloo processes: saves sharded models and optimizers to sharded checkpoints and loads them.
 
     python ranks_that_save.py RANK STORE RESULTS
 
@@ -32,7 +32,7 @@ MODELS = {"vit": lambda: RevViT(**IMAGE), "gpt": lambda: RevGPT(**TEXT)}
 
 
 def trained(model: torch.nn.Module) -> dict:
-    """The state after two steps with gradients from a seed, the same however the model is shared out."""
+    """The state after two steps with gradients from a seed, independent of how the model is sharded."""
     optimizer = adamw(model, lr=0.1)
     for group in optimizer.param_groups:
         group["foreach"] = False
@@ -64,7 +64,7 @@ def compared(kind: str, data: int, layers: int, folder: Path) -> dict:
             unequal.append(f"{key}: {kept[key]}")
         if isinstance(value, torch.Tensor):
             full = whole(value)
-            # Against one process: a few steps of AdamW round differently where vectors end elsewhere.
+            # Compared with one process: AdamW rounds differently where vectors end at other places.
             if not torch.equal(found, full) or not torch.allclose(found, alone[key], rtol=1e-5, atol=1e-6):
                 unequal.append(str(key))
             numbers += in_shards * full.numel()
@@ -77,7 +77,7 @@ def compared(kind: str, data: int, layers: int, folder: Path) -> dict:
 
 
 def read_by_torch(shards: Path, kept: dict) -> bool:
-    """Whether torch's own reader finds in the shards what ours does."""
+    """Whether torch's reader gets the same tensors from the shards as ours."""
     plain = {x.name: x for x in kept.values() if isinstance(x, Sharded) and x.stacks == 1}
     state = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in plain.items()}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(shards)), no_dist=True)

@@ -116,10 +116,10 @@ def test_what_cannot_be_written_is_told(alone, tmp_path, monkeypatch, sharded):
     ("begins", "dtype", "said"),
     [
         ([[0, 0], [2, 0]], "float32", None),
-        ([[0, 0], [1, 0]], "float32", "does not hold all"),
-        ([[0, 0], [2, 0]], "float64", "does not hold all"),
-        ([[0, 0], [2, 2]], "float32", "does not hold all"),
-        ([[0, 0], [float("inf"), 0]], "float32", "no readable shard"),
+        ([[0, 0], [1, 0]], "float32", "does not contain all"),
+        ([[0, 0], [2, 0]], "float64", "does not contain all"),
+        ([[0, 0], [2, 2]], "float32", "does not contain all"),
+        ([[0, 0], [float("inf"), 0]], "float32", "not a readable shard"),
     ],
 )
 def test_pieces_must_make_up_the_whole(tmp_path, begins, dtype, said):
@@ -199,12 +199,12 @@ def test_what_is_broken_is_told(alone, tmp_path):
         torch.save(held, file)
 
     ways = {
-        "does not hold all of state_dict.weight": lambda folder: (folder / shard).unlink(),
-        "is no readable shard": lambda folder: truncate(folder / shard),
-        "is of shards that are not beside it: 'shards-1'": lambda folder: shutil.rmtree(folder / "shards-1"),
-        "is no readable checkpoint": lambda folder: truncate(folder / "checkpoint.pt"),
-        "it says of a tensor in shards what cannot be": lambda folder: resize(folder / "checkpoint.pt", [-3, 4]),
-        "hold all of state_dict.weight": lambda folder: resize(folder / "checkpoint.pt", [6, 4]),
+        "does not contain all of state_dict.weight": lambda folder: (folder / shard).unlink(),
+        "is not a readable shard": lambda folder: truncate(folder / shard),
+        "needs the shards 'shards-1', which are missing": lambda folder: shutil.rmtree(folder / "shards-1"),
+        "is not a readable checkpoint": lambda folder: truncate(folder / "checkpoint.pt"),
+        "the placeholder of a sharded tensor is not valid": lambda folder: resize(folder / "checkpoint.pt", [-3, 4]),
+        "contain all of state_dict.weight": lambda folder: resize(folder / "checkpoint.pt", [6, 4]),
         "all of state_dict.weight": lambda folder: resize(folder / "checkpoint.pt", [3, 4], stacks=3),
     }
     for number, (expected, damage) in enumerate(ways.items()):

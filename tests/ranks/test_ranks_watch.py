@@ -90,7 +90,7 @@ def test_whoever_falls_silent_is_dead(watches):
     until(lambda: 1 in made[0]._positions)
     made[1].stop()
     until(lambda: made[0].verdict)
-    assert made[0].verdict.what.startswith("rank 1 died, or hangs: no sign of life for")
+    assert made[0].verdict.what.startswith("rank 1 died or hangs: no heartbeat for")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One of two gloo processes: every case trains a step on its half of the batch, rank 0 compares with one process on the whole.
+"""One of two gloo processes: every case trains one step on half of the batch; rank 0 compares with one process on all of it.
 
     python two_processes.py RANK STORE RESULTS
 
@@ -74,7 +74,7 @@ class LoggedReduceScatter(DefaultReduceScatter):
 
 
 def step(net, x, times: int = 1) -> None:
-    """``times`` micro-batches; all but the last without synchronisation."""
+    """``times`` micro-batches; all but the last without synchronization."""
     for turn in range(times):
         if turn < times - 1 and isinstance(net, DistributedDataParallel):
             with net.no_sync():
@@ -116,7 +116,7 @@ def error(backward: str, name: str, rank: int) -> float:
     step(reference, batch(), times)
     net = wrap(model(backward))
     inner = net.module if isinstance(net, DistributedDataParallel) else net
-    rounds = 2 if "static" in name else 1  # a static graph is learned in the first
+    rounds = 2 if "static" in name else 1  # the first step records the static graph
     for _ in range(rounds):
         net.zero_grad()
         step(net, batch()[rank * BATCH : (rank + 1) * BATCH], times)
@@ -130,7 +130,7 @@ def error(backward: str, name: str, rank: int) -> float:
 
 
 def order(kind: str, backward: str, rank: int) -> list[str]:
-    """What happens in a backward, in order: recomputations and collectives."""
+    """The recomputations and collectives of a backward, in order."""
     net = model(backward)
     if kind == "ddp":
         net = ddp(net, find_unused_parameters=True)
@@ -139,7 +139,7 @@ def order(kind: str, backward: str, rank: int) -> list[str]:
         net = sharded(net)
         for part in (net, *net.sequence.blocks):
             part.set_custom_reduce_scatter(LoggedReduceScatter())
-    for _ in range(2):  # the first settles DDP's buckets
+    for _ in range(2):  # DDP rebuilds its buckets after the first
         events.clear()
         step(net, batch()[rank * BATCH : (rank + 1) * BATCH])
     return list(events)

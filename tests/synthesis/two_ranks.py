@@ -1,4 +1,4 @@
-"""One of two gloo processes: trains under DDP with synthesis, rank 0 compares with one process on the whole batch.
+"""One of two gloo processes: trains with DDP and synthesis; rank 0 compares with one process on the whole batch.
 
     python two_ranks.py RANK STORE RESULTS
 
@@ -48,7 +48,7 @@ class Model(nn.Module):
 def trained(
     options: dict, rank: int | None, accumulate: int = 1, spoiled: bool = False
 ) -> tuple[nn.Module, HolographicSynthesis]:
-    """A model and its synthesis after training on all data, or on this rank's half of each batch."""
+    """A model and its synthesis after training on full batches, or on this rank's half of each batch."""
     torch.manual_seed(0)
     model = Model().double()
     net = model if rank is None else DistributedDataParallel(model)
@@ -80,7 +80,7 @@ def compared(options: dict, rank: int, **how) -> dict:
     ranks = [torch.empty_like(kept) for _ in range(2)]
     dist.all_gather(ranks, kept)
     processes = dist.is_initialized
-    dist.is_initialized = lambda: False  # one process on its own
+    dist.is_initialized = lambda: False  # a single process
     alone, other = trained(options, None, **how)
     dist.is_initialized = processes
     differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(model.parameters(), alone.parameters(), strict=True)]

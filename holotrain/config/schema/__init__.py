@@ -1,8 +1,8 @@
-"""Every option there is, typed and explained: dataclasses that Hydra checks configurations against.
+"""Dataclasses with every option: its type, default and help text. Hydra checks configurations against them.
 
-A polymorphic group (task, data, model, synthesis, optimizer, scheduler) names its class by ``kind``; the cross-checks of one
-group stand in its ``__post_init__``, those between groups in RunConfig's (``run``), those of a command in its own
-(``commands``). Nothing here imports torch: ``--help`` is quick.
+A group with several classes (task, data, model, synthesis, optimizer, scheduler) selects its class by ``kind``. Each group
+checks its own options in ``__post_init__``. RunConfig (``run``) checks options across groups, and each command (``commands``)
+checks its own. The string below a field is its help text. Nothing here imports torch, so that ``--help`` is fast.
 """
 
 from holotrain.config.schema.backward import BackwardConfig
@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, type]] = {
     "scheduler": SCHEDULERS,
     "synthesis": SYNTHESES,
 }
-"""The classes of each polymorphic group by kind."""
+"""The classes of each group that has several, by kind."""
 
 PLAIN = {"backward": BackwardConfig, "callbacks": CallbacksConfig, "trainer": TrainerConfig, "logger": LoggerConfig}
 """The class of each of the other groups."""

@@ -1,4 +1,4 @@
-"""How a model's backward comes by activations."""
+"""How the backward pass gets its activations: stored, checkpointed or recomputed."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +14,13 @@ AUTO = "auto"
 
 
 def reversible(model_kind: str) -> bool:
-    """Whether models of that kind can rebuild their activations."""
+    """Whether models of this kind can recompute their activations from their outputs."""
     return model_kind.startswith("rev_")
 
 
 def schedules_of(model_kind: str) -> tuple[str, ...]:
-    """Those that models of that kind can have."""
-    if model_kind == "error_diffusion":  # whose layers are no blocks
+    """The schedules that models of this kind support."""
+    if model_kind == "error_diffusion":  # its layers are not blocks
         return PLAIN[:1]
     return SCHEDULES if reversible(model_kind) else PLAIN
 
@@ -28,54 +28,55 @@ def schedules_of(model_kind: str) -> tuple[str, ...]:
 @dataclass
 class BackwardConfig:
     kind: str = MISSING
-    """autograd stores every activation, checkpoint what lies between blocks, reversible nothing between blocks,
-    pareprop neither, and recomputes while it differentiates; auto chooses block by block, within memory="""
+    """autograd: store all; checkpoint: store block inputs; reversible, pareprop: recompute; auto: choose to fit memory="""
 
     blocks: list[str] = field(default_factory=list)
-    """a schedule for each block, first to last: what auto has chosen; [reversible+attention, ...] keeps attention outputs"""
+    """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""
 
     store: Any = 0
-    """blocks that keep their activations all the same: how many of the last, or a list of indices"""
+    """blocks that store their activations: a number (the last n blocks) or a list of indices"""
 
     exact: Any = False
-    """rebuild activations bit for bit, on a fixed-point grid: true chooses it from the first batch, k asks for 2^-k"""
+    """recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k"""
 
     keep: list[str] = field(default_factory=list)
-    """results that the recomputation reuses: [attention], or names of operators such as aten.mm.default"""
+    """results to store instead of recomputing: [attention], or operator names such as aten.mm.default"""
 
     cuda_graph: bool = False
-    """capture forward and backward once and replay them: for small models, which are bound by launches (GPU only)"""
+    """capture forward and backward as a CUDA graph; faster for small models, whose kernel launches dominate (GPU only)"""
 
     def __post_init__(self) -> None:
         one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
         stored = [self.store] if isinstance(self.store, int) else self.store
         if not isinstance(stored, list) or not all(type(index) is int and index >= 0 for index in stored):
-            raise UserError(f"backward.store: {self.store!r} is neither a number of blocks nor a list of their indices")
+            raise UserError(f"backward.store: {self.store!r} is not valid; give a number of blocks or a list of block indices")
         if not isinstance(self.exact, bool) and not (isinstance(self.exact, int) and 0 < self.exact < 53):
-            raise UserError(f"backward.exact: {self.exact!r} is neither true, false nor a number of bits after the point")
+            raise UserError(
+                f"backward.exact: {self.exact!r} is not valid; give true, false or a number of fractional bits from 1 to 52"
+            )
         if stored != [0] and self.kind == "autograd":
-            raise UserError("backward.store: backward=autograd stores every block; take backward=reversible or pareprop")
+            raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
         if self.blocks and self.kind != AUTO:
-            raise UserError("backward.blocks: schedules block by block go with backward=auto")
+            raise UserError("backward.blocks: needs backward=auto")
         for words in self.blocks:
             one_of("backward.blocks", words.partition("+")[0], SCHEDULES)
         if self.kind == AUTO and (stored != [0] or self.keep):
-            raise UserError("backward=auto: it decides what is stored and kept by itself; leave out backward.store and keep")
+            raise UserError("backward=auto: it chooses what to store; remove backward.store and backward.keep")
         if self.keep and self.kind not in ("reversible", "pareprop"):
-            raise UserError(f"backward.keep: backward={self.kind} has no use for it; take backward=reversible or pareprop")
+            raise UserError(f"backward.keep: not supported by backward={self.kind}; use backward=reversible or pareprop")
 
     def schedule(self, model_kind: str) -> str:
-        """The schedule of blocks that have none of their own."""
+        """The schedule of blocks that ``blocks`` does not list."""
         if self.kind != AUTO:
             return self.kind
         return "reversible" if reversible(model_kind) else PLAIN[0]
 
     @property
     def open(self) -> bool:
-        """Whether there is something left to choose."""
+        """Whether the schedules are still to be chosen."""
         return self.kind == AUTO and not self.blocks
 
     def engine(self) -> dict[str, Any]:
-        """The options that a reversible sequence takes beside the schedule, as far as they were changed."""
+        """The arguments of a reversible sequence other than the schedule, where they differ from the default."""
         options = {"store": self.store, "exact": self.exact, "keep": tuple(self.keep)}
         return {name: value for name, value in options.items() if value}

@@ -1,4 +1,4 @@
-"""What each command reads beside."""
+"""The options of each command."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from holotrain.errors import UserError
 
 def _require_one_process(command: str, config: RunConfig) -> None:
     if config.trainer.strategy != "single":
-        raise UserError(f"trainer={config.trainer.strategy}: {command} runs in one process; leave it out")
+        raise UserError(f"trainer={config.trainer.strategy}: {command} runs in one process; use trainer=default")
 
 
 def _require_checkpoint(command: str, path: str | None) -> None:
@@ -23,14 +23,13 @@ class FitConfig(RunConfig):
     """Train a model, then test its best checkpoint."""
 
     resume: bool = False
-    """continue the latest run (or sweep) in output_dir, in its own folder, from its last checkpoint"""
+    """continue the latest run (with -m: sweep) in output_dir from its last checkpoint"""
 
     test: bool = True
     """test the best checkpoint after training"""
 
     profiler: str | None = None
-    """simple or advanced: a table of where the time went, as fit-profile.txt in the run's folder; trace: of a few training
-    batches, trace.json for ui.perfetto.dev, a table of the dearest operators, and memory over one batch as a picture"""
+    """simple or advanced: write fit-profile.txt; trace: write trace.json (for ui.perfetto.dev) and a memory plot; null: off"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +39,7 @@ class FitConfig(RunConfig):
 
 @dataclass
 class ValidateConfig(RunConfig):
-    """Measure a checkpoint on the validation part of the data."""
+    """Evaluate a checkpoint on the validation set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +48,7 @@ class ValidateConfig(RunConfig):
 
 @dataclass
 class TestConfig(RunConfig):
-    """Measure a checkpoint on the test part of the data."""
+    """Evaluate a checkpoint on the test set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,27 +57,29 @@ class TestConfig(RunConfig):
 
 @dataclass
 class PredictConfig(RunConfig):
-    """Classify images or texts, or score texts, with a checkpoint; writes predictions.csv."""
+    """Classify images or texts, or score texts, with a checkpoint. Writes predictions.csv."""
 
     images: str | None = None
-    """image file, or folder of images, to classify; null: the test part of the data"""
+    """image file or folder of images to classify; null: the test set"""
 
     texts: str | None = None
-    """text file, or folder of them, to classify or (causal_lm) to score; null: the test part of the data"""
+    """text file or folder of text files to classify or (causal_lm) to score; null: the test set"""
 
     int8: bool = False
-    """weights in 8 bits, a scale a row (torchao)"""
+    """quantize weights to 8 bits, one scale per row (torchao)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_checkpoint("predict", self.ckpt_path)
         _require_one_process("predict", self)
         if self.task.kind == "masked_lm":
-            raise UserError("predict: a masked_lm tells masked words alone; train sequence_classification or causal_lm from it")
+            raise UserError(
+                "predict: task=masked_lm is not supported; use a checkpoint of sequence_classification or causal_lm"
+            )
         wrong = "texts" if of_images(self.task.kind) else "images"
         if getattr(self, wrong) is not None:
             right = "images" if wrong == "texts" else "texts"
-            raise UserError(f"{wrong}: the checkpoint is of task={self.task.kind}; give {right}=...")
+            raise UserError(f"{wrong}: the checkpoint has task={self.task.kind}; give {right}=...")
 
 
 @dataclass
@@ -89,36 +90,36 @@ class GenerateConfig(RunConfig):
     """text to continue"""
 
     prompts: str | None = None
-    """file of prompts in its place: one a line, or .jsonl with a field prompt"""
+    """file of prompts: one per line, or .jsonl with a field named prompt"""
 
     max_tokens: int = 256
-    """tokens to add"""
+    """number of tokens to generate"""
 
     temperature: float = 0.8
-    """logits are divided by it; 0: always the likeliest token"""
+    """sampling temperature; 0: always the most likely token"""
 
     top_k: int | None = None
-    """draw among so many of the likeliest tokens; null: all"""
+    """sample from the k most likely tokens; null: from all"""
 
     top_p: float | None = None
-    """draw among the likeliest tokens that reach this probability together; null: all"""
+    """sample from the most likely tokens whose probabilities sum to this; null: from all"""
 
     stream: bool = True
-    """show the text of a single prompt as it comes"""
+    """print the text of a single prompt while it is generated"""
 
     int8: bool = False
-    """weights in 8 bits, a scale a row (torchao)"""
+    """quantize weights to 8 bits, one scale per row (torchao)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_checkpoint("generate", self.ckpt_path)
         _require_one_process("generate", self)
         if self.task.kind != "causal_lm":
-            raise UserError(f"generate: it continues texts with a causal_lm; the checkpoint is of task={self.task.kind}")
+            raise UserError(f"generate: needs a causal_lm checkpoint; this one has task={self.task.kind}")
         if self.prompt is None and self.prompts is None:
             raise UserError('generate needs prompt="..." or prompts=FILE')
         if self.prompt is not None and self.prompts is not None:
-            raise UserError("generate: both prompt= and prompts= are given; take one of the two")
+            raise UserError("generate: give either prompt= or prompts=, not both")
         at_least("max_tokens", self.max_tokens, 1)
         at_least("temperature", self.temperature, 0)
         if self.top_k is not None:
@@ -129,16 +130,16 @@ class GenerateConfig(RunConfig):
 
 @dataclass
 class ExportConfig(RunConfig):
-    """Write a checkpoint's model as safetensors, for holotrain.load, or as a program."""
+    """Write a checkpoint's model as safetensors (for holotrain.load), torch.export program or ONNX."""
 
     to: str | None = None
-    """folder to write; null: export in the run's own"""
+    """folder to write; null: export in the run's folder"""
 
     format: str = "safetensors"
-    """safetensors; of image classifiers also program (torch.export) or onnx beside it"""
+    """safetensors; for image classifiers also program (torch.export) or onnx, written in addition"""
 
     int8: bool = False
-    """weights in 8 bits, a scale a row (torchao)"""
+    """quantize weights to 8 bits, one scale per row (torchao)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,51 +147,53 @@ class ExportConfig(RunConfig):
         _require_one_process("export", self)
         one_of("format", self.format, ("safetensors", "program", "onnx"))
         if self.format != "safetensors" and not of_images(self.task.kind):
-            raise UserError(f"format={self.format}: it is for image classifiers; the checkpoint is of task={self.task.kind}")
+            raise UserError(
+                f"format={self.format}: needs an image classifier, not task={self.task.kind}; use format=safetensors"
+            )
         if self.format != "safetensors" and self.int8:
-            raise UserError(f"int8: format={self.format} holds full weights; take format=safetensors")
+            raise UserError(f"int8: not supported by format={self.format}; use format=safetensors")
 
 
 @dataclass
 class PlanConfig(RunConfig):
-    """Foretell the memory of a training, the largest batch and depth that fit, and what several devices would make of it."""
+    """Predict peak memory, the largest batch and depth that fit, and the speed on several devices."""
 
     device: str = "auto"
-    """cuda, cpu, or auto: the CPU with trainer.accelerator=cpu, else a GPU, be there one here or not"""
+    """cuda or cpu; auto: cpu with trainer.accelerator=cpu, else cuda, even if this machine has no GPU"""
 
     json: str | None = None
-    """file to write the figures to beside plan.json in the run's folder; -: the standard output, in place of the table"""
+    """another file for the content of plan.json; -: print it to standard output instead of the table"""
 
     devices: int | None = None
-    """predict, on paper, memory and time of DDP, FSDP2 and tensor parallel on so many"""
+    """number of devices for which to predict memory and time of DDP, FSDP2 and tensor parallel; null: none"""
 
     link: str = "nvlink"
-    """between those devices: nvlink, nvlink3, nvlink4, nvlink5, pcie, pcie4, pcie5, infiniband, ethernet, ethernet10 or
-    ethernet100"""
+    """link between the devices: nvlink, nvlink3 to 5, pcie, pcie4, pcie5, infiniband, ethernet, ethernet10 or ethernet100"""
 
     gpu: str | None = None
-    """GPU whose peak stands for times that cannot be measured here: A100, B200, H100, H100 NVL, H100 PCIe, H200, L40S,
-    RTX 4090, RTX 5090"""
+    """estimate times for A100, B200, H100, H100 NVL, H100 PCIe, H200, L40S, RTX 4090 or RTX 5090; null: measure them here"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("device", self.device, ("auto", "cuda", "cpu"))
         if self.trainer.strategy in ("fsdp", "tp"):
-            raise UserError(f"trainer={self.trainer.strategy}: a plan is of one process, and of several on paper by devices=8")
+            raise UserError(
+                f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default, and devices=8 to plan for 8"
+            )
         if self.devices is not None:
             at_least("devices", self.devices, 1)
         if self.gpu is not None and self.devices is None:
-            raise UserError("gpu: it is for the times of several devices; give devices=8 too")
+            raise UserError("gpu: needs devices, the number of devices; give devices=8, for example")
         if self.link != "nvlink" and self.devices is None:
-            raise UserError("link: it lies between several devices; give devices=8 too")
+            raise UserError("link: needs devices, the number of devices; give devices=8, for example")
 
 
 @dataclass
 class ReportConfig:
-    """Compare runs on one HTML page: their curves, what differs among them, what came of each."""
+    """Compare runs on one HTML page: curves, differing options and results."""
 
     runs: list[str] = field(default_factory=list)
-    """folder of a run, of a sweep or of several runs, or a pattern of such: 'runs/fit/2026-*'"""
+    """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
 
     to: str = "report.html"
     """file to write"""
@@ -205,7 +208,7 @@ COMMANDS: dict[str, type[RunConfig]] = {
     "export": ExportConfig,
     "plan": PlanConfig,
 }
-"""The configuration of each command that Hydra composes one for."""
+"""The configuration of each command that Hydra composes."""
 
 FOLDER_COMMANDS = {"report": ReportConfig}
-"""Commands that take folders instead: what has been run, with no configuration to compose."""
+"""Commands that take folders of runs instead of a composed configuration."""

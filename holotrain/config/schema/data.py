@@ -1,4 +1,4 @@
-"""What is learned from."""
+"""Options of the data sets."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,28 +17,28 @@ class DataConfig:
 @dataclass
 class ImageDataConfig(DataConfig):
     batch_size: Any = 128
-    """images a step; auto: the most that memory holds, by the plan"""
+    """images per step and process; auto: the largest batch that fits into memory, by the plan"""
 
     num_workers: int = 0
-    """processes that load images beside the training; 0 loads them in it"""
+    """worker processes that load images; 0: load in the training process"""
 
     pin_memory: bool | None = None
-    """page-locked batches, copied faster to a GPU; null: where there is one"""
+    """pin batches in host memory for faster copies to a GPU; null: if a GPU is used"""
 
     augment: bool = True
-    """random crops, flips or shifts, as suits the data"""
+    """random crops, flips or shifts, depending on the data set"""
 
     randaugment_ops: int = 0
-    """random operations an image (RandAugment); 0: none"""
+    """RandAugment operations per image; 0: none"""
 
     randaugment_magnitude: int = 9
-    """their strength, 0 to 30"""
+    """strength of the RandAugment operations, 0 to 30"""
 
     mixup_alpha: float = 0.0
-    """MixUp's Beta parameter; 0: none"""
+    """alpha of MixUp's Beta distribution; 0: no MixUp"""
 
     cutmix_alpha: float = 0.0
-    """CutMix's Beta parameter; 0: none; with both, each batch takes one of the two"""
+    """alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two"""
 
     def __post_init__(self) -> None:
         at_least_or_auto("data.batch_size", self.batch_size, 1)
@@ -54,10 +54,10 @@ class DigitsConfig(ImageDataConfig):
     kind: str = "digits"
 
     val_fraction: float = 0.1
-    """share of what is not held out for the test that validates"""
+    """fraction of the images outside the test set that is used for validation"""
 
     classes: list[Any] = field(default_factory=list)
-    """those to keep, by name or number, such as [0, 1]; []: all"""
+    """classes to keep, by name or number, such as [0, 1]; []: all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,16 +69,16 @@ class TorchvisionConfig(ImageDataConfig):
     kind: str = MISSING
 
     root: str = "data"
-    """folder that holds the data set, or will"""
+    """folder of the data set"""
 
     download: bool = True
-    """fetch it into root where it is missing"""
+    """download the data set into root if it is missing"""
 
     val_fraction: float = 0.1
-    """share of the published training part that validates"""
+    """fraction of the training set that is used for validation"""
 
     classes: list[Any] = field(default_factory=list)
-    """those to keep, by name or number, such as [0, 1]; []: all"""
+    """classes to keep, by name or number, such as [0, 1]; []: all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,16 +90,16 @@ class ImageFolderConfig(ImageDataConfig):
     kind: str = "imagefolder"
 
     root: str = MISSING
-    """folder with train/<class>/*, val/<class>/* and, if there is one, test/<class>/*"""
+    """folder with train/<class>/*, val/<class>/* and, optionally, test/<class>/*"""
 
     image_size: int = 224
-    """pixels along an image after augmentation"""
+    """height and width of an image after augmentation, in pixels"""
 
     on_corrupt: str = "error"
-    """an unreadable image ends the run (error) or is named and left out (skip)"""
+    """what to do with an unreadable image: error (end the run) or skip (warn and leave it out)"""
 
     classes: list[Any] = field(default_factory=list)
-    """those to keep, by name or number, such as [0, 1]; []: all"""
+    """classes to keep, by name or number, such as [0, 1]; []: all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,22 +112,22 @@ class FakeConfig(ImageDataConfig):
     kind: str = "fake"
 
     image_size: int = 224
-    """pixels along an image"""
+    """height and width of an image, in pixels"""
 
     channels: int = 3
-    """colour channels"""
+    """color channels"""
 
     num_classes: int = 1000
-    """classes to tell apart"""
+    """number of classes"""
 
     train_size: int = 1024
-    """images to train on"""
+    """number of training images"""
 
     val_size: int = 128
-    """images to validate on"""
+    """number of validation images"""
 
     test_size: int = 128
-    """images to test on"""
+    """number of test images"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,43 +139,43 @@ class FakeConfig(ImageDataConfig):
 @dataclass
 class TextDataConfig(DataConfig):
     context: int = 256
-    """tokens that a model sees at once: of a packed block, or at most of a document"""
+    """context length in tokens: of a packed block, or the maximum of a document"""
 
     batch_size: Any = 32
-    """packed blocks a step; documents, where max_tokens is null; auto: the most that memory holds, by the plan"""
+    """packed blocks (or, if max_tokens is null, documents) per step; auto: the largest that fits into memory, by the plan"""
 
     max_tokens: Any = 8192
-    """of documents, in the place of batch_size: a batch's longest times its number, at most; auto: as for batch_size"""
+    """largest batch of documents, in tokens with padding; replaces batch_size; auto: as for batch_size; null: use batch_size"""
 
     bucketing: bool = True
-    """documents of about one length share a batch; false: random ones do"""
+    """put documents of similar length into a batch; false: random documents"""
 
     pad_to_multiple_of: int = 1
-    """documents are padded to their batch's longest, rounded up to a multiple of this"""
+    """pad documents to the longest of their batch, rounded up to a multiple of this"""
 
     tokenizer: str | None = None
-    """byte, bpe (trained on the training part) or the path of a tokenizer.json; null: that of model.pretrained, else byte"""
+    """byte, bpe (trained on the training set) or path of a tokenizer.json; null: that of model.pretrained, else byte"""
 
     vocab_size: int = 8192
-    """words of a bpe that is trained"""
+    """vocabulary size of tokenizer=bpe"""
 
     unit: str | None = None
-    """a document: file (or row), paragraph or line; null: paragraph for masked_lm, and to classify text_stdlib; else file"""
+    """what a document is: file (or row), paragraph or line; null: depends on the task"""
 
     val_fraction: float = 0.01
-    """share of the files that validates, the same ones always"""
+    """fraction of the files that is used for validation"""
 
     test_fraction: float = 0.02
-    """share of the files that tests"""
+    """fraction of the files that is used for the test"""
 
     cache_dir: str = "data/text"
-    """folder for tokens, made once"""
+    """folder in which tokenized text is cached"""
 
     num_workers: int = 0
-    """processes that load beside the training; 0 loads in it"""
+    """worker processes that load text; 0: load in the training process"""
 
     pin_memory: bool | None = None
-    """page-locked batches, copied faster to a GPU; null: where there is one"""
+    """pin batches in host memory for faster copies to a GPU; null: if a GPU is used"""
 
     def __post_init__(self) -> None:
         for name in ("context", "pad_to_multiple_of", "vocab_size"):
@@ -197,7 +197,7 @@ class StdlibTextConfig(TextDataConfig):
     kind: str = "text_stdlib"
 
     classes: int = 8
-    """of sequence_classification: the so many packages with most files, to be told apart"""
+    """sequence_classification: number of classes, the packages with the most files"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,22 +209,22 @@ class TextFilesConfig(TextDataConfig):
     kind: str = "text_files"
 
     files: Any = MISSING
-    """glob of files, or a list of globs: plain text, .jsonl, .parquet"""
+    """glob of files or list of globs: plain text, .jsonl or .parquet"""
 
     val_files: Any = field(default_factory=list)
-    """the same of files that validate, in the place of val_fraction"""
+    """the same for the validation set; []: use val_fraction"""
 
     test_files: Any = field(default_factory=list)
-    """the same of files that test, in the place of test_fraction"""
+    """the same for the test set; []: use test_fraction"""
 
     text: str = "text"
-    """field or column that holds the text, of .jsonl and .parquet"""
+    """field (.jsonl) or column (.parquet) of the text"""
 
     label: str | None = None
-    """of sequence_classification: the field or column that holds the class; folder: the name of a file's folder"""
+    """sequence_classification: field or column of the class; folder: the name of a file's folder"""
 
     on_error: str = "error"
-    """a file or row that cannot be read ends the run (error) or is left out and counted (skip)"""
+    """what to do with an unreadable file or row: error (end the run) or skip (count it and leave it out)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,7 +233,7 @@ class TextFilesConfig(TextDataConfig):
             patterns = getattr(self, name)
             patterns = [patterns] if isinstance(patterns, str) else patterns
             if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-                raise UserError(f"data.{name}: {patterns!r} is neither a glob of files nor a list of globs")
+                raise UserError(f"data.{name}: {patterns!r} is not valid; give a glob of files or a list of globs")
 
 
 DATA = {

@@ -1,4 +1,4 @@
-"""What is trained."""
+"""Options of the models."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ TRAINED = ("all", "head", "adapters")
 @dataclass
 class ModelConfig:
     kind: str = MISSING
-    """its family; rev_ ones are reversible, the others their plain twins"""
+    """model family; families that start with rev_ are reversible"""
 
     def __post_init__(self) -> None:
         one_of("model.kind", self.kind, MODELS)
@@ -22,25 +22,25 @@ class ModelConfig:
 @dataclass
 class TransformerConfig(ModelConfig):
     dim: int = MISSING
-    """width of a token (of the first stage, where there are several)"""
+    """embedding width (Swin, MViT: of the first stage)"""
 
     mlp_ratio: float = 4.0
-    """width of the MLP's hidden layer over dim"""
+    """width of the MLP's hidden layer divided by dim"""
 
     dropout: float = 0.0
-    """on the embedding, the attention's output and in the MLP"""
+    """dropout of the embedding, the attention output and the MLP"""
 
     drop_path: float = 0.0
-    """stochastic depth of the last block, rising linearly from 0 at the first"""
+    """stochastic depth rate of the last block; it rises linearly from 0 at the first block"""
 
     pretrained: str | None = None
-    """weights to begin with: a local file or folder of timm's, Hugging Face's or our own"""
+    """initial weights: a local file or folder from timm, Hugging Face or holotrain; null: random"""
 
     trained: str = "all"
-    """all, head (the classifier alone) or adapters (they, norms and the head); the rest stays as it is"""
+    """what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen"""
 
     adapters: int = 0
-    """width of an adapter behind each branch of each block; 0: none"""
+    """width of the adapter after each branch of each block; 0: no adapters"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +49,7 @@ class TransformerConfig(ModelConfig):
         at_least("model.adapters", self.adapters, 0)
         one_of("model.trained", self.trained, TRAINED)
         if self.trained == "adapters" and not self.adapters:
-            raise UserError("model.trained=adapters: there are none; give model.adapters=64, their width")
+            raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
         for name in ("dropout", "attention_dropout", "drop_path"):
             if hasattr(self, name):
                 within(f"model.{name}", getattr(self, name), 0, 1)
@@ -65,10 +65,10 @@ class SingleStageConfig(TransformerConfig):
     """number of blocks"""
 
     heads: int = MISSING
-    """attention heads; they divide dim"""
+    """attention heads; dim must be a multiple"""
 
     attention_dropout: float = 0.0
-    """on the attention weights"""
+    """dropout of the attention weights"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,10 +79,10 @@ class SingleStageConfig(TransformerConfig):
 @dataclass
 class ViTConfig(SingleStageConfig):
     patch_size: int | None = None
-    """pixels along a patch; null: 16 from 112 pixels up, 4 from 24 up, else 2"""
+    """height and width of a patch in pixels; null: 16 for images of 112 pixels or more, 4 for 24 or more, else 2"""
 
     pool: str = "mean"
-    """what the head reads: the mean over tokens, or a learned class token"""
+    """input of the head: mean (over all tokens) or class (a learned class token)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,10 +94,10 @@ class ViTConfig(SingleStageConfig):
 @dataclass
 class GPTConfig(SingleStageConfig):
     positions: str = "rotary"
-    """rotary, or learned as GPT-2's are"""
+    """position embedding: rotary or learned (as in GPT-2)"""
 
     gelu: str = "none"
-    """none: GELU itself; tanh: the approximation that GPT-2 was trained with"""
+    """approximation of GELU: none (exact) or tanh (as in GPT-2)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +108,7 @@ class GPTConfig(SingleStageConfig):
 @dataclass
 class RoBERTaConfig(SingleStageConfig):
     norm: str = "pre"
-    """pre; or post, as published, which cannot be reversible"""
+    """LayerNorm before (pre) or after (post, as published) each branch; post cannot be reversible"""
 
     dropout: float = 0.1
 
@@ -121,7 +121,7 @@ class RoBERTaConfig(SingleStageConfig):
 
 def _of_every_stage(name: str, numbers: list[int]) -> None:
     if not numbers:
-        raise UserError(f"model.{name}: a number for each stage is needed")
+        raise UserError(f"model.{name}: give one number per stage")
     for number in numbers:
         at_least(f"model.{name}", number, 1)
 
@@ -129,19 +129,19 @@ def _of_every_stage(name: str, numbers: list[int]) -> None:
 @dataclass
 class SwinConfig(TransformerConfig):
     depths: list[int] = MISSING
-    """blocks of each stage"""
+    """number of blocks of each stage"""
 
     heads: list[int] = MISSING
     """attention heads of each stage"""
 
     window: int = 7
-    """tokens along a window"""
+    """height and width of an attention window, in tokens"""
 
     patch_size: int | None = None
-    """pixels along a patch; null: 4 from 64 pixels up, else 2"""
+    """height and width of a patch in pixels; null: 4 for images of 64 pixels or more, else 2"""
 
     attention_dropout: float = 0.0
-    """on the attention weights"""
+    """dropout of the attention weights"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,13 +155,13 @@ class SwinConfig(TransformerConfig):
 @dataclass
 class MViTConfig(TransformerConfig):
     depths: list[int] = MISSING
-    """blocks of each stage"""
+    """number of blocks of each stage"""
 
     heads: int = 1
-    """attention heads of the first stage; they double with dim"""
+    """attention heads of the first stage; doubled whenever dim doubles"""
 
     kv_stride: int = 4
-    """pooling of keys and values in the first stage; halved before every further one"""
+    """pooling stride of keys and values in the first stage; halved in each further stage"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,16 +173,16 @@ class MViTConfig(TransformerConfig):
 @dataclass
 class ErrorDiffusionConfig(ModelConfig):
     width: int = 32
-    """pairs of cells in a hidden layer: one excitatory, one inhibitory"""
+    """pairs of one excitatory and one inhibitory cell per hidden layer"""
 
     depth: int = 1
-    """hidden layers"""
+    """number of hidden layers"""
 
     rule: str = "kaneko"
-    """kaneko: magnitudes only grow; article: they may shrink, and signs break; backpropagation: the true gradient"""
+    """learning rule: kaneko (magnitudes only grow), article (they may also shrink) or backpropagation (the true gradient)"""
 
     u0: float = 0.4
-    """cells answer with sigmoid(2 u / u0)"""
+    """scale of the activation function sigmoid(2 u / u0)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,5 +198,5 @@ MODELS["error_diffusion"] = ErrorDiffusionConfig
 
 
 def family(kind: str) -> str:
-    """Of a model: that of its plain twin."""
+    """The family without the prefix ``rev_``."""
     return kind.removeprefix("rev_")

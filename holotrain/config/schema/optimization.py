@@ -1,4 +1,4 @@
-"""How weights change: the optimizer and the schedule of its learning rate."""
+"""Options of the optimizers and learning rate schedules."""
 
 from dataclasses import dataclass, field
 
@@ -13,10 +13,10 @@ class OptimizerConfig:
     kind: str = MISSING
 
     lr: float = MISSING
-    """the highest learning rate"""
+    """peak learning rate"""
 
     weight_decay: float = MISSING
-    """of weight matrices and kernels; norms, biases and positions never decay"""
+    """weight decay of matrices and kernels; norms, biases and position embeddings have none"""
 
     def __post_init__(self) -> None:
         at_least("optimizer.lr", self.lr, 0)
@@ -25,7 +25,7 @@ class OptimizerConfig:
 
 def _adam(betas: list[float], eps: float) -> None:
     if len(betas) != 2:
-        raise UserError(f"optimizer.betas: two numbers are needed, not {len(betas)}")
+        raise UserError(f"optimizer.betas: give two numbers, not {len(betas)}")
     for beta in betas:
         within("optimizer.betas", beta, 0, 1)
     at_least("optimizer.eps", eps, 0)
@@ -40,10 +40,10 @@ class AdamWConfig(OptimizerConfig):
     weight_decay: float = 0.05
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """decay of the running mean of gradients and of their squares"""
+    """decay rates of the running averages of the gradient and its square"""
 
     eps: float = 1e-8
-    """added to the denominator"""
+    """term added to the denominator"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,16 +59,16 @@ class SGDConfig(OptimizerConfig):
     weight_decay: float = 1e-4
 
     momentum: float = 0.9
-    """share of the last update that is kept"""
+    """momentum factor"""
 
     nesterov: bool = False
-    """look ahead along the momentum"""
+    """use Nesterov momentum"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         within("optimizer.momentum", self.momentum, 0, 1)
         if self.nesterov and self.momentum == 0:
-            raise UserError("optimizer.nesterov: it needs a momentum above 0")
+            raise UserError("optimizer.nesterov: needs optimizer.momentum above 0")
 
 
 @dataclass
@@ -80,16 +80,16 @@ class MuonConfig(OptimizerConfig):
     weight_decay: float = 0.1
 
     others: float = 0.5
-    """learning rate of AdamW, which all but the weight matrices in blocks have, over lr"""
+    """AdamW's learning rate divided by lr; AdamW updates all but the weight matrices in blocks"""
 
     momentum: float = 0.95
-    """share of the last update that is kept, of weight matrices in blocks"""
+    """momentum factor of Muon"""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """of AdamW"""
+    """decay rates of AdamW's running averages"""
 
     eps: float = 1e-8
-    """of AdamW"""
+    """term added to AdamW's denominator"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +106,7 @@ class SchedulerConfig:
     kind: str = MISSING
 
     warmup: float = 0.0
-    """part of the training over which the rate first rises linearly"""
+    """fraction of the training during which the learning rate rises linearly from 0"""
 
     def __post_init__(self) -> None:
         within("scheduler.warmup", self.warmup, 0, 1)
@@ -117,7 +117,7 @@ class CosineConfig(SchedulerConfig):
     kind: str = "cosine"
 
     final: float = 0.0
-    """the last learning rate over the highest"""
+    """final learning rate divided by the peak"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,10 +129,10 @@ class MultiStepConfig(SchedulerConfig):
     kind: str = "multistep"
 
     milestones: list[float] = field(default_factory=lambda: [0.6, 0.8])
-    """parts of the training after which the rate falls"""
+    """fractions of the training at which the learning rate is multiplied by gamma"""
 
     gamma: float = 0.1
-    """what it is multiplied by"""
+    """factor of the learning rate at each milestone"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""How a run goes: Lightning's Trainer, callbacks, loggers."""
+"""Options of Lightning's Trainer, the callbacks and the loggers."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from holotrain.errors import UserError
 
 STRATEGIES = ("single", "ddp", "fsdp", "tp")
 PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
-"""Options that say in how many processes a run is done: a training continues in as many, other commands take one."""
+"""Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
 COMPRESSIONS = ("none", "bf16", "powersgd")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
@@ -20,100 +20,97 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 @dataclass
 class TrainerConfig:
     accelerator: str = "auto"
-    """auto, cpu, gpu or mps"""
+    """device to use: auto, cpu, gpu or mps"""
 
     strategy: str = "single"
-    """single; or of several processes: ddp, each with the whole model; fsdp, parameters shared out (FSDP2); tp, layers shared
-    out (tensor parallel)"""
+    """single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters) or tp (tensor parallel)"""
 
     devices: Any = 1
-    """processes on this machine, one a GPU; auto: as many as there are GPUs, or as torchrun or srun started"""
+    """processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun or srun started"""
 
     num_nodes: int | None = None
-    """machines, started by torchrun or srun on each; null: as many as they are"""
+    """number of machines; start the command on each with torchrun or srun; null: as many as were started"""
 
     tensor_parallel: int | None = None
-    """of tp: processes that share a layer; fsdp works between such groups; null: all"""
+    """tp: processes per tensor parallel group; FSDP2 runs across the groups; null: all"""
 
     overlap: Any = "auto"
-    """of tp: groups of rows in which layers' sums travel behind what is computed; auto: as many as measuring finds best (kept
-    in ~/.cache/holotrain/overlap); null: torch's own layers"""
+    """tp: row groups per all-reduce, overlapped with computation; auto: measure the best; null: no overlap (torch's layers)"""
 
     signals: bool = False
-    """of tp's overlap: one product signals its groups to the communication, in the place of a product a group (NVIDIA GPUs,
-    bf16-mixed)"""
+    """tp with overlap: one kernel signals each finished group, instead of one kernel per group (NVIDIA GPUs, bf16-mixed)"""
 
     backend: str = "auto"
-    """what processes talk through: nccl, gloo or auto, nccl between GPUs"""
+    """communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)"""
 
     compression: str = "none"
-    """of ddp: gradients are sent as none (they are), bf16 or powersgd (low rank; Vogels et al., 2019)"""
+    """ddp: compression of gradients: none, bf16 or powersgd (low rank; Vogels et al., 2019)"""
 
     sharded_checkpoints: bool = False
-    """of fsdp and tp: a checkpoint is a folder to which each process adds its own part, and nothing is put together"""
+    """fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file"""
 
     timeout: float = 600.0
-    """seconds after which a process that does not answer counts as dead"""
+    """seconds after which a process that does not answer is considered dead"""
 
     precision: str = "32-true"
-    """32-true, 64-true, bf16-mixed or 16-mixed (GPU only; scaled gradients)"""
+    """32-true, 64-true, bf16-mixed or 16-mixed (GPU only; with gradient scaling)"""
 
     max_epochs: int = 16
-    """passes over the training data; -1: as many as max_steps or max_time allow"""
+    """maximum number of epochs; -1: no limit, set max_steps or max_time"""
 
     max_steps: int = -1
-    """optimizer steps after which training ends all the same; -1: no such bound"""
+    """maximum number of optimizer steps; -1: no limit"""
 
     max_time: str | None = None
-    """time after which it ends all the same, as DD:HH:MM:SS"""
+    """maximum training time, as DD:HH:MM:SS; null: no limit"""
 
     accumulate_grad_batches: int = 1
-    """batches whose gradients add up to one optimizer step"""
+    """number of batches whose gradients are accumulated per optimizer step"""
 
     gradient_clip_val: float | None = 1.0
-    """largest norm (or value) of the gradient, after unscaling; null: none"""
+    """maximum norm (or absolute value) of the gradient; null: no clipping"""
 
     gradient_clip_algorithm: str = "norm"
-    """norm or value"""
+    """what to clip: norm or value"""
 
     val_check_interval: Any = 1.0
-    """validate after so many training batches (an integer, counted through epochs) or this part of an epoch (a fraction)"""
+    """validate every n training batches (integer, counted across epochs) or every fraction of an epoch (float)"""
 
     check_val_every_n_epoch: int = 1
-    """validate after so many epochs; where val_check_interval is an integer, that alone counts"""
+    """validate every n epochs; ignored if val_check_interval is an integer"""
 
     num_sanity_val_steps: int = 0
-    """validation batches tried before training"""
+    """validation batches to run before training; -1: all"""
 
     log_every_n_steps: int = 20
-    """optimizer steps between two points of a curve"""
+    """log scalars every n optimizer steps"""
 
     limit_train_batches: Any = 1.0
-    """use so many training batches (an integer) or this part of them (a fraction)"""
+    """training batches per epoch: a number (integer) or a fraction (float)"""
 
     limit_val_batches: Any = 1.0
-    """the same for validation"""
+    """the same for the validation set"""
 
     limit_test_batches: Any = 1.0
-    """the same for the test"""
+    """the same for the test set"""
 
     limit_predict_batches: Any = 1.0
     """the same for predictions"""
 
     overfit_batches: Any = 0.0
-    """train and validate on the same few batches"""
+    """train and validate on the same batches: a number (integer) or a fraction (float); 0: off"""
 
     fast_dev_run: bool = False
-    """one batch of everything, no files"""
+    """run one batch of training, validation and test, and write no files"""
 
     deterministic: bool = False
-    """refuse operations whose result varies from run to run"""
+    """raise an error for nondeterministic operations"""
 
     benchmark: bool = False
-    """let cuDNN choose its fastest algorithms"""
+    """let cuDNN benchmark its algorithms and use the fastest"""
 
     detect_anomaly: bool = False
-    """find the operation that made a NaN (slow)"""
+    """find the operation that produced a NaN in the backward pass (slow)"""
 
     def __post_init__(self) -> None:
         one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu", "mps"))
@@ -123,9 +120,9 @@ class TrainerConfig:
         if self.max_epochs != -1:
             at_least("trainer.max_epochs", self.max_epochs, 1)
         elif self.max_steps < 1 and self.max_time is None:
-            raise UserError("trainer.max_epochs=-1: then trainer.max_steps or trainer.max_time must end the training")
+            raise UserError("trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
         if self.max_time is not None and not re.fullmatch(r"\d+:\d+:\d+:\d+", self.max_time):
-            raise UserError(f"trainer.max_time: {self.max_time!r} is no time; write DD:HH:MM:SS, as in 00:12:00:00")
+            raise UserError(f"trainer.max_time: {self.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
         at_least("trainer.max_steps", self.max_steps, -1)
         at_least("trainer.num_sanity_val_steps", self.num_sanity_val_steps, -1)
         for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps"):
@@ -135,7 +132,7 @@ class TrainerConfig:
         for name in ("val_check_interval", "overfit_batches", *(f"limit_{s}_batches" for s in SPLITS)):
             amount(f"trainer.{name}", getattr(self, name))
         if not self.val_check_interval:
-            raise UserError("trainer.val_check_interval: 0 are none; leave validation out by trainer.limit_val_batches=0")
+            raise UserError("trainer.val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
 
     def _check_processes(self) -> None:
         one_of("trainer.strategy", self.strategy, STRATEGIES)
@@ -149,20 +146,20 @@ class TrainerConfig:
             if getattr(self, name) is not None:
                 at_least(f"trainer.{name}", getattr(self, name), 1)
         if self.strategy == "single" and (self.devices not in (1, "auto") or (self.num_nodes or 1) > 1):
-            raise UserError("trainer.devices: trainer=default trains in one process; take trainer=ddp, fsdp or tp")
+            raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp or tp")
         if self.compression != "none" and self.strategy != "ddp":
-            raise UserError(f"trainer.compression={self.compression}: it is an option of trainer=ddp alone")
+            raise UserError(f"trainer.compression={self.compression}: needs trainer=ddp")
         for name, default in (("tensor_parallel", None), ("overlap", "auto")):
             if getattr(self, name) != default and self.strategy != "tp":
-                raise UserError(f"trainer.{name}: it is an option of trainer=tp alone")
+                raise UserError(f"trainer.{name}: needs trainer=tp")
         if self.compression == "powersgd" and self.precision == "16-mixed":
-            raise UserError("trainer.compression=powersgd: what it adds up cannot be scaled as 16-mixed does; take bf16-mixed")
+            raise UserError("trainer.compression=powersgd: no support for the gradient scaling of 16-mixed; use bf16-mixed")
         if self.signals and (self.strategy != "tp" or self.overlap is None):
-            raise UserError("trainer.signals: it is an option of trainer=tp with trainer.overlap alone")
+            raise UserError("trainer.signals: needs trainer=tp and trainer.overlap")
         if self.sharded_checkpoints and self.strategy not in ("fsdp", "tp"):
-            raise UserError("trainer.sharded_checkpoints=true: it is an option of trainer=fsdp and trainer=tp alone")
+            raise UserError("trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp")
         if self.strategy in ("fsdp", "tp") and self.precision == "16-mixed":
-            raise UserError(f"trainer.precision=16-mixed: trainer={self.strategy} cannot scale gradients; take bf16-mixed")
+            raise UserError(f"trainer.precision=16-mixed: trainer={self.strategy} has no gradient scaling; use bf16-mixed")
 
 
 SPLITS = ("train", "val", "test", "predict")
@@ -171,16 +168,16 @@ SPLITS = ("train", "val", "test", "predict")
 @dataclass
 class CheckpointConfig:
     monitor: str | None = None
-    """metric that tells the best checkpoint; null: the task's own, val/accuracy or val/bits_per_byte or val/loss"""
+    """metric that selects the best checkpoint; null: depends on the task (val/accuracy, val/bits_per_byte or val/loss)"""
 
     mode: str | None = None
-    """max or min: which end of it is best; null: as suits the metric"""
+    """max or min: whether a higher or a lower metric is better; null: depends on the metric"""
 
     save_top_k: int = 1
-    """how many of the best are kept; last.ckpt is kept besides"""
+    """number of best checkpoints to keep, in addition to last.ckpt"""
 
     every_n_train_steps: int | None = None
-    """save last.ckpt after so many optimizer steps too, not only after each validation"""
+    """save last.ckpt every n optimizer steps too; null: only after each validation"""
 
     def __post_init__(self) -> None:
         if self.mode is not None:
@@ -193,10 +190,10 @@ class CheckpointConfig:
 @dataclass
 class EMAConfig:
     decay: float | None = None
-    """keep an exponential moving average of the weights with this decay, validate, test and save with it; null: none"""
+    """decay of an exponential moving average of the weights, which is validated, tested and saved; null: no average"""
 
     every_n_steps: int = 1
-    """optimizer steps between two updates of the average"""
+    """update the average every n optimizer steps"""
 
     def __post_init__(self) -> None:
         if self.decay is not None:
@@ -207,17 +204,19 @@ class EMAConfig:
 @dataclass
 class ThroughputConfig:
     enabled: bool = True
+    """log samples/s, tokens/s, MFU and HFU"""
 
     peak_flops: float | None = None
-    """the device's peak FLOP/s for MFU and HFU; null: from the table of known devices"""
+    """peak FLOP/s of the device, for MFU and HFU; null: look it up for known GPUs"""
 
 
 @dataclass
 class DriftConfig:
     enabled: bool = True
+    """log the relative error of recomputed activations"""
 
     threshold: float = 1e-2
-    """relative error of rebuilt activations above which a warning names the remedy"""
+    """warn if the relative error of recomputed activations exceeds this"""
 
     def __post_init__(self) -> None:
         at_least("callbacks.drift.threshold", self.threshold, 0)
@@ -232,15 +231,15 @@ class CallbacksConfig:
     throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
 
     memory: bool = True
-    """watch memory"""
+    """log memory use"""
 
     drift: DriftConfig = field(default_factory=DriftConfig)
 
     patience: int | None = None
-    """validations without a better checkpoint.monitor after which training ends; null: never"""
+    """stop after n validations without an improvement of checkpoint.monitor; null: never"""
 
     progress: str = "auto"
-    """bar, lines (one an epoch), none, or auto: a bar on a terminal, lines elsewhere"""
+    """bar, lines (one per epoch) or none; auto: bar on a terminal, else lines"""
 
     def __post_init__(self) -> None:
         one_of("callbacks.progress", self.progress, ("auto", "bar", "lines", "none"))
@@ -253,10 +252,10 @@ class LoggerConfig:
     kind: str = MISSING
 
     project: str = "holotrain"
-    """project (wandb) or experiment (mlflow) that runs belong to"""
+    """project (wandb) or experiment (mlflow) of the runs"""
 
     tracking_uri: str | None = None
-    """address of the MLflow server; null: a folder beside the run"""
+    """URI of the MLflow server; null: the folder mlflow in the run's folder"""
 
     def __post_init__(self) -> None:
         one_of("logger.kind", self.kind, ("tensorboard", "csv", "none", "wandb", "mlflow"))

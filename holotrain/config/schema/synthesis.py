@@ -1,4 +1,4 @@
-"""Holographic weight synthesis: what gradients are turned into before the optimizer's step."""
+"""Options of holographic weight synthesis, which rewrites gradients before the optimizer step."""
 
 from dataclasses import dataclass, field
 
@@ -19,42 +19,42 @@ class NoSynthesisConfig(SynthesisConfig):
 
 @dataclass
 class BindConfig(SynthesisConfig):
-    """Algorithm 1 as published, and what all kinds share."""
+    """Algorithm 1 as published, and the options that all kinds share."""
 
     kind: str = "bind"
 
     transform: str = "fft"
-    """fft or hadamard"""
+    """transform used for binding: fft or hadamard"""
 
     block_length: int | None = None
-    """entries that are transformed together; 0: whole layers (bind: the whole model); null: 1024 (bind: 0)"""
+    """entries per transform; 0: a whole layer (bind: the whole model); null: 1024 (bind: 0)"""
 
     subsample: float = 1.0
-    """part of each parameter's entries that takes part; the others keep their gradient"""
+    """fraction of each parameter's entries to synthesize; the others keep their gradient"""
 
     ema: float = 0.0
-    """share of the past in a running mean of gradients that takes the gradient's place"""
+    """decay of a running mean that replaces the gradient; 0: use the gradient"""
 
     match_norm: bool = False
-    """give each layer's update the norm of its gradient"""
+    """rescale each layer's update to the norm of its gradient"""
 
     mix: float = 0.0
-    """share of the gradient itself in the update"""
+    """fraction of the plain gradient in the update, 0 to 1"""
 
     cosine_floor: float | None = None
-    """least cosine of a layer's update to its gradient; as much gradient is added as that needs"""
+    """minimum cosine between a layer's update and its gradient, reached by adding gradient; null: none"""
 
     cover: list[str] = field(default_factory=lambda: ["*"])
-    """patterns of the names of parameters to work on"""
+    """name patterns of the parameters to synthesize"""
 
     exclude: list[str] = field(default_factory=list)
-    """patterns of the names of parameters to leave alone"""
+    """name patterns of parameters to leave out"""
 
     cuda_graph: bool = False
-    """capture the synthesis once and replay it (GPU only)"""
+    """run the synthesis as a CUDA graph (GPU only)"""
 
     seed: int = 0
-    """of signs, subsample and keys that are drawn once"""
+    """random seed of the signs, the subsample and the keys"""
 
     def __post_init__(self) -> None:
         one_of("synthesis.transform", self.transform, ("fft", "hadamard"))
@@ -66,22 +66,22 @@ class AssociativeConfig(BindConfig):
     kind: str = "associative"
 
     decay: float = 0.9
-    """share of the hologram that remains, a step"""
+    """fraction of the hologram that is kept in each step"""
 
     decay_warmup: int = 0
-    """optimizer steps over which the decay first rises from 0"""
+    """optimizer steps during which the decay rises linearly from 0"""
 
     phase_only: bool = False
-    """let the gradient's bins count by their phase alone"""
+    """use only the phase of the gradient's spectrum"""
 
     dtype: str = "fp32"
-    """of the hologram: fp32, bf16 or fp16"""
+    """data type of the hologram: fp32, bf16 or fp16"""
 
     offload: bool = False
-    """keep the hologram in the host's memory (GPU only)"""
+    """keep the hologram in host memory (GPU only)"""
 
     compile: bool = False
-    """fuse the arithmetic on spectra with torch.compile (associative alone)"""
+    """compile the arithmetic on spectra with torch.compile (associative only)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,10 +95,10 @@ class SharedConfig(AssociativeConfig):
     kind: str = "shared"
 
     superpose: int = 8
-    """rows that share a hologram: its state is so many times smaller than momentum's"""
+    """rows that share a hologram; its memory is that of momentum divided by this"""
 
     feedback: float = 1.0
-    """what a shared hologram cannot hold of a gradient goes into the update at once, times this"""
+    """factor of the part of the gradient that the shared hologram cannot hold and that is added to the update"""
 
 
 SYNTHESES = {"none": NoSynthesisConfig, "associative": AssociativeConfig, "bind": BindConfig, "shared": SharedConfig}

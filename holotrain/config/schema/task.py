@@ -1,4 +1,4 @@
-"""What is learned, and from what by what."""
+"""Options of the tasks, and which models and data each task supports."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class ClassificationConfig(TaskConfig):
     kind: str = MISSING
 
     label_smoothing: float = 0.0
-    """share of each target's probability that is spread over all classes"""
+    """label smoothing, 0 to 1"""
 
     def __post_init__(self) -> None:
         within("task.label_smoothing", self.label_smoothing, 0, 1)
@@ -29,7 +29,7 @@ class ErrorDiffusionTaskConfig(ClassificationConfig):
     kind: str = "error_diffusion"
 
     clamp_signs: bool = False
-    """after every step, set weights to 0 that have lost the sign of their cells"""
+    """after each step, set weights to 0 whose sign does not match their cells"""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class MaskedLMConfig(TaskConfig):
     kind: str = "masked_lm"
 
     mask_probability: float = 0.15
-    """of choosing a word: of ten chosen ones eight are masked, one is replaced, one stays"""
+    """probability that a word is selected; of those, 80% are masked, 10% replaced and 10% unchanged"""
 
     def __post_init__(self) -> None:
         within("task.mask_probability", self.mask_probability, 0.001, 1)
@@ -63,7 +63,7 @@ FAMILIES = {
     "causal_lm": ("gpt",),
     "masked_lm": ("roberta",),
 }
-"""The families of models that each task trains."""
+"""The model families of each task."""
 
 LEARNED_FROM: dict[str, type[DataConfig]] = {
     "image_classification": ImageDataConfig,
@@ -72,14 +72,14 @@ LEARNED_FROM: dict[str, type[DataConfig]] = {
     "causal_lm": TextDataConfig,
     "masked_lm": TextDataConfig,
 }
-"""The data of each task."""
+"""The class of data of each task."""
 
 
 def of_images(task: str) -> bool:
-    """Whether that task learns from images."""
+    """Whether this task uses images."""
     return LEARNED_FROM[task] is ImageDataConfig
 
 
 def tells_classes(task: str) -> bool:
-    """Whether that task tells classes apart."""
+    """Whether this task is a classification."""
     return issubclass(TASKS[task], ClassificationConfig)
