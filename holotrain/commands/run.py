@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
@@ -42,7 +44,8 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        job = f"python -m holotrain fit resume=true hydra.run.dir={self.folder}"
+        again = [word for word in self.overrides if word.lstrip("+").partition("=")[0] in COMMAND_LINE_ONLY]
+        job = shlex.join(["python", "-m", "holotrain", "fit", "resume=true", f"hydra.run.dir={self.folder}", *again])
         if not self.varied:
             return f"resume with: {job}"
         return f"resume the sweep with its command plus resume=true, or this job with: {job}"

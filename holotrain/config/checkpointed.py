@@ -42,6 +42,8 @@ NOT_FROM_FILES = {"data": {"cache_dir": None, "download": False}, "logger": {"tr
 """Options that decide what is written, and where, with the value that they have unless the command line sets them. None: the
 default of the schema."""
 
+COMMAND_LINE_ONLY = tuple(f"{group}.{name}" for group, options in NOT_FROM_FILES.items() for name in options)
+
 
 def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint keeps of a run, in plain containers.
@@ -101,6 +103,8 @@ def primary(arguments: Arguments, start: Origin) -> str:
     command = arguments.command
     given = {word.partition("=")[0].lstrip("+~") for word in arguments.overrides}
     brought = {group for chosen in given for group in BRINGS.get(chosen, ())}
+    if "backward" not in given:  # an experiment may choose a model, which brings its own
+        brought.add("backward")
     groups = [group for group in (*KINDS, *PLAIN) if group not in (*brought, "task", "trainer")]
     groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
     kept = dict(start.config)
