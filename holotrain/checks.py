@@ -36,7 +36,7 @@ def at_least_or_auto(where: str, value: object, least: int, others: str = "auto"
 def within(where: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
     """``low <= value < high``; with ``closed``, ``value <= high``."""
     if not (low <= value < high or (closed and value == high)):
-        raise UserError(f"{where}: {value} is out of range; it must lie in [{low}, {high}{']' if closed else ')'}")
+        raise UserError(f"{where}: {value} is out of range; it must be in [{low}, {high}{']' if closed else ')'}")
 
 
 def amount(where: str, value: object) -> None:

@@ -80,7 +80,7 @@ def emulated(options) -> dict[str, dict]:
         print_row(name, found[name])
     errors = [error for row in found.values() for error in row["errors"]]
     behind = max(row["behind_best"] for row in found.values())
-    print(f"median error {statistics.median(errors):.1%}, predicted best behind the true best by {behind:.1%} at most")
+    print(f"median error {statistics.median(errors):.1%}, predicted best at most {behind:.1%} slower than the true best")
     return found
 
 
@@ -107,7 +107,7 @@ def print_row(name: str, row: dict) -> None:
     best = row["predicted_best"]
     print(
         f"{name:<28} median error {statistics.median(row['errors']):6.1%}   groups: predicted best {best:>2}, true best "
-        f"{row['true_best']:>2} (behind by {row['behind_best']:.1%})   {row['measured'][best] * 1e3:8.2f} ms"
+        f"{row['true_best']:>2} ({row['behind_best']:.1%} slower)   {row['measured'][best] * 1e3:8.2f} ms"
         f"   disturbed {row['disturbed']:.0%}",
         flush=True,
     )

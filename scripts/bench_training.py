@@ -62,7 +62,7 @@ FIRST_TUNING_SEED = 100
 
 
 class Digits:
-    """1,200 images to train on, 237 to tune by, 360 to test."""
+    """1,200 training, 237 validation and 360 test images."""
 
     batch, better, unit = 32, max, "accuracy"
 

@@ -70,9 +70,7 @@ def run(config: FitConfig, run: Run) -> int:
     screen.show_start("fit", config, run, task.model, origin, data)
 
     if run.is_main:
-        (run.folder / SUMMARY).unlink(
-            missing_ok=True
-        )  # an old one must not look like the result of a resumed run that is killed
+        (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
         log_layout(trainer, task, config)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:

@@ -52,7 +52,7 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     where = f"in {parent}" if parent else "among the options"
     kinds = [kind for kind, schema in KINDS.get(parent, {}).items() if name in schema.__dataclass_fields__]
     if kinds:
-        return UserError(f"{key}: needs {parent}={'|'.join(kinds)}")
+        return UserError(f"{key}: needs {parent} of kind {' or '.join(kinds)}")
     return UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(name, valid)}")
 
 

@@ -74,7 +74,7 @@ def labels(runs: list[Reported]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as a person reads it."""
+    """A value as text."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -65,7 +65,7 @@ class SingleStageConfig(TransformerConfig):
     """number of blocks"""
 
     heads: int = MISSING
-    """attention heads; dim must be a multiple"""
+    """number of attention heads; must divide dim"""
 
     attention_dropout: float = 0.0
     """dropout of the attention weights"""
