@@ -9,7 +9,7 @@ from holotrain.data.sampler import EpochBatchSampler, mixed_seed
 
 
 def digits(**options) -> Digits:
-    data = Digits(**{"batch_size": 256, **options})
+    data = Digits(**{"batch_size": 64, "classes": [3, 5], **options})
     data.setup()
     return data
 

@@ -1,11 +1,12 @@
 """The cache of tokens: built once, never half, and anew when anything changes that it depends on."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from holotrain.data.text import cache, module, tokenise
 from holotrain.data.text.cache import built, lock
 from holotrain.data.text.content import ContentHashes
 
-SCRIPT = Path(__file__).parent / "build_and_stop.py"
+FORK = multiprocessing.get_context("fork")  # as torch's workers: nothing is imported anew
 OLD = 1_600_000_000
 
 
@@ -126,17 +127,43 @@ def test_what_is_damaged_is_built_again(folder, builds, name, damage):
     assert len(builds) == 2 and contents(again._folder) == right
 
 
-def start(folder, store, how) -> subprocess.Popen:
-    command = [sys.executable, str(SCRIPT), str(folder), str(store), how]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def build(folder, store, stop, report):
+    """In another process: builds the cache; with ``stop``, reports and stands still in the middle of tokenising."""
+    flush = tokenise.Writer.flush
+
+    def stand_still(writer):
+        flush(writer)
+        writer._file.flush()
+        report.send("written")
+        time.sleep(600)
+
+    if stop:
+        tokenise.BATCH = 1000
+        tokenise.Writer.flush = stand_still
+    report.send(str(prepared(folder, cache_dir=str(store))._folder))
+
+
+def start(folder, store, stop=False):
+    """The process, and what it reports."""
+    reports, report = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=build, args=(folder, store, stop, report), daemon=True)
+    process.start()
+    report.close()
+    return process, reports
+
+
+def reported(reports) -> str:
+    assert reports.poll(100), "the other process does not answer"
+    return reports.recv()
 
 
 def test_killed_while_tokenising_it_leaves_nothing_that_is_used(folder, tmp_path):
     store = tmp_path / "killed"
-    process = start(folder, store, "stop")
-    assert process.stdout.readline() == "written\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process, reports = start(folder, store, stop=True)
+    assert reported(reports) == "written"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL
     left = list(store.glob(".*.building.*"))
     assert len(left) == 1 and sum(path.stat().st_size for path in left[0].iterdir()) > 0
     whole = prepared(folder)
@@ -158,11 +185,13 @@ def test_what_another_killed_build_left_is_cleared_and_one_under_way_is_not(tmp_
 
 def test_two_processes_at_once_share_one_build(folder, tmp_path):
     store = tmp_path / "shared"
-    processes = [start(folder, store, "go") for _ in range(2)]
-    found = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], found
-    assert found[0][0] == found[1][0] == f"{prepared(folder, cache_dir=str(store))._folder}\n"
-    assert contents(Path(found[0][0].strip())) == contents(prepared(folder)._folder)
+    started = [start(folder, store) for _ in range(2)]
+    found = [reported(reports) for _, reports in started]
+    for process, _ in started:
+        process.join(100)
+    assert [process.exitcode for process, _ in started] == [0, 0]
+    assert found == [str(prepared(folder, cache_dir=str(store))._folder)] * 2
+    assert contents(Path(found[0])) == contents(prepared(folder)._folder)
     assert not list(store.glob(".*.building.*"))
 
 

@@ -1,5 +1,6 @@
 """Packed blocks: all of the text, cut elsewhere every epoch, taken up exactly where it was left."""
 
+import pickle
 from itertools import pairwise
 
 import lightning.pytorch as pl
@@ -60,12 +61,13 @@ def test_training_covers_the_text_in_blocks_that_overlap_by_one(folder):
     data = packed(folder, batch_size=1)
     tokens = data.part("train").tokens.astype(np.int64)
     loader = data.train_dataloader()
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, CONTEXT + 1)
+    places = {window.tobytes(): start for start, window in enumerate(windows)}  # no two lines are equal
     offsets = set()
     for epoch in range(60):
         loader.batch_sampler.set_epoch(epoch)
         blocks = [batch["tokens"][0].numpy() for batch in loader]
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, CONTEXT + 1)
-        starts = sorted(int(np.flatnonzero((windows == block).all(1))[0]) for block in blocks)  # every line is another
+        starts = sorted(places[block.tobytes()] for block in blocks)
         assert all(after - before == CONTEXT for before, after in pairwise(starts))
         rest = len(tokens) - 1 - (starts[-1] + CONTEXT)
         assert starts[0] + rest < 2 * CONTEXT
@@ -107,6 +109,14 @@ def test_workers_change_nothing_and_the_random_state_is_left_alone(folder, worke
     assert_equal(torch.get_rng_state(), state)
 
 
+def test_a_pickled_data_set_holds_no_text_and_maps_the_files_anew(folder):
+    dataset = packed(folder).train_dataloader().dataset
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 2000 < packed(folder).counts["train"]["bytes"]
+    assert_equal(pickle.loads(pickled)[0, 3], dataset[0, 3])
+
+
+@pytest.mark.slow
 def test_workers_that_do_not_inherit_map_the_files_anew(folder):
     data = packed(folder, num_workers=1)
     loader = data.val_dataloader()

@@ -93,7 +93,9 @@ def test_a_plan_comes_within_three_per_cent_of_the_allocators_peak(family, backw
     assert sum(planned.parts.values()) == planned.peak
 
 
-@pytest.mark.parametrize("backward", REVERSIBLE)
+@pytest.mark.parametrize(
+    "backward", ["reversible", *(pytest.param(other, marks=pytest.mark.slow) for other in REVERSIBLE if other != "reversible")]
+)
 def test_a_plan_agrees_with_pytorchs_memory_tracker(backward):
     with imagined():
         planned = rehearse(training_step("rev_vit", backward, imaginary=True))

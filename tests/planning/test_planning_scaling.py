@@ -134,9 +134,10 @@ def test_a_link_without_limits_leaves_nothing_to_wait_for(name, devices):
 def test_a_faster_link_is_never_slower(name):
     speeds = [Setting(Link(bandwidth, latency)) for latency in (1e-3, 1e-5, 0.0) for bandwidth in (1e6, 1e8, 1e10, 1e12)]
     for times in (TIMES, Times(0.01, 0.02, 0.001)):
-        for one, other in product(speeds, speeds):
-            if other.link.bandwidth >= one.link.bandwidth and other.link.latency <= one.link.latency:
-                assert WAYS[name](times, 4, other) <= WAYS[name](times, 4, one) + 1e-12
+        found = [(setting.link, WAYS[name](times, 4, setting)) for setting in speeds]
+        for (one, slower), (other, faster) in product(found, found):
+            if other.bandwidth >= one.bandwidth and other.latency <= one.latency:
+                assert faster <= slower + 1e-12, (one, other)
 
 
 @pytest.mark.parametrize("link", LINKS)
