@@ -9,6 +9,7 @@ throughput    ThroughputMonitor: samples, tokens, MFU and HFU
 trace         TraceProfiler: a few batches as a trace for Perfetto
 memory_picture  memory over the time of a batch, as SVG
 padding       PaddingMonitor: how much of text batches is padding
+period        how often callbacks measure
 share         which share of the data a process reads
 flops         FLOPs of a training step, peaks of known devices
 interrupt     SaveOnSignal: a checkpoint before a signal ends the training

@@ -86,7 +86,7 @@ class TrainerConfig:
     """validation batches tried before training"""
 
     log_every_n_steps: int = 20
-    """optimizer steps between two points of a curve"""
+    """optimizer steps between two points of a curve; 0: points for validations and the test alone"""
 
     limit_train_batches: Any = 1.0
     """use so many training batches (an integer) or this part of them (a fraction)"""
@@ -128,8 +128,9 @@ class TrainerConfig:
             raise UserError(f"trainer.max_time: {self.max_time!r} is no time; write DD:HH:MM:SS, as in 00:12:00:00")
         at_least("trainer.max_steps", self.max_steps, -1)
         at_least("trainer.num_sanity_val_steps", self.num_sanity_val_steps, -1)
-        for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps"):
+        for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
+        at_least("trainer.log_every_n_steps", self.log_every_n_steps, 0)
         if self.gradient_clip_val is not None:
             at_least("trainer.gradient_clip_val", self.gradient_clip_val, 0)
         for name in ("val_check_interval", "overfit_batches", *(f"limit_{s}_batches" for s in SPLITS)):
