@@ -76,9 +76,9 @@ def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere,
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None, reason="needs joblib's launcher")
 def test_jobs_of_joblib(tmp_path):
-    """In processes of joblib's: one that fails, one that completes, one that is killed."""
+    """In processes of joblib's: one that fails, and one that completes."""
     command = [sys.executable, "-m", "holotrain", "fit", "-m", *BRIEF, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    run = subprocess.run([*command, "model.heads=3,2"], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    run = subprocess.run([*command, "model.heads=3,2"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 2 and "16 is none of 3" in run.stderr, run.stderr
     (sweep,) = (tmp_path / "runs/fit/sweeps").iterdir()
     assert [row["status"] for row in csv.DictReader((sweep / "sweep.csv").open())] == ["failed", "completed"]
