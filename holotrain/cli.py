@@ -25,6 +25,7 @@ from holotrain.config import checkpointed, help
 from holotrain.config.arguments import Arguments, parse, parse_folders
 from holotrain.config.composition import config_folder
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
+from holotrain.config.jobs import jobs_told
 from holotrain.config.register import register
 from holotrain.config.schema import FOLDER_COMMANDS, RunConfig
 from holotrain.errors import UserError
@@ -84,7 +85,15 @@ def _help(arguments: Arguments) -> int:
 
 
 class Ended(BaseException):
-    """A signal ended a run, and with it the sweep that it may be part of. No Exception, so that Hydra lets it through."""
+    """A signal ended a run, and with it the sweep that it may be part of. No Exception, so that Hydra lets it through.
+
+    Args:
+        status: of the run.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class Launch:
@@ -101,7 +110,7 @@ class Launch:
         if self.origin is not None:
             arguments.primary = checkpointed.primary(arguments, self.origin)
         self.jobs: dict[Path, list[str]] = {}
-        self.statuses: list[int] = []
+        self.statuses = [0]
 
     def run(self) -> int:
         """Lets Hydra call ``job`` once, or once a combination. Returns the worst exit status.
@@ -114,9 +123,10 @@ class Launch:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come out of Hydra as they are, for us to explain
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
         try:
-            launch()
-        except Ended:
-            pass
+            with jobs_told(self._note):
+                launch()
+        except Ended as ended:
+            self.statuses.append(ended.status)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, arguments) from error
         except ValueError as error:  # Hydra's own answer to group=null and group=3
@@ -130,7 +140,7 @@ class Launch:
             from holotrain.commands.sweep import show_sweep
 
             show_sweep(self.jobs)
-        return max(self.statuses, default=0)
+        return max(self.statuses)
 
     @cached_property
     def together(self) -> Together:
@@ -138,8 +148,17 @@ class Launch:
 
         return Together(self.place)
 
-    def job(self, config: DictConfig) -> None:
-        """One run. Its mistakes end it, not the sweep that it may be part of."""
+    def _note(self, overrides: list[str], returned: tuple[Path, list[str], int] | None) -> None:
+        """Notes a job of a sweep, which its launcher may have run in another process."""
+        if returned is None:
+            print(f"holotrain: a job of the sweep ended without a result: {' '.join(overrides)}", file=sys.stderr)
+            self.statuses.append(1)
+        else:
+            folder, self.jobs[folder], status = returned
+            self.statuses.append(status)
+
+    def job(self, config: DictConfig) -> tuple[Path, list[str], int]:
+        """One run: its folder, its overrides and its exit status. Its mistakes end it, not the sweep that it may be part of."""
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
@@ -168,7 +187,8 @@ class Launch:
         gc.collect()  # a trainer refers to itself, and must not stand in the memory of a sweep's next job
         # A mistake is told at once: whoever asks for what has not been needed waits for torch.
         if status > 128 or ("together" in vars(self) and self.together.broken):
-            raise Ended
+            raise Ended(status)
+        return folder, overrides, status
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """What a sweep varies: what the command line gives several values, and what comes from a sweep's own file."""

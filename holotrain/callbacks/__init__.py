@@ -9,6 +9,7 @@ throughput    ThroughputMonitor: samples, tokens, MFU and HFU
 trace         TraceProfiler: a few batches as a trace for Perfetto
 memory_picture  memory during a batch, as SVG
 padding       PaddingMonitor: fraction of padding in text batches
+period        how often callbacks measure
 share         which shard of the data a process reads
 flops         FLOPs of a training step, peak FLOP/s of known GPUs
 interrupt     SaveOnSignal: saves a checkpoint before a signal ends the training

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from holotrain.callbacks.period import period_of
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
 
 
@@ -22,7 +23,7 @@ class ErrorDiffusionMonitor(pl.Callback):
     """Monitors every ErrorDiffusionNetwork of a LightningModule, for any Lightning Trainer, in one of every n steps.
 
     Args:
-        every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``.
+        every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``; 0: never.
 
     Logs, for the last batch and averaged over networks, ``error_diffusion/sign_violations`` (fraction of weights whose sign
     does not match their cells), ``error_diffusion/dead_cells`` (fraction of hidden cells that learn from no sample) and,
@@ -37,7 +38,7 @@ class ErrorDiffusionMonitor(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._stop()
-        window = self.every_n_steps or trainer.log_every_n_steps
+        window = period_of(trainer, self.every_n_steps)
         if window and (trainer.global_step + 1) % window == 0:
             networks = [module for module in pl_module.modules() if isinstance(module, ErrorDiffusionNetwork)]
             self._hooks = [network.register_forward_hook(self._watch, with_kwargs=True) for network in networks]

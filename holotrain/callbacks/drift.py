@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from holotrain.callbacks.period import period_of
 from holotrain.reversible import ReversibleSequence
 
 
@@ -16,7 +17,7 @@ class DriftMonitor(pl.Callback):
     values in the backward. The other steps have no overhead.
 
     Args:
-        every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``.
+        every_n_steps: n, in optimizer steps; None: the trainer's ``log_every_n_steps``; 0: never.
         threshold: relative error above which a warning is shown, once.
 
     Logs ``reversible/drift``: the norm of the difference divided by the norm of the sample, the maximum over all sequences.
@@ -30,7 +31,7 @@ class DriftMonitor(pl.Callback):
         self._warned = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        window = self.every_n_steps or trainer.log_every_n_steps
+        window = period_of(trainer, self.every_n_steps)
         if window and (trainer.global_step + 1) % window == 0:
             self._watched = [module for module in pl_module.modules() if isinstance(module, ReversibleSequence)]
             for sequence in self._watched:

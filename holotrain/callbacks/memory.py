@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from holotrain.callbacks.period import period_of
 from holotrain.callbacks.probe import MemoryProbe, probe_of
 
 PHASES = ("forward_backward", "optimizer", "validation")
@@ -18,7 +19,8 @@ class MemoryMonitor(pl.Callback):
     phase, so that a window tells which phase needs how much.
 
     Args:
-        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``.
+        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``; 0: measured
+            over the training and logged nowhere.
 
     Logs, in bytes, the maximum over ranks: ``memory/peak_bytes``, ``memory/current_bytes``, ``memory/reserved_bytes`` (GPU
     alone), and the peaks ``memory/forward_backward_peak_bytes``, ``memory/optimizer_peak_bytes`` and, after each validation,
@@ -51,7 +53,7 @@ class MemoryMonitor(pl.Callback):
         # With accumulation most batches end without an optimizer step: theirs was forward and backward alone.
         stepped = trainer.fit_loop.epoch_loop._should_accumulate() is False
         self._close("optimizer" if stepped else "forward_backward")
-        window = self.every_n_steps or trainer.log_every_n_steps
+        window = period_of(trainer, self.every_n_steps)
         if window and trainer.global_step % window == 0 and trainer.global_step != self._logged_step:
             self._logged_step = trainer.global_step
             self._log(trainer, pl_module.device)
@@ -84,7 +86,7 @@ class MemoryMonitor(pl.Callback):
         scalars |= {f"memory/{phase}_peak_bytes": value for phase, value in zip(PHASES, by_phase, strict=True) if value}
         if reserved is not None:
             scalars["memory/reserved_bytes"] = reserved_everywhere
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if period_of(trainer, self.every_n_steps) else ():
             logger.log_metrics(scalars, step=trainer.global_step)
 
 

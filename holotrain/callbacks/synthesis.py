@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from holotrain.callbacks.period import period_of
 from holotrain.reversible.clock import Clock, clock_of
 from holotrain.synthesis import HolographicSynthesis, Recipe
 from holotrain.synthesis.layers import Covers
@@ -102,7 +103,7 @@ class SynthesisCallback(pl.Callback):
         if all(parameter.grad is None for parameter in synthesis.parameters):
             return  # the training step returned no loss
         step = trainer.global_step + 1
-        period = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+        period = period_of(trainer, self.every_n_steps)
         period = period if trainer.loggers else 0
         synthesis.measuring = period > 0 and step % period == 0
         if period > 0 and (step + 1) % period == 0:  # with a period of 1, this is the measured step

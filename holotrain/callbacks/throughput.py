@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from holotrain.callbacks.period import period_of
 from holotrain.callbacks.share import share_of
 from holotrain.reversible.clock import Clock, clock_of
 
@@ -31,7 +32,8 @@ class ThroughputMonitor(pl.Callback):
     from CUDA events, read once the GPU has passed them: nothing waits for it.
 
     Args:
-        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``.
+        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``; 0: measured
+            over epochs and logged nowhere.
         batch_size: samples in a batch; None: the length of the first tensor in it.
         count_tokens: tokens in a batch, a number or a tensor, which is read with the window; None: no token figures.
         model_flops_per_sample: FLOPs of one training step (forward and backward) of the model that stores everything,
@@ -87,7 +89,8 @@ class ThroughputMonitor(pl.Callback):
         window.samples += self.batch_size(batch)
         window.tokens += self.count_tokens(batch) if self.count_tokens else 0
         window.steps = trainer.global_step - window.step
-        if window.steps >= (self.every_n_steps or trainer.log_every_n_steps):
+        period = period_of(trainer, self.every_n_steps)
+        if period and window.steps >= period:
             self._end(trainer)
             self._begin(trainer.global_step)
 
@@ -149,7 +152,7 @@ class ThroughputMonitor(pl.Callback):
             self._pending.pop(0)
             window.tokens = int(window.tokens)
             self._measured.append((window, seconds))
-            for logger in trainer.loggers:
+            for logger in trainer.loggers if period_of(trainer, self.every_n_steps) else ():
                 logger.log_metrics(self._scalars(window, seconds), step=window.step)
 
     def _scalars(self, window: Window, seconds: float) -> dict[str, float]:

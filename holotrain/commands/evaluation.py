@@ -1,18 +1,21 @@
 """Evaluating a checkpoint: shared by ``validate``, ``test`` and the end of ``fit``."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
+from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
 from holotrain.config.build_strategy import check_division
-from holotrain.config.build_trainer import build_trainer
+from holotrain.config.build_trainer import build_loggers, build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema import RunConfig
 from holotrain.errors import UserError
@@ -28,14 +31,22 @@ def evaluate(
     task: pl.LightningModule,
     data: pl.LightningDataModule,
     path: Path | None,
-    loggers: list | bool = False,
+    loggers: Iterable[Logger],
+    step: int = 0,
 ) -> dict[str, float]:
-    """Evaluates the weights of ``path`` (None: the task's current ones) on one split and returns the metrics."""
+    """Evaluates the weights of ``path`` (None: the task's own, at ``step``) on one split and returns the metrics.
+
+    The loggers get the metrics at the step of the weights. (Lightning would log them at step 0.)
+    """
     if path is not None:
         load_weights(task, path)
-    trainer = build_trainer(config.trainer, run.folder, [], loggers, place=run.place)
+        step = checkpointed.load(path).get("global_step", 0)
+    trainer = build_trainer(config.trainer, run.folder, [], False, place=run.place)
     measure = trainer.validate if split == "validate" else trainer.test
-    return measure(task, datamodule=data, verbose=False)[0]
+    metrics = measure(task, datamodule=data, verbose=False)[0]
+    for logger in loggers:
+        logger.log_metrics(metrics, step=step)
+    return metrics
 
 
 def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.LightningDataModule, Task]:
@@ -67,7 +78,10 @@ def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
     screen.show_start(split, config, run, task.model, path, data)
     summary = Summary.of(run, config, task.model)
     summary.checkpoint = str(path)
-    summary.metrics = evaluate(split, config, run, task, data, path)
+    loggers = build_loggers(config.logger, run.folder)
+    summary.metrics = evaluate(split, config, run, task, data, path, loggers)
+    for logger in loggers:
+        logger.finalize("success")
     summary.seconds = time.monotonic() - started
     if run.is_main:
         summary.write(run.folder)

@@ -79,7 +79,7 @@ def run(config: FitConfig, run: Run) -> int:
             if config.test and config.trainer.limit_test_batches != 0:
                 if run.world is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
-                tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers)
+                tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
     except Interrupted as signal:
         status, exit_status = "interrupted", 128 + signal.signum
         words = f"{signal}\n{run.how_to_resume}"

@@ -6,5 +6,5 @@ from holotrain.config.schema import TestConfig
 
 
 def run(config: TestConfig, run: Run) -> int:
-    """Writes the metrics into summary.json."""
+    """Writes the metrics into summary.json, and to the loggers at the step of the checkpoint."""
     return measure_checkpoint("test", config, run)

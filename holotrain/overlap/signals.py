@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from holotrain.overlap.collectives import Collectives, Work
+from holotrain.overlap.groups import spans
 from holotrain.overlap.waves import SMS_LOST, TILE_COLUMNS, TILE_ROWS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -41,24 +43,22 @@ def supported(x: Tensor) -> bool:
 
 def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
     """As :meth:`~holotrain.overlap.sending.Sender.sum`."""
-    tiles = tiles_of(cut, 1, len(x), matrix.shape[1])
 
     def collective(rows: slice) -> Work:
         return link.all_reduce(out[rows])
 
-    return _signalled(x, matrix, bias, out, cut, tiles, collective)
+    return _signalled(x, matrix, bias, out, cut, 1, collective)
 
 
 def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
     """As :meth:`~holotrain.overlap.sending.Sender.shares`; a group's rows of all ranks lie side by side in what is computed."""
     ranks, rows, _ = x.shape
-    tiles = tiles_of(cut, ranks, rows, matrix.shape[1])
     computed = x.new_empty(ranks * rows, matrix.shape[1])
 
     def collective(rows: slice) -> Work:
         return link.reduce_scatter(out[rows], computed[ranks * rows.start : ranks * rows.stop].unflatten(0, (ranks, -1)))
 
-    return _signalled(x.flatten(0, 1), matrix, bias, computed, cut, tiles, collective)
+    return _signalled(x.flatten(0, 1), matrix, bias, computed, cut, ranks, collective)
 
 
 def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> tuple[tuple[int, int, int, int, int], ...]:
@@ -78,23 +78,22 @@ def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> tuple
     return tuple(tiles)
 
 
-def _signalled(x, matrix, bias, out, cut, tiles, collective) -> list[Work]:
+def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
     from holotrain.overlap.kernel import launch
 
     with torch.cuda.device(x.device):
         ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
+        order = order_of(tuple(rows.stop - rows.start for rows in cut), ranks, matrix.shape[1], x.device)
         aside.wait_stream(ambient)  # for the zeros: older counts in that memory would be taken for signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
         # Before anything waits for it: where streams share a hardware queue, it would otherwise be stuck behind the waiting.
-        launch(x, matrix, bias, out, _on_device(tiles, x.device), counts, programs)
+        launch(x, matrix, bias, out, order.table, counts, programs)
         works = []
         with torch.cuda.stream(aside):
             for group, rows in enumerate(cut):
-                finished = sum(tile[4] == group for tile in tiles)
-                _require_success(
-                    _wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, finished, GREATER_OR_EQUAL)
-                )
+                due = order.finished[group]
+                _require_success(_wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL))
                 works.append(Signalled(collective(rows), (out, counts)))
     return works
 
@@ -138,6 +137,21 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # first at what SMs are free
 
 
-@cache
-def _on_device(tiles: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    return torch.tensor(tiles, dtype=torch.int32, device=device)
+KEPT = 128
+"""Orders that are kept: those of a model's layers, forwards and backwards, where the shapes of its batches stay."""
+
+
+@dataclass(eq=False)
+class Order:
+    """The tiles of a product on the device, [tiles, 5] of int32, and how many of them each group has."""
+
+    table: Tensor
+    finished: list[int]
+
+
+@lru_cache(maxsize=KEPT)
+def order_of(sizes: tuple[int, ...], ranks: int, columns: int, device: torch.device) -> Order:
+    """The order of the tiles of groups of ``sizes`` rows of each rank; see :func:`tiles_of`."""
+    tiles = tiles_of(spans(sizes), ranks, sum(sizes), columns)
+    groups = Counter(tile[4] for tile in tiles)
+    return Order(torch.tensor(tiles, dtype=torch.int32, device=device), [groups[group] for group in range(len(sizes))])

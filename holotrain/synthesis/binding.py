@@ -8,6 +8,7 @@ magnitude 1 throughout, so that binding is unitary: unbinding with the same key 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -54,14 +55,20 @@ def hadamard_bind(x: Tensor, key: Tensor, length: int | None = None, block_lengt
     Args:
         seed: of the random signs that the transform begins with.
     """
-    return _apply(_bound, lambda n: Hadamard(n, seed), x, key, length, block_length)
+    return _apply(_bound, partial(_hadamard, seed=seed), x, key, length, block_length)
 
 
 def hadamard_unbind(
     bound: Tensor, key: Tensor, length: int | None = None, block_length: int | None = None, seed: int = 0
 ) -> Tensor:
     """Undoes :func:`hadamard_bind` with the same key, lengths and seed, up to the magnitudes of x."""
-    return _apply(_unbound, lambda n: Hadamard(n, seed), bound, key, length, block_length)
+    return _apply(_unbound, partial(_hadamard, seed=seed), bound, key, length, block_length)
+
+
+@lru_cache(maxsize=32)
+def _hadamard(length: int, seed: int) -> Hadamard:
+    """Kept from call to call. Lengths are powers of two, so those of one seed take at most twice the longest."""
+    return Hadamard(length, seed)
 
 
 def _bound(transform: Transform, x: Tensor, key: Tensor) -> Tensor:

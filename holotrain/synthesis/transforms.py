@@ -7,7 +7,6 @@ whose spectra are real, it takes additions and signs alone.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -47,7 +46,8 @@ class Fourier:
 class Hadamard:
     """The Walsh-Hadamard transform of a vector whose entries were given random signs; n real bins, n a power of two.
 
-    The signs spread whatever is regular in a vector evenly over the bins (Ailon and Chazelle, 2006).
+    The signs spread whatever is regular in a vector evenly over the bins (Ailon and Chazelle, 2006). They and the factors of
+    the matrix are made once for each device and dtype, and live as long as this object.
     """
 
     def __init__(self, length: int, seed: int = 0) -> None:
@@ -55,55 +55,67 @@ class Hadamard:
             raise ValueError(f"a Hadamard transform has a power of two for its length, not {length}")
         self.length = self.bins = length
         self._seed = seed
+        self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
 
     def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def forward(self, rows: Tensor) -> Tensor:
-        return _walsh_hadamard(rows * self._signs(rows))
+        signs, factors = self._constants_for(rows)
+        return _walsh_hadamard(rows * signs, factors)
 
     def inverse(self, spectrum: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(_walsh_hadamard(spectrum), self._signs(spectrum), out=out)
+        signs, factors = self._constants_for(spectrum)
+        return torch.mul(_walsh_hadamard(spectrum, factors), signs, out=out)
 
-    def _signs(self, like: Tensor) -> Tensor:
-        return _random_signs(self.length, self._seed, like.device, like.dtype)
+    def _constants_for(self, like: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The signs, (n,), and the factors of the matrix, on the device and in the dtype of ``like``."""
+        kind = like.device, like.dtype
+        if kind not in self._constants:
+            with torch.inference_mode(False):  # what is kept must serve autograd later
+                self._constants[kind] = _random_signs(self.length, self._seed).to(*kind), _factors(self.length, *kind)
+        return self._constants[kind]
 
 
 TRANSFORMS = {"fft": Fourier, "hadamard": Hadamard}
 
 
-@lru_cache(maxsize=4)
-@torch.inference_mode(False)  # what is kept must serve autograd later
-def _random_signs(length: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _random_signs(length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(0, 2, (length,), generator=generator) * 2 - 1).to(device, dtype)
+    return torch.randint(0, 2, (length,), generator=generator) * 2 - 1
 
 
 LARGEST_FACTOR = 256
 
 
-def _walsh_hadamard(x: Tensor) -> Tensor:
+def _walsh_hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
     """H_n x / sqrt(n), in Sylvester's order, as products with the factors of H_n = H_a (x) H_b (x) ...: hardware multiplies
     matrices far faster than it does log2(n) passes of additions."""
-    n, shape = x.shape[-1], x.shape
+    shape = x.shape
     right = 1
     with torch.autocast(x.device.type, enabled=False):  # signs do not survive products in half precision
-        while right < n:
-            factor = min(LARGEST_FACTOR, n // right)
-            matrix = _sylvester(factor, x.device, x.dtype)
-            x = x.reshape(-1, factor) @ matrix if right == 1 else matrix @ x.reshape(-1, factor, right)
-            right *= factor
+        for matrix in factors:
+            order = len(matrix)
+            x = x.reshape(-1, order) @ matrix if right == 1 else matrix @ x.reshape(-1, order, right)
+            right *= order
     return x.reshape(shape)
 
 
-@lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _sylvester(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The orthonormal Hadamard matrix of a power of two."""
+def _factors(n: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Orthonormal Hadamard matrices whose Kronecker product is that of the power of two n; equal ones are one tensor."""
+    orders = []
+    while math.prod(orders) < n:
+        orders.append(min(LARGEST_FACTOR, n // math.prod(orders)))
+    matrices = {order: _sylvester(order).to(device, dtype) for order in set(orders)}
+    return [matrices[order] for order in orders]
+
+
+def _sylvester(order: int) -> Tensor:
+    """The orthonormal Hadamard matrix of a power of two, in float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.kron(matrix.new_tensor([[1, 1], [1, -1]]), matrix)
-    return (matrix / math.sqrt(order)).to(device, dtype)
+    return matrix / math.sqrt(order)
 
 
 def units(spectrum: Tensor, empty: float, noise: float | None = None) -> Tensor:

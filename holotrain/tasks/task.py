@@ -22,7 +22,7 @@ class Task(pl.LightningModule):
         cuda_graph: capture forward and backward once and replay them
             (:class:`~holotrain.reversible.GraphedStep`): on a CUDA device, without accumulation and without scaled gradients.
 
-    Logs ``train/loss`` and ``train/lr`` by step; what else, each task says.
+    Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never); what else, each task says.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class Task(pl.LightningModule):
         inputs = self.inputs(batch)
         loss = (self._graphed or self.loss)(*inputs)
         # Lightning's log takes a few per cent of a small model's step: it is called where its value will be read.
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0 or self.trainer.is_last_batch:
+        period = self.trainer.log_every_n_steps
+        if (period and (self.trainer.global_step + 1) % period == 0) or self.trainer.is_last_batch:
             self.log("train/loss", loss, prog_bar=True, batch_size=len(inputs[0]), sync_dist=True)
             self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=len(inputs[0]))
         return loss

@@ -166,6 +166,17 @@ def test_throughput_is_what_the_clock_says(lag):
     assert not memo.of("throughput/mfu") and not memo.of("throughput/tokens_per_second")
 
 
+@pytest.mark.parametrize(("own", "trainers"), [(None, 0), (0, 1)])
+def test_a_period_of_zero_measures_and_logs_nothing(own, trainers):
+    monitor, memo = timed_fit(monitor=ThroughputMonitor(own), samples=12, batch=3, log_every_n_steps=trainers)
+    assert (monitor.samples_per_second, monitor.step_seconds) == (1.5, 2.0)
+    memory = MemoryMonitor(own)
+    rows = [*memo.rows, *fit(Module(), memory, validation=True, log_every_n_steps=trainers).rows]
+    assert memory.peak_bytes > MIB
+    fit(Module(), DriftMonitor(own), log_every_n_steps=trainers)
+    assert not [name for _, row in rows for name in row if "/" in name]
+
+
 def test_validation_does_not_count():
     monitor, memo = timed_fit(samples=12, batch=3, validation=True, val_check_interval=2, max_epochs=2, log_every_n_steps=3)
     assert {value for _, value in memo.of("throughput/step_seconds")} == {2.0}

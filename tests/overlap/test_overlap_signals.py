@@ -1,10 +1,12 @@
 """The product that signals its groups: order of tiles, numbers in Triton's interpreter, and on a GPU the real thing."""
 
+import gc
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,20 @@ def test_tiles_cover_every_element_once_in_the_order_of_groups(sizes, ranks):
     assert (seen == 1).all()
     assert [tile[4] for tile in tiles] == sorted(tile[4] for tile in tiles)
     assert group_of.tolist() == [group for group, size in enumerate(sizes) for _ in range(ranks * size)]
+
+
+def test_orders_on_the_device_are_made_once_and_few_are_kept():
+    """As for texts, whose batches differ in length from step to step."""
+    made = signals.order_of((40, 60), 2, 200, torch.device("cpu"))
+    assert made.table.tolist() == [list(tile) for tile in signals.tiles_of(list(spans([40, 60])), 2, 100, 200)]
+    assert made.finished == [4, 4]
+    assert signals.order_of((40, 60), 2, 200, torch.device("cpu")) is made
+    kept = weakref.ref(made)
+    del made
+    for rows in range(1, signals.KEPT + 1):
+        signals.order_of((rows,), 1, 8, torch.device("cpu"))
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.fixture(scope="module")

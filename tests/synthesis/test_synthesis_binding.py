@@ -10,7 +10,8 @@ from compared import assert_close, assert_equal
 from scipy.linalg import hadamard
 
 from holotrain.synthesis import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
-from holotrain.synthesis.transforms import Hadamard, _random_signs, folded, next_power_of_two, units
+from holotrain.synthesis.binding import _hadamard
+from holotrain.synthesis.transforms import Hadamard, folded, next_power_of_two, units
 
 LENGTHS = [1, 2, 3, 7, 8, 97, 1000, 4096]
 
@@ -180,7 +181,7 @@ def test_nan_stays_nan(bind):
 def test_autocast_and_inference_mode_change_nothing():
     x, key = normal(300), normal(100, seed=1)
     expected = hadamard_bind(x, key, seed=77)
-    _random_signs.cache_clear()
+    _hadamard.cache_clear()
     with torch.inference_mode():
         hadamard_bind(x, key, seed=77)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,5 +1,6 @@
 """What a step makes of gradients, against an independent computation in float64 NumPy, and what each option adds."""
 
+import gc
 import math
 
 import numpy as np
@@ -423,3 +424,31 @@ def test_transforms_take_no_part_in_random_numbers():
     assert_equal(torch.get_rng_state(), after_model)
     assert not torch.equal(state, after_model)
     assert Hadamard(8, 1).forward(torch.ones(8)).tolist() != Hadamard(8, 2).forward(torch.ones(8)).tolist()
+
+
+def live_bytes() -> int:
+    gc.collect()
+    tensors = {id(found): found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_the_constants_of_any_number_of_transforms_are_made_once_and_freed(monkeypatch):
+    """Seven layers, each with a transform of its own length."""
+    made = []
+    for name in ("randint", "kron"):
+        ordinary = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, of=ordinary, **kw: made.append(of) or of(*args, **kw))
+    before = live_bytes()
+    model = nn.Sequential(*(nn.Linear(2**power, 16, bias=False) for power in range(7)))
+    synthesis = HolographicSynthesis(model, transform="hadamard", block_length=0)
+    counts = []
+    for _ in range(3):
+        for layer in model:
+            layer(torch.ones(1, layer.in_features)).sum().backward()
+        synthesis.step()
+        counts.append(len(made))
+    assert counts[0] >= 7 and counts[1:] == counts[:1] * 2
+    assert live_bytes() > before + 2 * 4 * 16 * 2**7
+    synthesis.remove()
+    del model, synthesis, layer
+    assert live_bytes() == before

@@ -83,7 +83,7 @@ class TrainerConfig:
     """validation batches to run before training; -1: all"""
 
     log_every_n_steps: int = 20
-    """log scalars every n optimizer steps"""
+    """log scalars every n optimizer steps; 0: only those of validation and test"""
 
     limit_train_batches: Any = 1.0
     """training batches per epoch: a number (integer) or a fraction (float)"""
@@ -125,8 +125,9 @@ class TrainerConfig:
             raise UserError(f"trainer.max_time: {self.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
         at_least("trainer.max_steps", self.max_steps, -1)
         at_least("trainer.num_sanity_val_steps", self.num_sanity_val_steps, -1)
-        for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps"):
+        for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
+        at_least("trainer.log_every_n_steps", self.log_every_n_steps, 0)
         if self.gradient_clip_val is not None:
             at_least("trainer.gradient_clip_val", self.gradient_clip_val, 0)
         for name in ("val_check_interval", "overfit_batches", *(f"limit_{s}_batches" for s in SPLITS)):
