@@ -28,4 +28,5 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def assert_same_weights(left: Path, right: Path) -> None:
     one, other = weights(left), weights(right)
     assert list(one) == list(other)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=0, msg=lambda said, name=name: f"{name}: {said}")
