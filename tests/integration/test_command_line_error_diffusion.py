@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from left_by_runs import assert_same_weights, only, scalars, summary, weights
+from same_tensors import assert_same
 from small_run import fit_and_kill
 
 import holotrain as package
@@ -69,8 +70,7 @@ def test_a_checkpoint_is_exported_and_read_again(holotrain):
         expected = loaded(images)
         torch.testing.assert_close(program(images), expected)
     trained = {name.removeprefix("model."): tensor for name, tensor in weights(checkpoint).items() if name.startswith("model.")}
-    for name, tensor in loaded.state_dict().items():
-        torch.testing.assert_close(tensor, trained[name], rtol=0, atol=0, msg=lambda said, name=name: f"{name}: {said}")
+    assert_same(trained, loaded.state_dict())
 
 
 def test_a_plan_and_its_depth(holotrain):

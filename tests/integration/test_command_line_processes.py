@@ -19,6 +19,7 @@ import yaml
 from forked import Forked
 from left_by_runs import only, summary, weights
 from made_once import made_once
+from same_tensors import assert_same
 from torch.nn import functional
 
 from holotrain.callbacks import ExactResume
@@ -202,9 +203,7 @@ def test_muon_orthogonalises_whole_matrices(holotrain, left):
         assert summary(run)["strategy"] == strategy
         alone = alone_in(holotrain, strategy, *MUON, f"data.batch_size={batch}")
         assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-        found, expected = weights(run / LAST), weights(alone / LAST)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda said, name=name: f"{name}: {said}")
+        assert_same(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
 def test_tensor_parallel_processes_drop_alike(holotrain, left, monkeypatch):
@@ -319,9 +318,7 @@ def test_two_pairs_of_processes_share_layers(holotrain, started):
     assert summary(run)["processes"] == 4
     alone = alone_in(holotrain, "alone", *words, "data.batch_size=16", "backward=autograd")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-    found, expected = weights(run / LAST), weights(alone / LAST)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda said, name=name: f"{name}: {said}")
+    assert_same(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
 def test_torchrun_starts_a_training(tmp_path, monkeypatch):
@@ -370,9 +367,7 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left, kind):
     exported = read_weights(only(Path("runs/export")) / "export")
     trained = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
     assert trained.keys() == exported.keys()
-    for name, weight in trained.items():  # the run was in double precision
-        found = exported[name]
-        torch.testing.assert_close(found, weight.float(), rtol=0, atol=0, msg=lambda said, name=name: f"{name}: {said}")
+    assert_same(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
 
 
 def test_a_run_that_left_shards_is_resumed_in_its_folder(holotrain, left):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from left_by_runs import assert_same_weights, only, scalars, summary
 from made_once import made_once
+from same_tensors import assert_same
 from small_run import fit_and_kill, fit_in
 
 import holotrain as package
@@ -272,14 +273,14 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
     after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     kept = [name for name in after if name in before and not name.startswith("model.head.")]
     assert len(kept) > 20
-    for name in kept:
-        torch.testing.assert_close(after[name], before[name], rtol=0, atol=0, msg=lambda said, name=name: f"{name}: {said}")
+    assert_same(after, {name: before[name] for name in kept})
     status, _, err = holotrain("fit", *words, "model.adapters=4", "model.trained=adapters", "output_dir=adapted")
     assert status == 0
     adapted = only(Path("adapted/fit")) / "checkpoints/last.ckpt"
     after = torch.load(adapted, weights_only=True)["state_dict"]
     words = "model.blocks.blocks.0.f.branch.attention.qkv.weight", "model.blocks.blocks.0.f.down.weight"
-    assert torch.equal(after[words[0]], before[words[0].replace("branch.", "")]) and words[1] in after
+    torch.testing.assert_close(after[words[0]], before[words[0].replace("branch.", "")], rtol=0, atol=0)
+    assert words[1] in after
     holotrain("export", f"ckpt_path={adapted}", "to=exported")
     status, _, err = holotrain("test", "ckpt_path=exported")
     assert (status, err) == (0, "")
@@ -309,7 +310,7 @@ def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
 
     theirs = load_file("gpt2/model.safetensors")
     words = next(tensor for name, tensor in theirs.items() if name.endswith("wte.weight"))
-    assert torch.equal(after["model.embedding.word.weight"][: len(words)], words)
+    torch.testing.assert_close(after["model.embedding.word.weight"][: len(words)], words, rtol=0, atol=0)
     assert len(after["model.embedding.word.weight"]) == len(words) + 3 and "fitted: embedding.position, embedding.word" in err
 
 

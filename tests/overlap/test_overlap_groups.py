@@ -52,9 +52,9 @@ def test_shares_are_those_of_chunk(length, dim):
     for rank in range(ranks):
         share = shares.share_of_rows(rows[rank], rank, like=x)
         mine = chunks[rank] if rank < len(chunks) else x.narrow(dim, 0, 0)
-        assert torch.equal(share, mine)
-        assert torch.equal(shares.rows_of_share(mine), rows[rank])
-    assert torch.equal(shares.end_to_end(rows, like=x), x)
+        torch.testing.assert_close(share, mine, rtol=0, atol=0)
+        torch.testing.assert_close(shares.rows_of_share(mine), rows[rank], rtol=0, atol=0)
+    torch.testing.assert_close(shares.end_to_end(rows, like=x), x, rtol=0, atol=0)
 
 
 def test_a_sequence_that_comes_first_is_not_copied():
