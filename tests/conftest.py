@@ -55,6 +55,12 @@ def holotrain(tmp_path, monkeypatch, capfd):
 
 
 @pytest.fixture(scope="session")
+def tokens(tmp_path_factory) -> Path:
+    """A folder for data.cache_dir: the text that is configured by default is tokenised there once, by whoever comes first."""
+    return made_once(tmp_path_factory, "tokens", lambda folder: None)
+
+
+@pytest.fixture(scope="session")
 def image_run(tmp_path_factory) -> Path:
     """The folder of a finished training of images, for tests that leave it as it is."""
     words = ["optimizer=sgd", "synthesis=associative", "logger=none", "data.val_fraction=0.2", "hydra.run.dir=run"]

@@ -427,7 +427,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
     status, out, err = holotrain("fit", "-m", *words)
     (sweep,) = Path("runs/fit/sweeps").iterdir()
     said = f"holotrain: rank 1 (process {children[1].pid}) was ended by SIGKILL; resume the sweep by its own command and "
-    assert (status, err.count("\n")) == (1, 1) and err.startswith(said) and f"hydra.run.dir={sweep}/1" in err
+    assert (status, err.count("\n")) == (1, 1) and err.startswith(said) and f"hydra.run.dir={sweep}/1" in err, err
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
     assert [(row["status"], row["optimizer.lr"]) for row in rows] == [("completed", "0.001"), ("failed", "0.0001")]
     assert out.count("sweep of 2 jobs") == 1
