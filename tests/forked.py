@@ -65,6 +65,7 @@ class Forked:
 
 def _run(program: Path | str, arguments: list[str], folder: str, env: dict[str, str], out: str, errors: str) -> None:
     gc.freeze()
+    _CONTEXT.set_forkserver_preload([])  # a data worker of this process needs no Lightning
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)

@@ -46,4 +46,4 @@ main(["fit", *sys.argv[2:]])
 def fit_and_kill(folder: Path, *words: str, epoch: int = 1) -> None:
     """Runs ``fit`` in a process of its own, killed in the middle of an epoch."""
     process = Forked(KILLED, epoch, *words, folder=folder, errors=folder / "errors_of_the_killed")
-    assert process.wait(200) == -signal.SIGKILL, (folder / "errors_of_the_killed").read_text()
+    assert process.wait() == -signal.SIGKILL, (folder / "errors_of_the_killed").read_text()
