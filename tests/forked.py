@@ -41,7 +41,7 @@ class Forked:
         errors: Path | str = os.devnull,
     ) -> None:
         given = (program, list(map(str, arguments)), str(folder), dict(env or os.environ), str(out), str(errors))
-        self._process = _CONTEXT.Process(target=_run, args=given)
+        self._process = _CONTEXT.Process(target=_run, args=(multiprocessing.get_start_method(), *given))
         self._asking = Lock()
         with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # which torch reads in the process that is forked
             self._process.start()
@@ -63,9 +63,11 @@ class Forked:
         self._process.kill()
 
 
-def _run(program: Path | str, arguments: list[str], folder: str, env: dict[str, str], out: str, errors: str) -> None:
+def _run(
+    method: str, program: Path | str, arguments: list[str], folder: str, env: dict[str, str], out: str, errors: str
+) -> None:
     gc.freeze()
-    _CONTEXT.set_forkserver_preload([])  # a data worker of this process needs no Lightning
+    multiprocessing.set_start_method(method, force=True)  # data workers start as they do elsewhere
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
