@@ -3,28 +3,29 @@
 import gc
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked import Forked
 
 
 def found_by_processes(script: Path, folder: Path, count: int = 2) -> dict:
-    """Runs ``python SCRIPT RANK STORE RESULTS`` twice, or ``count`` times; returns the JSON in RESULTS."""
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_PROCESSES": str(count)}
-    files = [str(folder / "store"), str(folder / "found.json")]
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), str(rank), *files], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(count)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0] * count, "\n".join(errors)
+    """Runs ``SCRIPT RANK STORE RESULTS`` in two processes, or ``count``; returns the JSON in RESULTS."""
+    environment = os.environ | {"GLOO_PROCESSES": str(count)}
+    files = [folder / "store", folder / "found.json"]
+    errors = [folder / f"errors_{rank}" for rank in range(count)]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(count):
+            ranks.append(Forked(script, rank, *files, folder=folder, env=environment, errors=errors[rank]))
+            stack.callback(ranks[-1].kill)
+        statuses = [process.wait(timeout=300) for process in ranks]
+    assert statuses == [0] * count, "\n".join(path.read_text() for path in errors)
     return json.loads((folder / "found.json").read_text())
 
 

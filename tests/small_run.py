@@ -1,5 +1,14 @@
 """Overrides for a run of about a second, and a run that is killed."""
 
+import os
+import signal
+import sys
+from contextlib import chdir
+from pathlib import Path
+from unittest.mock import patch
+
+from forked import Forked
+
 SMALL = [
     "model.dim=16",
     "model.depth=2",
@@ -12,15 +21,29 @@ SMALL = [
     "trainer.log_every_n_steps=1",
 ]
 
+
+def fit_in(folder: Path, *words: str) -> None:
+    """Runs ``fit`` in this process, in a folder."""
+    from holotrain.cli import main
+
+    with chdir(folder), patch.dict(os.environ), patch.object(sys, "argv", ["holotrain"]):
+        assert main(["fit", *words]) == 0
+
+
 KILLED = """
 import os, signal, sys
-import lightning.pytorch as pl
 from holotrain.callbacks import ExactResume
+epoch = int(sys.argv[1])
 def kill(self, trainer, module, outputs, batch, index):
-    if trainer.current_epoch == 1 and index == 4:
+    if trainer.current_epoch == epoch and index == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 ExactResume.on_train_batch_end = kill
 from holotrain.cli import main
-main(["fit", *sys.argv[1:]])
+main(["fit", *sys.argv[2:]])
 """
-"""A program for ``python -c``: ``fit`` with the given overrides, killed in the middle of the second epoch."""
+
+
+def fit_and_kill(folder: Path, *words: str, epoch: int = 1) -> None:
+    """Runs ``fit`` in a process of its own, killed in the middle of an epoch."""
+    process = Forked(KILLED, epoch, *words, folder=folder, errors=folder / "errors_of_the_killed")
+    assert process.wait() == -signal.SIGKILL, (folder / "errors_of_the_killed").read_text()

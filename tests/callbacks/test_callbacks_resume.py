@@ -3,14 +3,13 @@
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from forked import Forked
+from same_tensors import assert_same
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -77,23 +76,22 @@ def fit(callbacks=(), checkpoint=None, workers=0, batch=3, **options):
     return module.seen, module.state_dict(), module.validated
 
 
-def assert_same(resumed, reference, step):
-    """The same batches from the given one on, and the same weights, bit for bit."""
+def assert_resumed(resumed, reference, step):
     assert resumed[0] == reference[0][step:]
-    assert all(torch.equal(resumed[1][name], value) for name, value in reference[1].items())
+    assert_same(resumed[1], reference[1])
 
 
 def every_step(folder):
     return ExactCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resuming_from_every_step(tmp_path, workers):
+@pytest.mark.parametrize(("workers", "steps"), [(0, [*range(1, STEPS + 1)]), (2, [4, 5])])
+def test_resuming_from_every_step(tmp_path, workers, steps):
     reference = fit([every_step(tmp_path)], workers=workers)
     assert len(reference[0]) == STEPS == len(list(tmp_path.glob("*.ckpt")))
     assert [int(batch[0][0]) for batch in reference[0]] == [0] * 4 + [1] * 4 + [2] * 4  # noise below 1 is on the epoch
-    for step in range(1, STEPS + 1) if workers == 0 else (2, 4, 5):
-        assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt", workers=workers), reference, step)
+    for step in steps:
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", workers=workers), reference, step)
 
 
 @pytest.mark.parametrize("epoch_end", [True, False])
@@ -103,32 +101,37 @@ def test_resuming_from_the_end_of_an_epoch_and_of_a_validation(tmp_path, epoch_e
     )
     reference = fit([checkpoint])
     for step in (4, 8, 12):
-        assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt"), reference, step)
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt"), reference, step)
 
 
 def test_resuming_from_a_validation_within_an_epoch(tmp_path):
     checkpoint = ExactCheckpoint(tmp_path, filename="{step}", monitor="val/loss", save_top_k=-1)
     reference = fit([checkpoint], val_check_interval=2)
     for step in (2, 4, 6, 8):
-        assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt", val_check_interval=2), reference, step)
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", val_check_interval=2), reference, step)
 
 
-@pytest.mark.parametrize("most", [STEPS, 100])
-def test_resuming_where_steps_are_bounded_too(tmp_path, most):
+EVERY_STEP = [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("most", "steps"), [(STEPS, EVERY_STEP), (100, [4, 7]), pytest.param(100, EVERY_STEP, marks=pytest.mark.slow)]
+)
+def test_resuming_where_steps_are_bounded_too(tmp_path, most, steps):
     """After each step, at the ends of epochs too, and where a bound had ended the training within an epoch."""
     reference = fit([every_step(tmp_path)], max_steps=most)
     assert len(reference[0]) == STEPS
-    for step in range(1, STEPS + 1):
-        assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt", max_steps=most), reference, step)
+    for step in steps:
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", max_steps=most), reference, step)
     fit([last_checkpoint(tmp_path / "ended.ckpt")], max_steps=6)
     assert torch.load(tmp_path / "ended.ckpt", weights_only=True)["global_step"] == 6
-    assert_same(fit(checkpoint=tmp_path / "ended.ckpt", max_steps=most), reference, 6)
+    assert_resumed(fit(checkpoint=tmp_path / "ended.ckpt", max_steps=most), reference, 6)
 
 
 def test_resuming_with_accumulated_gradients(tmp_path):
     reference = fit([every_step(tmp_path)], accumulate_grad_batches=2)
     for step in (1, 2, 3, 5):
-        assert_same(fit(checkpoint=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2), reference, 2 * step)
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2), reference, 2 * step)
 
 
 class SignalAt(pl.Callback):
@@ -261,7 +264,7 @@ def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     assert (interrupted.value.signum, interrupted.value.checkpoint) == (signum, path)
     assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
     assert torch.load(path, weights_only=True)["global_step"] == step + 1
-    assert_same(fit(checkpoint=path), reference, step + 1)
+    assert_resumed(fit(checkpoint=path), reference, step + 1)
 
 
 def test_after_a_training_signals_do_what_they_did_before(tmp_path):
@@ -270,32 +273,29 @@ def test_after_a_training_signals_do_what_they_did_before(tmp_path):
     assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
 
 
-PROGRAM = """
-import sys, time, torch, lightning.pytorch as pl
+TWICE = """
+import os, signal, sys, torch, lightning.pytorch as pl
 from holotrain.callbacks import SaveOnSignal
-class Slow(pl.LightningModule):
+class Signalled(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
     def training_step(self, batch, batch_idx):
-        print("step", flush=True)
-        time.sleep(60 if batch_idx else 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("noted", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("ignored", flush=True)
         return self.layer(batch).sum()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 trainer = pl.Trainer(max_epochs=1, logger=False, callbacks=[SaveOnSignal(sys.argv[1])], accelerator="cpu",
                      enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(Slow(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+trainer.fit(Signalled(), torch.utils.data.DataLoader(torch.ones(4, 1)))
 """
 
 
 def test_the_same_signal_again_acts_at_once(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path / "x.ckpt"], stdout=subprocess.PIPE, text=True)
-    while process.stdout.readline() != "step\n":
-        pass
-    process.stdout.readline()  # the second step sleeps
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    process = Forked(TWICE, tmp_path / "x.ckpt", folder=tmp_path, out=out, errors=errors)
+    assert process.wait(100) == -signal.SIGTERM, errors.read_text()
+    assert out.read_text() == "noted\n"

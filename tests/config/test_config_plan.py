@@ -31,11 +31,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tmp_path_factory.mktemp("tokens")
-
-
 def configured(name, tokens):
     words = ["trainer.accelerator=cpu", *CASES[name]]
     if "lm" in name or "sequence" in name:

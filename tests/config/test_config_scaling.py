@@ -36,8 +36,8 @@ def planned(*words):
         ([*SMALL, "model.adapters=4", "model.trained=adapters"], 3, 0.9),
     ],
 )
-def test_units_are_the_whole_model(words, blocks, share, tmp_path):
-    config, data = planned(*words, *([f"data.cache_dir={tmp_path}"] if "task=causal_lm" in words else []))
+def test_units_are_the_whole_model(words, blocks, share, tokens):
+    config, data = planned(*words, *([f"data.cache_dir={tokens}"] if "task=causal_lm" in words else []))
     _, units = parts(Planner(config, data, "cpu"), config.batch_option[1], config.backward)
     parameters = list(build_task(config, data).model.parameters())
     assert sum(unit.parameters for unit in units) == sum(parameter.nbytes for parameter in parameters)
@@ -78,7 +78,7 @@ def test_a_step_is_timed_as_the_device_takes_it():
     said = []
     found = timing.step_times(Planner(config, data, "cpu"), config.backward, (1, 1), None, None, said.append)
     fast, slow = found.band
-    assert 0 < fast.step <= slow.step < 5 and min(fast.forward, fast.backward, fast.update) > 0
+    assert 0 < fast.step <= slow.step and min(fast.forward, fast.backward, fast.update) > 0
     assert found.source.startswith("measured on the CPU") and "data.batch_size=8" in said[-1]
 
 

@@ -6,15 +6,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from forked import Forked
 from left_by_runs import assert_same_weights, only, scalars, summary, weights
-from small_run import KILLED, SMALL
+from small_run import SMALL, fit_and_kill
+
+QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=none"]
 
 COMMON_KEYS = {
     "command", "status", "metrics", "steps", "samples_per_second", "peak_memory_bytes", "seconds", "checkpoint", "device",
@@ -46,31 +48,35 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-9), ("32-true", 1e-3)])
-def test_the_same_losses_from_every_schedule(holotrain, precision, tolerance):
-    """Fifty steps with dropout, drop-path and MixUp on."""
+EXACTNESS = [("64-true", 1e-9), ("32-true", 1e-3)]
+SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "steps"),
+    [*((*case, 8) for case in EXACTNESS), *(pytest.param(*case, 50, marks=pytest.mark.slow) for case in EXACTNESS)],
+)
+def test_the_same_losses_from_every_schedule(holotrain, precision, tolerance, steps):
+    """With dropout, drop-path and MixUp on, through two epochs or more."""
     losses = {}
-    for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
+    for backward in SCHEDULES:
         status, _, _ = holotrain(
-            "fit", *SMALL, f"backward={backward}", "logger=csv", f"trainer.precision={precision}", "model.dropout=0.1",
-            "model.drop_path=0.1", "test=false", f"output_dir={backward}", "data.mixup_alpha=0.2", "trainer.max_epochs=5",
-            "trainer.limit_train_batches=10",
+            "fit", *QUICK, f"backward={backward}", "logger=csv", f"trainer.precision={precision}", "model.dropout=0.1",
+            "model.drop_path=0.1", "data.mixup_alpha=0.2", f"output_dir={backward}",
+            f"trainer.limit_train_batches={steps // 2}",
         )  # fmt: skip
         assert status == 0
         rows = csv.DictReader((only(Path(backward) / "fit") / "csv" / "version_0" / "metrics.csv").open())
         losses[backward] = [float(row["train/loss"]) for row in rows if row["train/loss"]]
-    assert len(losses["autograd"]) == 50
-    for backward in ("checkpoint", "reversible", "pareprop"):
-        assert losses[backward] == pytest.approx(losses["autograd"], rel=tolerance)
+    assert len(losses["autograd"]) == steps
+    for backward in SCHEDULES[1:]:
+        assert losses[backward] == pytest.approx(losses["autograd"], rel=tolerance), backward
 
 
 @pytest.fixture
-def trained(holotrain):
+def trained(image_run):
     """A finished run, and the best checkpoint in it."""
-    status, _, _ = holotrain("fit", *SMALL, "optimizer=sgd", "synthesis=associative", "logger=none", "data.val_fraction=0.2")
-    assert status == 0
-    folder = only(Path("runs/fit"))
-    return folder, Path(summary(folder)["checkpoint"])
+    return image_run, image_run / "checkpoints" / Path(summary(image_run)["checkpoint"]).name
 
 
 def test_evaluation_needs_the_checkpoint_alone(holotrain, trained):
@@ -90,8 +96,8 @@ def test_evaluation_needs_the_checkpoint_alone(holotrain, trained):
 
 def test_what_was_trained_without_evaluation_is_evaluated_when_asked(holotrain):
     """The checkpoint brings limits of zero along; a training with them leaves its test out."""
-    words = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "trainer.max_epochs=1", "logger=none"]
-    status, _, err = holotrain("fit", *SMALL, *words)
+    words = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "trainer.max_epochs=1", "test=true"]
+    status, _, err = holotrain("fit", *QUICK, *words)
     assert (status, err) == (0, "")
     checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
     for command, limit in (("validate", "limit_val_batches"), ("test", "limit_test_batches")):
@@ -122,7 +128,8 @@ def test_predictions_of_the_test_part_and_of_files(holotrain, trained):
 
 
 def test_average_weights_are_what_is_tested_and_saved(holotrain):
-    status, _, _ = holotrain("fit", *SMALL, "callbacks=ema", "callbacks.ema.decay=0.5", "trainer.limit_test_batches=1.0")
+    words = ["callbacks=ema", "callbacks.ema.decay=0.5", "trainer.limit_test_batches=1.0", "test=true"]
+    status, _, _ = holotrain("fit", *QUICK, *words)
     assert status == 0
     left = summary(only(Path("runs/fit")))
     status, _, _ = holotrain("test", f"ckpt_path={left['checkpoint']}")
@@ -133,8 +140,8 @@ def test_average_weights_are_what_is_tested_and_saved(holotrain):
 
 
 STUBBORN = [
-    *SMALL, "model.dropout=0.2", "data.mixup_alpha=0.3", "trainer.max_epochs=3", "trainer.limit_train_batches=5",
-    "callbacks.checkpoint.every_n_train_steps=2", "test=false", "trainer.accumulate_grad_batches=2",
+    *QUICK, "model.dropout=0.2", "data.mixup_alpha=0.3", "trainer.max_epochs=3", "trainer.limit_train_batches=5",
+    "callbacks.checkpoint.every_n_train_steps=2", "trainer.accumulate_grad_batches=2",
 ]  # fmt: skip
 
 
@@ -149,16 +156,13 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, extra):
     """kill -9 in the middle of the second epoch, in a process of its own; resumed in this one."""
     status, _, _ = holotrain("fit", *STUBBORN, *extra, "output_dir=whole")
     assert status == 0
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, *STUBBORN, *extra, "output_dir=killed"], cwd=tmp_path, env=os.environ
-    )
-    assert process.wait(200) == -signal.SIGKILL
+    fit_and_kill(tmp_path, *STUBBORN, *extra, "output_dir=killed")
     folder = only(Path("killed/fit"))
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
     assert not (folder / "summary.json").exists()
     status, out, err = holotrain("fit", "resume=true", "output_dir=killed")
     assert (status, err) == (0, "")
-    assert only(Path("killed/fit")) == folder and "last.ckpt" in out
+    assert only(Path("killed/fit")) == folder
     assert_same_weights(only(Path("whole/fit")) / "checkpoints/last.ckpt", folder / "checkpoints/last.ckpt")
     assert summary(folder)["steps"] == 9
 
@@ -171,20 +175,19 @@ def test_sigterm_saves_says_how_to_resume_and_ends_a_sweep(holotrain, monkeypatc
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(ExactResume, "on_train_batch_start", terminate)
-    status, _, err = holotrain("fit", "-m", *SMALL, "seed=1,2")
+    status, _, err = holotrain("fit", "-m", *QUICK, "seed=1,2")
     assert status == 128 + signal.SIGTERM
     (sweep,) = Path("runs/fit/sweeps").iterdir()
     assert "SIGTERM" in err and f"holotrain fit resume=true hydra.run.dir={sweep}/0" in err
     assert summary(sweep / "0")["status"] == "interrupted" and not (sweep / "1").exists()
     monkeypatch.setattr(ExactResume, "on_train_batch_start", pl.Callback.on_train_batch_start)
-    status, _, err = holotrain("fit", "resume=true", f"hydra.run.dir={sweep}/0")
-    assert (status, err) == (0, "")
+    status, out, err = holotrain("fit", "resume=true", f"hydra.run.dir={sweep}/0")
+    assert (status, err) == (0, "") and "last.ckpt" in out
     assert summary(sweep / "0")["steps"] == 6
 
 
 def test_training_can_be_carried_further_in_a_new_folder(holotrain, trained):
     folder, _ = trained
-    time.sleep(1)  # folders are named by the second
     status, _, err = holotrain("fit", f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=3", "output_dir=more")
     assert (status, err) == (0, "")
     left = summary(only(Path("more/fit")))
@@ -193,9 +196,9 @@ def test_training_can_be_carried_further_in_a_new_folder(holotrain, trained):
     assert kept["optimizer"]["kind"] == "sgd" and kept["model"]["dim"] == 16 and kept["data"]["val_fraction"] == 0.2
 
 
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize("position", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_sweep_wherever_its_flag_stands(holotrain, position):
-    words = ["optimizer.lr=1e-3,1e-4", "data=digits", "model=rev_vit_tiny", *SMALL]
+    words = ["optimizer.lr=1e-3,1e-4", "data=digits", "model=rev_vit_tiny", *QUICK, "test=true", "trainer.max_epochs=1"]
     words.insert(position if position < 3 else len(words), "-m")
     status, out, err = holotrain("fit", *words)
     assert (status, err) == (0, "")
@@ -209,7 +212,7 @@ def test_a_sweep_wherever_its_flag_stands(holotrain, position):
 
 
 def test_a_failing_job_does_not_take_the_sweep_with_it(holotrain):
-    status, out, err = holotrain("fit", "-m", *SMALL, "model.heads=3,2")
+    status, out, err = holotrain("fit", "-m", *QUICK, "model.heads=3,2")
     assert status == 2
     assert "16 is none of 3" in err and "Traceback" not in err
     (sweep,) = Path("runs/fit/sweeps").iterdir()
@@ -220,8 +223,9 @@ def test_a_failing_job_does_not_take_the_sweep_with_it(holotrain):
 def test_a_sweep_file_and_an_overlay_folder(holotrain, tmp_path):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "narrow.yaml").write_text("# @package _global_\nmodel:\n  dim: 8\n")
-    words = [word for word in SMALL if "model.dim" not in word]
-    status, _, err = holotrain("fit", *words, "--config-dir", "mine", "experiment=narrow", "-m", "sweep=backward", "test=false")
+    words = [word for word in QUICK if "model.dim" not in word]
+    words += ["trainer.max_epochs=1", "trainer.limit_train_batches=1"]
+    status, _, err = holotrain("fit", *words, "--config-dir", "mine", "experiment=narrow", "-m", "sweep=backward")
     assert (status, err) == (0, "")
     (sweep,) = Path("runs/fit/sweeps").iterdir()
     assert [summary(sweep / str(job))["backward"] for job in range(4)] == ["autograd", "checkpoint", "reversible", "pareprop"]
@@ -241,7 +245,7 @@ def test_debugging_runs(holotrain, debug):
 
 
 def test_compiled_blocks_train(holotrain):
-    status, _, _ = holotrain("fit", *SMALL, "compile=true", "trainer.max_epochs=1", "test=false")
+    status, _, _ = holotrain("fit", *QUICK, "compile=true", "trainer.max_epochs=1")
     assert status == 0
     names = weights(only(Path("runs/fit")) / "checkpoints/last.ckpt")
     assert not any("_orig_mod" in name for name in names)
@@ -349,7 +353,7 @@ def test_the_module_starts_and_prints_its_configuration(tmp_path):
 
 
 def test_a_trace_is_left_and_told_of(holotrain):
-    status, out, _ = holotrain("fit", *SMALL, "profiler=trace", "test=false")
+    status, out, _ = holotrain("fit", *QUICK, "profiler=trace")
     assert status == 0
     folder = only(Path("runs/fit"))
     for name in ("trace.json", "trace-operators.txt", "trace-memory.svg"):
@@ -359,31 +363,29 @@ def test_a_trace_is_left_and_told_of(holotrain):
 
 
 STARVED = """
-import resource, sys
+import ctypes, resource, sys
+M_MMAP_THRESHOLD = -3
 from holotrain.callbacks import ExactResume
 def starve(self, trainer, module, outputs, batch, index):
     if trainer.global_step == 4:
         in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**22, -1))
 ExactResume.on_train_batch_end = starve
+# What is freed goes back to the system at once: else a step may find room in what the one before had.
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
 from holotrain.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
-def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain):
-    words = ["model.depth=2", "model.dim=96", "data.batch_size=256", *SMALL[3:]]
-    run = subprocess.run(
-        [sys.executable, "-c", STARVED, "fit", *words, "backward=autograd"],
-        capture_output=True,
-        text=True,
-        # What is freed goes back to the system at once: else a step may find room in what the one before had.
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory and glibc")
+def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain, tmp_path):
+    words = ["model.depth=2", "model.dim=96", "data.batch_size=256", *QUICK[3:], "backward=autograd"]
+    run = Forked(STARVED, "fit", *words, folder=tmp_path, errors=tmp_path / "errors")
+    status, err = run.wait(), Path("errors").read_text()
     folder = only(Path("runs/fit"))
-    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
-    said, resume, less = run.stderr.strip().splitlines()
+    assert status == 2 and "Traceback" not in err, err
+    said, resume, less = err.strip().splitlines()
     assert re.match(r"holotrain: out of memory at step 5 with data.batch_size=256 on cpu.*: tried to allocate [\d.]+ MiB", said)
     assert f"resume=true hydra.run.dir={folder}" in resume and "backward=reversible" in less
     left = summary(folder)
@@ -403,7 +405,7 @@ def test_a_sweep_goes_on_after_a_job_that_ran_out_of_memory(holotrain, monkeypat
         return ordinary(self, batch, *rest)
 
     monkeypatch.setattr(ImageClassifier, "training_step", refused)
-    status, _, err = holotrain("fit", *SMALL, "data.batch_size=48,32", "test=false", "-m")
+    status, _, err = holotrain("fit", *QUICK, "data.batch_size=48,32", "-m")
     (sweep,) = Path("runs/fit/sweeps").iterdir()
     assert status == 2 and "at step 1 with data.batch_size=48" in err and "20.00 MiB" in err and "no checkpoint" in err
     assert [summary(sweep / str(job))["status"] for job in range(2)] == ["out of memory", "completed"]

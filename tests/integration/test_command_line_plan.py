@@ -6,23 +6,41 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from left_by_runs import only, summary, weights
+from omegaconf import OmegaConf
+from same_tensors import assert_same
 from small_run import SMALL
 
+from holotrain.config.build import build_data
+from holotrain.config.build_plan import Planner
+from holotrain.config.checkpointed import typed
+from holotrain.config.composition import composed
+from holotrain.config.register import register
 from holotrain.planning import flops
+from holotrain.planning.footprint import Footprint
 
-FAKE = ["data=fake", "data.image_size=32", "data.batch_size=64", "data.train_size=128", "data.val_size=64", "data.test_size=64"]
-RUN = [*FAKE, "model.dim=48", "model.depth=8", "trainer.accelerator=cpu", "trainer.max_epochs=2", "test=false"]
+FAKE = ["data=fake", "data.image_size=16", "data.train_size=128", "data.val_size=64", "data.test_size=64"]
+PLANNED = [*FAKE, "data.batch_size=64", "model.dim=24", "model.depth=4", "model.heads=2", "trainer.accelerator=cpu"]
+"""Takes 28 MiB under autograd, 12 MiB under checkpoint and pareprop, 8.5 MiB under reversible."""
 
-PLANNED = RUN[:-2]
+RUN = [*PLANNED, "trainer.max_epochs=2", "test=false", "logger=none"]
 
 
 def plan_of(holotrain, *words):
     status, out, err = holotrain("plan", *words, "json=-")
     assert (status, err) == (0, "")
     return json.loads(out)
+
+
+def footprint(*words: str, device: str = "cpu") -> Footprint:
+    """Of one step alone: no other backward is tried, and no size is searched for."""
+    register()
+    config = typed("plan", OmegaConf.to_container(composed("plan", list(words)), resolve=True))
+    data = build_data(config)
+    data.prepare_data()
+    data.setup("fit")
+    return Planner(config, data, device).footprint(config.batch_option[1])
 
 
 def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
@@ -45,73 +63,70 @@ def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
     assert figures == json.loads((folder / "plan.json").read_text())
     peaks = {name: found["peak"] for name, found in figures["footprints"].items()}
     assert peaks["reversible"] < peaks["checkpoint"] < peaks["autograd"]
-    assert figures["fits"] and figures["remedies"] == []
+    assert figures["fits"] and figures["remedies"] == [] and "scaling" not in figures
     picture = ElementTree.parse(folder / "plan.svg").getroot()
     words = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
     assert {"autograd", "reversible", "memory: 64 MiB"} <= words
 
 
 def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
-    budget = 24 * 2**20
+    budget = 9 * 2**20
     largest = plan_of(holotrain, *PLANNED, f"memory={budget}")["largest"]
+    assert largest.keys() == {"data.batch_size", "model.depth"}
     for option, value in largest.items():
-        peaks = [
-            plan_of(holotrain, *PLANNED, f"{option}={value + more}", f"output_dir=more{more}")["footprints"]["reversible"][
-                "peak"
-            ]
-            for more in (0, 1)
-        ]
-        assert peaks[0] <= budget < peaks[1]
+        peaks = [footprint(*PLANNED, f"{option}={value + more}").peak for more in (0, 1)]
+        assert peaks[0] <= budget < peaks[1], (option, value, peaks)
 
 
 def test_what_does_not_fit_is_told_what_would(holotrain):
-    figures = plan_of(holotrain, *PLANNED, "memory=26MiB", "backward=autograd")
+    budget = 10 * 2**20
+    figures = plan_of(holotrain, *PLANNED, f"memory={budget}", "backward=autograd")
     assert figures["fits"] is False
     assert "backward=reversible" in figures["remedies"]
     assert any(word.startswith("data.batch_size=") for word in figures["remedies"])
     for remedy in figures["remedies"]:
-        words = ["backward=autograd", *remedy.split()] if "batch" in remedy else remedy.split()
-        assert plan_of(holotrain, *PLANNED, "memory=26MiB", *words)["fits"], remedy
+        words = [*([] if remedy.startswith("backward=") else ["backward=autograd"]), *remedy.split()]
+        assert footprint(*PLANNED, *words).peak <= budget, remedy
 
 
 def test_a_remedy_undoes_what_another_backward_cannot_keep(holotrain):
-    asked = [*PLANNED, "backward=reversible", "backward.store=8", "memory=36MiB"]
+    budget = 13 * 2**20
+    asked = [*PLANNED, "backward=reversible", "backward.store=4", f"memory={budget}"]
     (remedy,) = (remedy for remedy in plan_of(holotrain, *asked)["remedies"] if remedy.startswith("backward=checkpoint"))
     assert remedy == "backward=checkpoint backward.store=0"
-    assert plan_of(holotrain, *asked, *remedy.split())["fits"]
+    assert footprint(*asked, *remedy.split()).peak <= budget
 
 
 def test_auto_that_cannot_fit_is_shown_all_the_same(holotrain):
-    figures = plan_of(holotrain, *PLANNED, "memory=10MiB", "backward=auto")
+    figures = plan_of(holotrain, *PLANNED, "memory=4MiB", "backward=auto")
     assert (figures["fits"], figures["backward"], figures["blocks"]) == (False, "reversible", None)
     assert [word for word in figures["remedies"] if word.startswith("data.batch_size=")]
 
 
-def test_attention_with_dropout_is_planned_for_a_gpu_too(holotrain):
-    peaks = [
-        {name: found["peak"] for name, found in plan_of(holotrain, *PLANNED[:-1], "device=cuda", dropout)["footprints"].items()}
-        for dropout in ("model.attention_dropout=0", "model.attention_dropout=0.1")
-    ]
-    assert peaks[0] == peaks[1]
+@pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible", "pareprop"])
+def test_attention_with_dropout_is_planned_for_a_gpu_too(backward):
+    words = [*PLANNED, f"backward={backward}"]
+    plain, dropped = (footprint(*words, f"model.attention_dropout={share}", device="cuda") for share in (0, 0.1))
+    assert plain.peak == dropped.peak > 0
 
 
 def test_plain_models_have_two_ways(holotrain):
-    figures = plan_of(holotrain, "model=swin_nano", *FAKE, "device=cuda")
+    figures = plan_of(holotrain, "model=swin_nano", *FAKE, "data.image_size=32", "data.batch_size=8", "device=cuda")
     assert list(figures["footprints"]) == ["autograd", "checkpoint"] and figures["budget_bytes"] is None
 
 
 def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain, monkeypatch):
     # By FLOPs: times of a busy machine may well make one schedule the best for every block.
     monkeypatch.setattr("holotrain.config.choose_backward.seconds", lambda visit, names, autocast: flops(visit, names))
-    words = [*RUN, "backward=auto", "memory=26MiB", "callbacks.checkpoint.every_n_train_steps=1"]
+    words = [*RUN, "backward=auto", "memory=15MiB", "callbacks.checkpoint.every_n_train_steps=1"]
     status, out, err = holotrain("fit", *words, "output_dir=whole")
     assert (status, err) == (0, "")
     folder = only(Path("whole/fit"))
     blocks = yaml.safe_load((folder / "config.yaml").read_text())["backward"]["blocks"]
-    assert len(blocks) == 8 and len(set(blocks)) > 1
-    assert re.search(r"\d (autograd|checkpoint|reversible)\S*; [\d.]+ MiB of 26 MiB", out)
-    figures = plan_of(holotrain, *PLANNED, "backward=auto", f"backward.blocks=[{','.join(blocks)}]", "memory=26MiB")
-    assert figures["fits"] and figures["footprints"]["auto"]["peak"] > figures["footprints"]["reversible"]["peak"]
+    assert len(blocks) == 4 and len(set(blocks)) > 1
+    assert re.search(r"\d (autograd|checkpoint|reversible)\S*; [\d.]+ MiB of 15 MiB", out)
+    chosen = footprint(*PLANNED, "backward=auto", f"backward.blocks=[{','.join(blocks)}]").peak
+    assert footprint(*PLANNED, "backward=reversible").peak < chosen <= 15 * 2**20
 
     status, _, _ = holotrain("fit", *words, "trainer.max_steps=3", "output_dir=cut")
     assert status == 0
@@ -128,18 +143,18 @@ def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotra
 
 
 def test_auto_trains_as_reversible_does(holotrain):
-    for name, words in {"auto": ["backward=auto", "memory=52MiB"], "reversible": ["backward=reversible"]}.items():
+    for name, words in {"auto": ["backward=auto", "memory=25MiB"], "reversible": ["backward=reversible"]}.items():
         assert holotrain("fit", *RUN, *words, "trainer.precision=64-true", f"output_dir={name}")[0] == 0
     auto, reversible = (weights(only(Path(name) / "fit") / "checkpoints/last.ckpt") for name in ("auto", "reversible"))
-    assert all(torch.allclose(auto[name], reversible[name], atol=1e-9) for name in reversible)
+    assert_same(auto, reversible, rtol=1e-5, atol=1e-9)
 
 
 def test_the_largest_batch_is_chosen_and_written_down(holotrain):
-    status, out, err = holotrain("fit", *RUN, "data.batch_size=auto", "memory=10MiB")
+    status, out, err = holotrain("fit", *RUN, "data.batch_size=auto", "memory=4MiB")
     assert (status, err) == (0, "")
     folder = only(Path("runs/fit"))
     size = yaml.safe_load((folder / "config.yaml").read_text())["data"]["batch_size"]
-    assert 1 < size < 128 and f"data.batch_size={size} is the largest that fits into 10 MiB" in out
+    assert 1 < size < 128 and f"data.batch_size={size} is the largest that fits into 4 MiB" in out
     assert summary(folder)["steps"] == 2 * (128 // size)
 
 
@@ -150,18 +165,18 @@ def test_the_least_that_is_named_is_enough(holotrain):
 
 
 def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):
-    words = [*RUN, "data.batch_size=auto", "memory=10MiB", "trainer.max_steps=2", "output_dir=sweep"]
+    words = [*RUN, "data.batch_size=auto", "memory=4MiB", "trainer.max_steps=2", "output_dir=sweep"]
     assert holotrain("fit", *words, "seed=1", "-m")[0] == 0
     (sweep,) = Path("sweep/fit/sweeps").iterdir()
     chosen = yaml.safe_load((sweep / "0/config.yaml").read_text())["data"]["batch_size"]
-    words[-3:-1] = ["memory=12MiB", "trainer.max_steps=4"]
+    words[-3:-1] = ["memory=5MiB", "trainer.max_steps=4"]
     status, out, _ = holotrain("fit", *words, "seed=1", "-m", "resume=true")
     assert status == 0 and "planning" not in out
     assert yaml.safe_load((sweep / "0/config.yaml").read_text())["data"]["batch_size"] == chosen
 
 
 def test_no_more_is_taken_than_there_is(holotrain):
-    assert holotrain("fit", *RUN, "data.batch_size=auto", "memory=10GiB")[0] == 0
+    assert holotrain("fit", *RUN, "data.batch_size=auto", "memory=10GiB", "trainer.max_epochs=1")[0] == 0
     assert yaml.safe_load((only(Path("runs/fit")) / "config.yaml").read_text())["data"]["batch_size"] == 128
 
 
@@ -195,21 +210,17 @@ def test_several_devices_are_predicted_and_what_is_assumed_is_said(holotrain):
 
 
 def test_layers_that_cannot_be_shared_out_say_why(holotrain):
-    figures = plan_of(holotrain, *SMALL, "devices=7", "device=cuda", "gpu=H100 PCIe")
-    tensor_parallel = figures["scaling"]["strategies"][2:]
+    asked = [*SMALL, "device=cuda", "gpu=H100 PCIe"]
+    status, out, _ = holotrain("plan", *asked, "devices=7", "json=figures.json")
+    scaling = json.loads(Path("figures.json").read_text())["scaling"]
+    tensor_parallel = scaling["strategies"][2:]
     said = "no layer can be sharded: 2 heads (not divisible by 7); MLPs of width 64 (not divisible by 7)"
     assert [one["reason"] for one in tensor_parallel] == [said] * 2
     assert [one["seconds"] for one in tensor_parallel] == [None] * 2
-    assert "H100 PCIe" in figures["scaling"]["single_device"]["source"]
-    status, out, _ = holotrain("plan", *SMALL, "devices=7", "device=cuda", "gpu=H100 PCIe", "output_dir=again")
+    assert "H100 PCIe" in scaling["single_device"]["source"]
     assert status == 0 and f"not possible: TP; TP, overlapped: {said}" in " ".join(out.split())
-    status, out, _ = holotrain("plan", *SMALL, "devices=8", "device=cuda", "gpu=H100 PCIe", "output_dir=heads")
+    status, out, _ = holotrain("plan", *asked, "devices=8", "output_dir=heads")
     assert status == 0 and "not sharded: 2 heads (not divisible by 8)" in " ".join(out.split())
-
-
-def test_without_devices_nothing_is_said_of_several(holotrain):
-    figures = plan_of(holotrain, *SMALL)
-    assert "scaling" not in figures
 
 
 @pytest.mark.parametrize(
@@ -221,13 +232,13 @@ def test_without_devices_nothing_is_said_of_several(holotrain):
         ),
         (
             ["fit", "data.batch_size=auto", "memory=100KiB"],
-            "memory: 100 KiB is too little: with data.batch_size=1 this run needs 5.",
+            "memory: 100 KiB is too little: with data.batch_size=1 this run needs 1.",
         ),
         (["fit", "data.batch_size=auto", "backward=auto"], "data.batch_size=auto: cannot be combined with backward=auto"),
         (["fit", "backward=auto", "backward.store=2"], "backward=auto: it chooses what to store"),
-        (["fit", "backward=auto", "backward.blocks=[autograd]"], "backward.blocks: there are 1 schedules for 8 blocks"),
+        (["fit", "backward=auto", "backward.blocks=[autograd]"], "backward.blocks: there are 1 schedules for 4 blocks"),
         (
-            ["fit", "backward=auto", "backward.blocks=[x,x,x,x,x,x,x,x]"],
+            ["fit", "backward=auto", "backward.blocks=[x,x,x,x]"],
             "backward.blocks: 'x' is not one of autograd, checkpoint",
         ),
         (["fit", "backward.blocks=[autograd]"], "backward.blocks: needs backward=auto"),

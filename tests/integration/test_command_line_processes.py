@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed
 import yaml
+from forked import Forked
 from left_by_runs import only, summary, weights
 from made_once import made_once
+from same_tensors import assert_same
 from torch.nn import functional
 
 from holotrain.callbacks import ExactResume
@@ -28,7 +31,8 @@ from holotrain.seeds import mixed_seed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
-STEPS = 20
+STEPS = 6
+LONG = 20
 IMAGES = ["model=rev_vit_tiny", "model.dim=16", "model.depth=2", "model.heads=2", f"trainer.limit_train_batches={STEPS}"]
 TEXT = [
     "task=causal_lm", "model=rev_gpt_tiny", "model.dim=16", "model.depth=2", "model.heads=2", "data=text_files",
@@ -44,7 +48,7 @@ CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epo
 SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
 DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3"]
 MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2"]
-COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1"]
+COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1", f"trainer.limit_train_batches={2 * LONG}"]
 
 
 def free_port(*wanted: int) -> int:
@@ -69,10 +73,22 @@ def write_text(folder: Path) -> None:
         (folder / f"{number}.txt").write_text(text)
 
 
-MATRIX = ["trainer=ddp,fsdp,tp", "backward=autograd,reversible,pareprop"]
+COMMAND_LINE = "import sys; from holotrain.cli import main; sys.exit(main(sys.argv[1:]))"
+KINDS = {"images": IMAGES, "text": TEXT}
+STRATEGIES, BACKWARDS = ("ddp", "fsdp", "tp"), ("autograd", "reversible", "pareprop")
+OF_IMAGES = {("ddp", "reversible"), ("fsdp", "autograd"), ("tp", "pareprop")}
+MATRIX = [
+    ("images" if (strategy, backward) in OF_IMAGES else "text", strategy, backward)
+    for strategy in STRATEGIES
+    for backward in BACKWARDS
+]
+"""Every two of kind, strategy and backward meet; EVERYTHING has all three."""
+
 WORK = {
-    "images": ["-m", *IMAGES, *SHARED, *MATRIX],
-    "text": ["-m", *TEXT, *SHARED, *MATRIX],
+    **{
+        f"{kind}_{strategy}_{backward}": [*KINDS[kind], *SHARED, f"trainer={strategy}", f"backward={backward}"]
+        for kind, strategy, backward in MATRIX
+    },
     "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1"],
     "begun_in_shards": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", "trainer.sharded_checkpoints=true"],
     "continued": ["-m", *CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun/0/checkpoints/last.ckpt"],
@@ -89,6 +105,10 @@ WORK = {
 }
 """Command lines of fit, in this order; what some of them are for is in two_ranks.py."""
 
+LIMITS = {"images": f"trainer.limit_train_batches={LONG}", "text": f"trainer.limit_train_batches={2 * LONG}"}
+SWEPT = [f"trainer={','.join(STRATEGIES)}", f"backward={','.join(BACKWARDS)}"]
+EVERYTHING = {kind: ["-m", *words, *SHARED, LIMITS[kind], *SWEPT] for kind, words in KINDS.items()}
+
 
 def environment() -> dict[str, str]:
     """Of processes that are started here."""
@@ -97,63 +117,75 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def done_by_two_ranks(folder: Path) -> None:
-    """Has all of WORK done by two processes in ``folder``; each leaves there what it saw and said."""
+def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
+    """Has all command lines done by two processes in ``folder``; each leaves there what it saw and said."""
     write_text(folder / "text")
     work = []
-    for name, words in WORK.items():
+    for name, words in commands.items():
         port = free_port(*range(15000, 25000)) if name == "srun" else free_port()
         run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
         line = ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]
         work.append((name, port, line if words else []))
-    script = [sys.executable, Path(__file__).with_name("two_ranks.py")]
+    script = Path(__file__).with_name("two_ranks.py")
     with ExitStack() as stack:
         ranks = []
         for rank in "01":
-            out, errors = (stack.enter_context((folder / f"{name}_{rank}").open("w")) for name in ("said", "errors"))
-            words = [*script, rank, json.dumps(work), f"found_{rank}.json"]
-            ranks.append(subprocess.Popen(words, cwd=folder, env=environment(), stdout=out, stderr=errors))
+            streams = {name: folder / f"{name}_{rank}" for name in ("out", "errors")}
+            ranks.append(
+                Forked(script, rank, json.dumps(work), f"found_{rank}.json", folder=folder, env=environment(), **streams)
+            )
             stack.callback(ranks[-1].kill)
         statuses = [process.wait(timeout=500) for process in ranks]
-    said = [(folder / f"{name}_{rank}").read_text() for name in ("said", "errors") for rank in "01"]
-    assert statuses == [-signal.SIGKILL, 0] and said[1] == "", said
+    said = [(folder / f"{name}_{rank}").read_text() for name in ("out", "errors") for rank in "01"]
+    assert statuses == expected and said[1] == "", said
 
 
 @pytest.fixture(scope="session")
 def left(tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder where two processes did all of WORK, and what each of them wrote down."""
-    folder = made_once(tmp_path_factory, "two_ranks", done_by_two_ranks)
+    folder = made_once(tmp_path_factory, "two_ranks", lambda made: done_by_two_ranks(made, WORK, [-signal.SIGKILL, 0]))
     return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("kind", ["images", "text"])
-def test_losses_are_those_of_one_process(holotrain, left, kind):
-    """Under each strategy, by each backward: of images, and of text with accumulated and clipped gradients.
+def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words: str) -> None:
+    """Of images, and of text with accumulated and clipped gradients.
 
     DDP and FSDP2 read 8 samples a process, tensor parallel processes the same 8.
     """
-    folder, _ = left
-    words = {"images": IMAGES, "text": TEXT}[kind]
     if kind == "text":
         write_text(Path("text"))
-    alone = {}
-    for batch in (8, 16):
-        status, _, _ = holotrain("fit", *words, *SHARED, "backward=autograd", f"data.batch_size={batch}", f"output_dir={batch}")
-        assert status == 0
-        alone[batch] = only(Path(f"{batch}/fit"))
-    jobs = sorted((folder / f"did_{kind}").glob("[0-9]*"))
-    found = {(run["strategy"], run["backward"]): job for job in jobs for run in [summary(job)]}
-    assert len(found) == len(jobs) == 9
-    for where, job in found.items():
-        reference = alone[8 if where[0] == "tp" else 16]
-        expected = losses(reference)
-        assert len(expected) == STEPS
-        assert losses(job) == pytest.approx(expected, rel=1e-9), where
+    alone = {
+        batch: alone_in(holotrain, str(batch), *KINDS[kind], *SHARED, *words, "backward=autograd", f"data.batch_size={batch}")
+        for batch in (8, 16)
+    }
+    for job in jobs:
+        found = summary(job)
+        where = f"{found['strategy']}, {found['backward']}"
+        reference = alone[8 if found["strategy"] == "tp" else 16]
+        assert losses(job) == pytest.approx(losses(reference), rel=1e-9), where
         # all of the validation part, no sample of it twice
         whole = {name: value for name, value in summary(reference)["metrics"].items() if name.startswith("val/")}
-        metrics = summary(job)["metrics"]
-        assert {name: metrics[name] for name in whole} == pytest.approx(whole, rel=1e-6), where
-        assert summary(job)["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
+        assert whole and {name: found["metrics"][name] for name in whole} == pytest.approx(whole, rel=1e-6), where
+        assert found["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
+    assert [len(losses(job)) for job in jobs] == [len(losses(alone[8]))] * len(jobs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_one_process(holotrain, left, kind):
+    jobs = {(s, b): left[0] / f"did_{kind}_{s}_{b}" for of, s, b in MATRIX if of == kind}
+    assert {where: (summary(job)["strategy"], summary(job)["backward"]) for where, job in jobs.items()} == {w: w for w in jobs}
+    assert all(len(losses(job)) == STEPS for job in jobs.values())
+    assert_losses_of_one_process(holotrain, kind, list(jobs.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_one_process_under_each_strategy_by_each_backward(holotrain, tmp_path_factory, kind):
+    folder = made_once(tmp_path_factory, "two_ranks_all", lambda made: done_by_two_ranks(made, EVERYTHING, [0, 0]))
+    jobs = sorted((folder / f"did_{kind}").glob("[0-9]*"))
+    assert len({(summary(job)["strategy"], summary(job)["backward"]) for job in jobs}) == len(jobs) == 9
+    assert all(len(losses(job)) == LONG for job in jobs)
+    assert_losses_of_one_process(holotrain, kind, jobs, LIMITS[kind])
 
 
 def alone_in(holotrain, name: str, *words: str) -> Path:
@@ -171,9 +203,7 @@ def test_muon_orthogonalises_whole_matrices(holotrain, left):
         assert summary(run)["strategy"] == strategy
         alone = alone_in(holotrain, strategy, *MUON, f"data.batch_size={batch}")
         assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-        found, expected = weights(run / LAST), weights(alone / LAST)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda said, name=name: f"{name}: {said}")
+        assert_same(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
 def test_tensor_parallel_processes_drop_alike(holotrain, left, monkeypatch):
@@ -217,7 +247,7 @@ def test_compressed_gradients_train_nearly_as_others(holotrain, left):
     rounded, approximated = (losses(folder / "did_compressed" / job) for job in "01")
     assert rounded == pytest.approx(alone, rel=1 / 256) and rounded[1:] != pytest.approx(alone[1:], rel=1e-7)
     ranks = zero["seen"]["did_compressed/1"]["gradient ranks"]
-    assert len(ranks) == STEPS and all(min(of_step) > 4 for of_step in ranks[:4])
+    assert len(ranks) == LONG and all(min(of_step) > 4 for of_step in ranks[:4])
     assert all(0 < rank <= 4 for of_step in ranks[4:] for rank in of_step)
     assert approximated[:5] == pytest.approx(alone[:5], rel=1e-9)
     assert sum(approximated[-5:]) < 0.9 * sum(approximated[:5])
@@ -263,21 +293,42 @@ def by_torchrun(processes: int, *words: str) -> tuple[int, list[str]]:
     return done.returncode, [path.read_text() for path in said]
 
 
-def test_torchrun_starts_two_pairs_that_share_layers(holotrain):
+def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:
+    """The same without torchrun, whose variables say as much."""
+    shared = environment() | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = [Path(f"errors_{rank}") for rank in range(processes)]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(processes):
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(Forked(COMMAND_LINE, *words, folder=Path.cwd(), env=env, errors=said[rank]))
+            stack.callback(ranks[-1].kill)
+        statuses = [process.wait(timeout=300) for process in ranks]
+    return max(map(abs, statuses)), [path.read_text() for path in said]
+
+
+@pytest.mark.parametrize("started", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
+def test_two_pairs_of_processes_share_layers(holotrain, started):
     """FSDP2 between two pairs of processes, each of which is tensor parallel within."""
     write_text(Path("text"))
     words = [*TEXT, *SHARED, *FEW, "trainer.max_steps=3"]
     pairs = ["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=2", "backward=pareprop"]
-    assert by_torchrun(4, "fit", *words, *pairs) == (0, [""] * 4)
+    assert started(4, "fit", *words, *pairs) == (0, [""] * 4)
     run = only(Path("runs/fit"))
     assert summary(run)["processes"] == 4
     alone = alone_in(holotrain, "alone", *words, "data.batch_size=16", "backward=autograd")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-    found, expected = weights(run / LAST), weights(alone / LAST)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda said, name=name: f"{name}: {said}")
+    assert_same(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
+def test_torchrun_starts_a_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*IMAGES, *SHARED, "trainer=ddp", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"]
+    assert by_torchrun(2, "fit", *words) == (0, [""] * 2)
+    assert (summary(only(Path("runs/fit")))["processes"], summary(only(Path("runs/fit")))["steps"]) == (2, 1)
+
+
+@pytest.mark.slow
 def test_a_mistake_under_torchrun_is_told_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, said = by_torchrun(2, "fit", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=0")
@@ -314,9 +365,9 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left, kind):
         assert (status, err) == (0, "")
     assert summary(only(Path("runs/validate")))["strategy"] == "single"
     exported = read_weights(only(Path("runs/export")) / "export")
-    weights = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
-    assert weights.keys() == exported.keys()
-    assert all(torch.equal(weights[name].float(), exported[name]) for name in weights)  # the run was in double precision
+    trained = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
+    assert trained.keys() == exported.keys()
+    assert_same(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
 
 
 def test_a_run_that_left_shards_is_resumed_in_its_folder(holotrain, left):
@@ -328,8 +379,17 @@ def test_a_run_that_left_shards_is_resumed_in_its_folder(holotrain, left):
     assert (summary(folder)["steps"], load(folder / "checkpoints" / "last.ckpt")["global_step"]) == (6, 6)
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "export"])
-@pytest.mark.parametrize("lost", ["shards-*/*.safetensors", "shards-*", "checkpoint.pt"])
+COMMANDS, LOST = ("fit", "validate", "export"), ("shards-*/*.safetensors", "shards-*", "checkpoint.pt")
+
+
+@pytest.mark.parametrize(
+    ("command", "lost"),
+    [
+        (command, lost) if x == y else pytest.param(command, lost, marks=pytest.mark.slow)
+        for x, command in enumerate(COMMANDS)
+        for y, lost in enumerate(LOST)
+    ],
+)
 def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
     checkpoint = Path(shutil.copytree(left[0] / "did_begun_in_shards" / "0" / "checkpoints" / "last.ckpt", "broken.ckpt"))
     part = min(checkpoint.glob(lost))
@@ -347,27 +407,27 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
 
 def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkeypatch):
     """kill -9 of rank 1 in the second job; the processes are started by the command line."""
-    from holotrain.callbacks import ExactResume
     from holotrain.ranks import launch
 
-    children = []
+    children, started = [], subprocess.Popen
 
-    class Popen(subprocess.Popen):
-        def __init__(self, *arguments, **keywords) -> None:
-            super().__init__(*arguments, **keywords)
-            children.append(self)
+    def start(words, env, stdin):
+        """The first as ever, the others without the seconds of its imports."""
+        forked = partial(Forked, COMMAND_LINE, *words[3:], folder=Path.cwd(), env=env)
+        children.append(forked() if children else started(words, env=env, stdin=stdin))
+        return children[-1]
 
     def kill(self, trainer, module, batch, index) -> None:
         if len(children) == 2 and trainer.global_step == 4:
             children[1].kill()
 
-    monkeypatch.setattr(launch.subprocess, "Popen", Popen)
+    monkeypatch.setattr(launch.subprocess, "Popen", start)
     monkeypatch.setattr(ExactResume, "on_train_batch_start", kill)
     words = ["trainer=ddp", "trainer.devices=2", *CONTINUED, "logger=none", "optimizer.lr=1e-3,1e-4"]
     status, out, err = holotrain("fit", "-m", *words)
     (sweep,) = Path("runs/fit/sweeps").iterdir()
     said = f"holotrain: rank 1 (process {children[1].pid}) was killed by SIGKILL; resume the sweep with its command plus "
-    assert (status, err.count("\n")) == (1, 1) and err.startswith(said) and f"hydra.run.dir={sweep}/1" in err
+    assert (status, err.count("\n")) == (1, 1) and err.startswith(said) and f"hydra.run.dir={sweep}/1" in err, err
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
     assert [(row["status"], row["optimizer.lr"]) for row in rows] == [("completed", "0.001"), ("failed", "0.0001")]
     assert out.count("sweep of 2 jobs") == 1

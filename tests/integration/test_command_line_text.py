@@ -3,17 +3,16 @@
 import csv
 import json
 import math
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from left_by_runs import assert_same_weights, only, scalars, summary
+from made_once import made_once
+from same_tensors import assert_same
+from small_run import fit_and_kill, fit_in
 
 import holotrain as package
 from holotrain.data import tokenizer_from_json
@@ -24,6 +23,7 @@ TEXTS = [
     *("model.dim=16", "model.depth=2", "model.heads=2", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1"),
 ]
 SHORT = [*TEXTS, "trainer.max_steps=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
+QUICK = [*SHORT, "test=false", "logger=none", "callbacks.progress=none"]
 TASKS = {
     "causal_lm": [],
     "masked_lm": ["data.max_tokens=120"],
@@ -31,16 +31,45 @@ TASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def texts(tmp_path):
+TRAINED = {
+    "causal_lm": ["task=causal_lm"],
+    "causal_lm, bpe": ["task=causal_lm", "data.tokenizer=bpe", "data.vocab_size=280", "data.context=64"],
+    "masked_lm, bpe": ["task=masked_lm", *TASKS["masked_lm"], "data.tokenizer=bpe", "data.vocab_size=270"],
+    "sequence_classification": [
+        "task=sequence_classification", *TASKS["sequence_classification"], "trainer.max_steps=150", "optimizer.lr=1e-2",
+        "model.dropout=0",
+    ],
+}  # fmt: skip
+
+
+def write_texts(folder: Path) -> None:
     """Forty small files in two folders, each of its own vocabulary."""
     draw = random.Random(0)
     named = {"fruit": ["apple", "pear", "plum", "fig", "lime"], "metal": ["iron", "zinc", "tin", "lead", "gold"]}
     for label, words in named.items():
-        (tmp_path / "texts" / label).mkdir(parents=True)
+        (folder / "texts" / label).mkdir(parents=True)
         for number in range(20):
             lines = [" ".join(draw.choices(words, k=draw.randint(1, 5))) for _ in range(6)]
-            (tmp_path / "texts" / label / f"{number}.txt").write_text("\n\n".join(lines) + "\n")
+            (folder / "texts" / label / f"{number}.txt").write_text("\n\n".join(lines) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path):
+    write_texts(tmp_path)
+
+
+@pytest.fixture
+def trained(tmp_path_factory):
+    """The last checkpoint of one of TRAINED, which every test reads and none changes."""
+
+    def run(name: str) -> Path:
+        def train(folder: Path) -> None:
+            write_texts(folder)
+            fit_in(folder, *QUICK, *TRAINED[name], "hydra.run.dir=run")
+
+        return made_once(tmp_path_factory, name.replace(", ", "_"), train) / "run/checkpoints/last.ckpt"
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -61,18 +90,6 @@ def test_each_task_runs_and_leaves_what_it_should(holotrain, task, scalars_expec
     assert Path(left["checkpoint"]).name.startswith("best-")
     if task != "causal_lm":
         assert 0 <= seen["padding/fraction"][-1] < seen["padding/unbucketed"][-1] < 1
-
-
-@pytest.fixture
-def trained(holotrain):
-    """The last checkpoint of a short run of a task."""
-
-    def run(task, *extra):
-        status, _, err = holotrain("fit", f"task={task}", *SHORT, *TASKS[task], *extra, f"output_dir={task}", "test=false")
-        assert status == 0, err
-        return only(Path(task) / "fit") / "checkpoints/last.ckpt"
-
-    return run
 
 
 def test_generation_continues_a_prompt_the_same_way_for_a_seed(holotrain, trained):
@@ -111,12 +128,12 @@ def test_prompts_from_a_file_are_continued_together(holotrain, trained, name):
 @pytest.mark.parametrize("int8", ["false", "true"])
 def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
     """A trained tokenizer travels along; data and checkpoint are gone."""
-    checkpoint = trained("causal_lm", "data.tokenizer=bpe", "data.vocab_size=280")
+    checkpoint = Path(shutil.copy(trained("causal_lm, bpe"), "gone.ckpt"))
     ask = ["prompt=fig lime", "max_tokens=8", "temperature=0"]
     holotrain("generate", f"ckpt_path={checkpoint}", *ask, f"int8={int8}", "output_dir=before")
     status, out, _ = holotrain("export", f"ckpt_path={checkpoint}", "to=exported", f"int8={int8}")
     assert status == 0 and "of the fp32 size" in out
-    shutil.rmtree("causal_lm"), shutil.rmtree("texts"), shutil.rmtree("tokens")
+    checkpoint.unlink(), shutil.rmtree("texts"), shutil.rmtree("tokens", ignore_errors=True)
     status, _, _ = holotrain("generate", "ckpt_path=exported", *ask, "output_dir=after")
     assert status == 0
     made = [(only(Path(name) / "generate") / "generations.jsonl").read_text() for name in ("before", "after")]
@@ -127,7 +144,7 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
 
 
 def test_a_prompt_is_taken_as_it_is(holotrain, trained):
-    checkpoint = trained("causal_lm", "data.context=64")
+    checkpoint = trained("causal_lm, bpe")
     prompt = "caf\u00e9 ${HOME} \\${x} 'q' \"r\" [1, 2] {3}; #!"
     status, out, err = holotrain("generate", f"ckpt_path={checkpoint}", f"prompt={prompt}", "max_tokens=2")
     assert status == 0, err
@@ -148,7 +165,7 @@ def test_a_sweep_takes_the_checkpoints_configuration(holotrain, trained):
 
 def test_small_data_are_validated_where_the_training_ends(holotrain):
     """Four batches an epoch, an interval of 500."""
-    small = [word for word in TEXTS if not word.startswith("data.batch_size")]
+    small = [word for word in TEXTS if not word.startswith("data.batch_size")] + ["logger=none", "callbacks.progress=none"]
     status, _, err = holotrain("fit", "task=causal_lm", *small, "data.batch_size=32", "trainer.max_steps=7", "test=false")
     assert (status, err) == (0, "")
     left = summary(only(Path("runs/fit")))
@@ -168,7 +185,7 @@ def test_other_classes_than_the_checkpoints_are_refused(holotrain, trained):
 
 def test_texts_are_scored_and_classified(holotrain, trained):
     checkpoint = trained("causal_lm")
-    Path("tokens").rename("gone"), Path("texts/metal").rename("metal")  # predictions need no data
+    Path("texts/metal").rename("metal")  # predictions need no data
     for extra in ([], ["int8=true"]):
         status, _, err = holotrain(
             "predict", f"ckpt_path={checkpoint}", "texts=texts/fruit", f"output_dir=scores{len(extra)}", *extra
@@ -180,7 +197,7 @@ def test_texts_are_scored_and_classified(holotrain, trained):
         expected = bits_per_byte(checkpoint, Path(rows[0]["text"]))
         assert float(rows[0]["bits_per_byte"]) == pytest.approx(expected, rel=2e-2 if extra else 1e-4)
     Path("metal").rename("texts/metal")
-    checkpoint = trained("sequence_classification", "trainer.max_steps=150", "optimizer.lr=1e-2", "model.dropout=0")
+    checkpoint = trained("sequence_classification")
     status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "texts=texts", "output_dir=classes")
     assert status == 0, err
     rows = list(csv.DictReader((only(Path("classes/predict")) / "predictions.csv").open()))
@@ -206,7 +223,7 @@ def bits_per_byte(checkpoint, path):
 
 
 def test_an_export_is_measured_as_its_checkpoint_is(holotrain, trained):
-    checkpoint = trained("masked_lm", "data.tokenizer=bpe", "data.vocab_size=270")
+    checkpoint = trained("masked_lm, bpe")
     holotrain("export", f"ckpt_path={checkpoint}", "to=exported")
     found = []
     for path in (checkpoint, "exported"):
@@ -224,32 +241,20 @@ def test_an_export_is_measured_as_its_checkpoint_is(holotrain, trained):
 
 
 STUBBORN = [
-    *TEXTS, "model.dropout=0.1", "trainer.max_epochs=2", "trainer.limit_train_batches=8", "trainer.val_check_interval=6",
-    "trainer.max_steps=14", "trainer.limit_val_batches=1", "callbacks.checkpoint.every_n_train_steps=2", "test=false",
+    *QUICK, "model.dropout=0.1", "trainer.max_epochs=2", "trainer.limit_train_batches=8", "trainer.val_check_interval=6",
+    "trainer.max_steps=14", "callbacks.checkpoint.every_n_train_steps=2",
 ]  # fmt: skip
-KILLED = """
-import os, signal, sys
-from holotrain.callbacks import ExactResume
-epoch = int(sys.argv[1])
-def kill(self, trainer, module, outputs, batch, index):
-    if trainer.current_epoch == epoch and index == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-ExactResume.on_train_batch_end = kill
-from holotrain.cli import main
-main(["fit", *sys.argv[2:]])
-"""
+ENDS = [(task, epoch) for task in ("causal_lm", "masked_lm") for epoch in (0, 1)]
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
+@pytest.mark.parametrize(
+    ("task", "epoch"), [end if end in ENDS[::3] else pytest.param(*end, marks=pytest.mark.slow) for end in ENDS]
+)
 def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, task, epoch):
     words = [f"task={task}", *STUBBORN, *TASKS[task]]
     status, _, err = holotrain("fit", *words, "output_dir=whole")
     assert status == 0, err
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(epoch), *words, "output_dir=killed"], cwd=tmp_path, env=os.environ
-    )
-    assert process.wait(200) == -signal.SIGKILL
+    fit_and_kill(tmp_path, *words, "output_dir=killed", epoch=epoch)
     folder = only(Path("killed/fit"))
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] < 14
     status, _, err = holotrain("fit", "resume=true", "output_dir=killed")
@@ -260,20 +265,22 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, task, epo
 
 def test_fine_tuning_of_a_masked_model(holotrain, trained):
     """The encoder and its tokenizer come from the checkpoint; the head is new, and it alone is trained."""
-    checkpoint = trained("masked_lm", "data.tokenizer=bpe", "data.vocab_size=270")
-    words = ["task=sequence_classification", *SHORT, *TASKS["sequence_classification"], f"model.pretrained={checkpoint}"]
-    status, _, err = holotrain("fit", *words, "model.trained=head", "test=false")
+    checkpoint = trained("masked_lm, bpe")
+    words = ["task=sequence_classification", *QUICK, *TASKS["sequence_classification"], f"model.pretrained={checkpoint}"]
+    status, _, err = holotrain("fit", *words, "model.trained=head")
     assert status == 0 and "new: head.classify.bias, head.classify.weight" in err
     before = torch.load(checkpoint, weights_only=True)["state_dict"]
     after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     kept = [name for name in after if name in before and not name.startswith("model.head.")]
-    assert len(kept) > 20 and all(torch.equal(after[name], before[name]) for name in kept)
-    status, _, err = holotrain("fit", *words, "model.adapters=4", "model.trained=adapters", "test=false", "output_dir=adapted")
+    assert len(kept) > 20
+    assert_same(after, {name: before[name] for name in kept})
+    status, _, err = holotrain("fit", *words, "model.adapters=4", "model.trained=adapters", "output_dir=adapted")
     assert status == 0
     adapted = only(Path("adapted/fit")) / "checkpoints/last.ckpt"
     after = torch.load(adapted, weights_only=True)["state_dict"]
     words = "model.blocks.blocks.0.f.branch.attention.qkv.weight", "model.blocks.blocks.0.f.down.weight"
-    assert torch.equal(after[words[0]], before[words[0].replace("branch.", "")]) and words[1] in after
+    torch.testing.assert_close(after[words[0]], before[words[0].replace("branch.", "")], rtol=0, atol=0)
+    assert words[1] in after
     holotrain("export", f"ckpt_path={adapted}", "to=exported")
     status, _, err = holotrain("test", "ckpt_path=exported")
     assert (status, err) == (0, "")
@@ -295,26 +302,24 @@ def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
     tokenizer.save("gpt2/tokenizer.json")
-    words = ["task=causal_lm", *SHORT, "model.pretrained=gpt2", "model.positions=learned", "model.gelu=tanh", "optimizer.lr=0"]
-    status, _, err = holotrain("fit", *words, "test=false")
+    words = ["task=causal_lm", *QUICK, "model.pretrained=gpt2", "model.positions=learned", "model.gelu=tanh", "optimizer.lr=0"]
+    status, _, err = holotrain("fit", *words)
     assert status == 0 and "a Hugging Face GPT-2" in err
     after = torch.load(only(Path("runs/fit")) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     from safetensors.torch import load_file
 
     theirs = load_file("gpt2/model.safetensors")
     words = next(tensor for name, tensor in theirs.items() if name.endswith("wte.weight"))
-    assert torch.equal(after["model.embedding.word.weight"][: len(words)], words)
+    torch.testing.assert_close(after["model.embedding.word.weight"][: len(words)], words, rtol=0, atol=0)
     assert len(after["model.embedding.word.weight"]) == len(words) + 3 and "fitted: embedding.position, embedding.word" in err
 
 
 @pytest.mark.parametrize("form", ["program", "onnx"])
-def test_an_image_classifier_exports_as_a_program(holotrain, form):
-    small = ["model.dim=16", "model.depth=2", "model.heads=2", "trainer.fast_dev_run=false", "trainer.max_steps=1"]
-    status, _, _ = holotrain("fit", *small, "test=false", "trainer.limit_val_batches=0")
-    checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
+def test_an_image_classifier_exports_as_a_program(holotrain, image_run, form):
+    checkpoint = image_run / "checkpoints/last.ckpt"
     status, _, err = holotrain("export", f"ckpt_path={checkpoint}", f"format={form}", "to=exported")
     assert status == 0, err
-    images = torch.randn(3, 1, 8, 8)
+    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = package.load("exported")(images)
     if form == "program":

@@ -61,7 +61,7 @@ def test_styles_shard_and_compute_as_those_of_torch(found):
     assert len(found["styles"]) == 10
     for name, case in found["styles"].items():
         assert case["placements"], name
-        assert case["error"] <= 1e-12, name
+        assert case["error"] <= 1e-12, (name, case["error"])
 
 
 def test_distributed_inputs_of_odd_length(found):

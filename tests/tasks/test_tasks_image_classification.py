@@ -86,8 +86,8 @@ def test_the_loss_is_smoothed_cross_entropy_of_classes_or_probabilities():
     log_p = task(images).log_softmax(-1)
     smooth = 0.8 * nn.functional.one_hot(labels, 12) + 0.2 / 12
     expected = -(smooth * log_p).sum(-1).mean()
-    assert torch.allclose(task.training_step((images, labels), 0), expected)
-    assert torch.allclose(task.training_step((images, nn.functional.one_hot(labels, 12).float()), 0), expected)
+    torch.testing.assert_close(task.training_step((images, labels), 0), expected)
+    torch.testing.assert_close(task.training_step((images, nn.functional.one_hot(labels, 12).float()), 0), expected)
 
 
 def test_predictions_are_the_likeliest_class_and_its_probability():
@@ -95,8 +95,8 @@ def test_predictions_are_the_likeliest_class_and_its_probability():
     images = torch.randn(5, 1, 2, 2)
     predicted = task.predict_step((images, ["a name", *"bcde"]), 0)
     probability = task(images).softmax(-1)
-    assert torch.equal(predicted["class"], probability.argmax(-1))
-    assert torch.allclose(predicted["probability"], probability.max(-1).values)
+    torch.testing.assert_close(predicted["class"], probability.argmax(-1))
+    torch.testing.assert_close(predicted["probability"], probability.max(-1).values)
 
 
 def test_what_can_be_monitored():
@@ -138,4 +138,4 @@ def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
         )
         trainer.fit(task, DataLoader(batches, batch_size=None))
         weights.append(model[1].weight.detach().clone())
-    assert torch.equal(*weights)
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

@@ -34,8 +34,8 @@ def test_eight_of_ten_chosen_words_are_masked_one_is_random_one_stays():
     candidates = torch.rand(400, 500, generator=generator) < 0.9
     shown, targets = masked(tokens, candidates, 2000, torch.arange(1000), 0.15, generator)
     chosen = targets != -100
-    assert torch.equal(targets[chosen], tokens[chosen])
-    assert torch.equal(shown[~chosen], tokens[~chosen])
+    torch.testing.assert_close(targets[chosen], tokens[chosen])
+    torch.testing.assert_close(shown[~chosen], tokens[~chosen])
     assert not (chosen & ~candidates).any()
     assert chosen.sum().item() == pytest.approx(0.15 * candidates.sum().item(), rel=0.02)
     ways = shown[chosen]
@@ -55,7 +55,7 @@ def test_masks_differ_from_step_to_step_and_follow_the_seed():
     one, other = chosen(), chosen()
     assert not torch.equal(one, other)
     torch.manual_seed(0)
-    assert torch.equal(one, chosen())
+    torch.testing.assert_close(one, chosen())
 
 
 def test_neither_padding_nor_special_tokens_are_masked():
@@ -155,6 +155,6 @@ def test_predictions_of_texts_say_which_they_are():
     found = task.predict_step(batch | {"index": torch.tensor([2, 0, 1])}, 0)
     assert found["index"].tolist() == [2, 0, 1]
     probabilities = task(batch["tokens"], attended(batch)).softmax(-1)
-    assert torch.equal(found["class"], probabilities.argmax(-1))
+    torch.testing.assert_close(found["class"], probabilities.argmax(-1))
     torch.testing.assert_close(found["probability"], probabilities.max(-1).values)
     assert "index" not in task.predict_step(batch, 0)
