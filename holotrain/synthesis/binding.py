@@ -30,8 +30,8 @@ def phasor_bind(x: Tensor, key: Tensor, length: int | None = None, block_length:
         transformed in fp32.
 
     The result has norm 1 if no bin of x is empty. An empty bin of x stays empty and its share of the norm is missing: the
-    squared norm is the share of the n frequencies that x has. So an x of zeros gives zeros. An empty bin of the key counts as 1,
-    so a key of zeros leaves the phases of x as they are. A bin is empty up to four roundings of the largest.
+    squared norm is the share of the n frequencies that x has. So an x of zeros gives zeros. An empty bin of the key counts
+    as 1, so a key of zeros leaves the phases of x as they are. A bin is empty up to four roundings of the largest.
 
     Raises:
         ValueError: an empty vector, integers or complex numbers, a length that is too short.

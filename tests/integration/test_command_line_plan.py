@@ -57,7 +57,7 @@ def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
     for option, value in largest.items():
         peaks = [
             plan_of(holotrain, *PLANNED, f"{option}={value + more}", f"output_dir=more{more}")["footprints"]["reversible"][
-                "peak"
+                "bound"
             ]
             for more in (0, 1)
         ]
