@@ -1,11 +1,15 @@
-"""Memory of a step without its model, counted per tensor, so that it is equal on every machine."""
+"""Memory of a step, counted per tensor, so that it is equal on every machine."""
 
 import weakref
+from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from holotrain.planning import ALLOCATORS, Footprint, TrainingStep, measured_peak
 
 
 class TrackedMemory(TorchDispatchMode):
@@ -13,20 +17,33 @@ class TrackedMemory(TorchDispatchMode):
 
     Args:
         model: its parameters, gradients and buffers do not count. Gradients must already exist, or they would count.
+        counted: tensors that exist already and do count.
+        within: bytes that an operation holds within itself, given the operation, its arguments and its result.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        counted: Iterable[torch.Tensor] = (),
+        within: Callable[..., int] = lambda *_: 0,
+    ) -> None:
         super().__init__()
-        own = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+        own = []
+        if model is not None:
+            own = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+        self._within = within
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
         self._living = {}
         self.alive = self.peak = 0
+        for tensor in counted:
+            self._count(tensor.untyped_storage())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
+        self.peak = max(self.peak, self.alive + self._within(function, args, result))
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -52,3 +69,18 @@ def bytes_of_a_step(model: nn.Module, *inputs: torch.Tensor) -> tuple[int, int]:
         between = memory.alive
         loss.backward()
     return memory.peak, between
+
+
+def check_plan(planned: Footprint, step: TrainingStep) -> None:
+    """Runs a real step on the CPU and compares it with its plan, within one per cent.
+
+    The peak is that of the tensors, with what kernels are known to hold: the same on every machine. What the allocator reports
+    includes scratch, which depends on the CPU: it lies between the peak and the bound.
+    """
+    held = [tensor for tensors in step.held.values() for tensor in tensors]
+    there = [*step.model.parameters(), *step.model.buffers(), *held]
+    with TrackedMemory(counted=there, within=ALLOCATORS["cpu"].within) as tracked:
+        reported = measured_peak(step, torch.device("cpu"))
+    figures = f"planned {planned.peak}, at most {planned.bound}; tensors {tracked.peak}, allocator {reported}"
+    assert planned.peak == pytest.approx(tracked.peak, rel=0.01), figures
+    assert 0.99 * planned.peak <= reported <= 1.01 * planned.bound, figures

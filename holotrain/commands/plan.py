@@ -90,22 +90,27 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
     model = run.choices.get("model", config.model.kind)
     place = "a GPU" if plan.device == "cuda" else "the CPU"
     within = f", {in_words(plan.budget)}" if plan.budget else ""
-    unit, size = unit_of(max(footprint.peak for footprint in plan.footprints.values()))
+    unit, size = unit_of(max(footprint.bound for footprint in plan.footprints.values()))
     title = f"holotrain plan: {model}, {config.trainer.precision}, on {place}{within}; figures in {unit}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("backward", no_wrap=True)
     table.add_column("peak in", no_wrap=True)
-    for name in ("peak", *SHOWN, "other"):
+    for name in ("peak", *SHOWN, "other", "scratch"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits" if plan.budget else "", no_wrap=True)
     for name, footprint in plan.footprints.items():
         other = sum(taken for kind, taken in footprint.parts.items() if kind not in SHOWN)
-        figures = [footprint.peak, *(footprint.parts[kind] for kind in SHOWN), other]
-        fits = ("yes" if footprint.peak <= plan.budget else "no") if plan.budget else ""
+        figures = [footprint.peak, *(footprint.parts[kind] for kind in SHOWN), other, footprint.scratch]
+        fits = ("yes" if footprint.bound <= plan.budget else "no") if plan.budget else ""
         style = "bold" if name == plan.backward else ""
         name = f"{name} *" if name == plan.backward else name
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     Console(highlight=False, width=max(console.width, 120)).print(table)  # one line per row
+    if plan.configured.scratch:
+        console.print(
+            f"scratch: what operations and libraries may hold for a moment on this CPU, at most; peak and scratch together, "
+            f"{in_words(plan.configured.bound, up=True)} under backward={plan.backward}, must fit"
+        )
     if plan.choice is not None:
         console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice)}")
     for limit in plan.limits:

@@ -49,7 +49,7 @@ def settle(planner: Planner, budget: int, measure: bool = True) -> Settled:
     option, size = config.batch_option
     context = partial(autocast_of, config.trainer, "cpu")
     names = ways(config, device)
-    least = planner.footprint(size, replace(config.backward, kind=thriftiest(config, device))).peak
+    least = planner.footprint(size, replace(config.backward, kind=thriftiest(config, device))).bound
     if least > budget:  # before anything is timed
         raise too_little(budget, least, f"{option}={size}")
     costs = _seconds(planner, size, names) if measure else None
@@ -60,11 +60,11 @@ def settle(planner: Planner, budget: int, measure: bool = True) -> Settled:
             costs = [flops(visit, names) for visit in visits]
         stages = [stage_of(visit, each, context, ALLOCATORS[device]) for visit, each in zip(visits, costs, strict=True)]
 
-    def peak(blocks: list[str]) -> int:
-        return planner.footprint(size, replace(config.backward, blocks=blocks)).peak
+    def bound(blocks: list[str]) -> int:
+        return planner.footprint(size, replace(config.backward, blocks=blocks)).bound
 
     try:
-        choice = choose(stages, peak, budget)
+        choice = choose(stages, bound, budget)
     except TooSmall as error:
         raise too_little(budget, error.least, f"{option}={size}") from error
     return Settled(replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice, budget)

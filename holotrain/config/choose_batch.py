@@ -33,13 +33,13 @@ def largest_batch(
     """
     unit = batch_unit(planner.data)
 
-    def peak(size: int) -> int:
+    def bound(size: int) -> int:
         begin(size)
-        return planner.footprint(size, backward).peak
+        return planner.footprint(size, backward).bound
 
     size = planner.config.batch_option[1]
     start = unit if size == "auto" else max(size // unit, 1) * unit
-    return largest(peak, budget, min(start, most) if most else start, unit, most)
+    return largest(bound, budget, min(start, most) if most else start, unit, most)
 
 
 def smallest_batch(config: RunConfig) -> RunConfig:
@@ -63,6 +63,6 @@ def choose_batch(config: RunConfig, data: pl.LightningDataModule, device: str, b
     planner, least = Planner(config, data, device), smallest_batch(config).batch_option[1]
     size = largest_batch(planner, config.backward, int(budget * (1 - MARGIN)), most)
     if size < least:  # a batch must hold the longest document
-        raise too_little(budget, planner.footprint(least, config.backward).peak, f"{option}={least}")
+        raise too_little(budget, planner.footprint(least, config.backward).bound, f"{option}={least}")
     setattr(data, option.removeprefix("data."), size)
     return config.with_batch(size)

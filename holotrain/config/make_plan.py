@@ -59,14 +59,14 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.budget is None else self.configured.peak <= self.budget
+        return None if self.budget is None else self.configured.bound <= self.budget
 
     @property
     def remedies(self) -> list[str]:
         """Overrides, each of which makes the run fit; those that store most come first."""
         if self.budget is None:
             return []
-        fitting = [name for name, footprint in self.footprints.items() if footprint.peak <= self.budget]
+        fitting = [name for name, footprint in self.footprints.items() if footprint.bound <= self.budget]
         sizes = [f"{limit.option}={limit.value}" for limit in self.limits if limit.value]
         return [f"backward={name}{self.resets}" for name in fitting if name != self.backward] + sizes
 
@@ -78,7 +78,10 @@ class Plan:
             "backward": self.backward,
             "fits": self.fits,
             "blocks": self.choice.choice.blocks if self.choice else None,
-            "footprints": {name: asdict(footprint) for name, footprint in self.footprints.items()},
+            "footprints": {
+                name: asdict(footprint) | {"scratch": footprint.scratch, "bound": footprint.bound}
+                for name, footprint in self.footprints.items()
+            },
             "largest": {limit.option: limit.value for limit in self.limits},
             "remedies": [] if self.fits else self.remedies,
         }
@@ -158,16 +161,16 @@ def _depth(planner: Planner, backward: BackwardConfig, budget: int, begin: Calla
     def rehearsed(depth: int) -> int:
         begin(f"{depth} blocks")
         if depth == configured:
-            return planner.footprint(size, backward).peak
+            return planner.footprint(size, backward).bound
         sizes = {"depth": depth} if stage is None else {"depths": [*stages[:stage], depth, *stages[stage + 1 :]]}
-        return planner.footprint(size, backward, **sizes).peak
+        return planner.footprint(size, backward, **sizes).bound
 
-    def peak(depth: int) -> int:
+    def bound(depth: int) -> int:
         if depth <= deeper:
             return rehearsed(depth)
         a, b = rehearsed(configured), rehearsed(deeper)
         return a + (b - a) * (depth - configured) // (deeper - configured)
 
     option = "model.depth" if stage is None else f"model.depths.{stage}"
-    found = largest(peak, budget, configured)
+    found = largest(bound, budget, configured)
     return Limit(option, configured, found, exact=found < deeper)

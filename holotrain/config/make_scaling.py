@@ -218,7 +218,7 @@ def _divided(
         Counter(forward),
         Counter(sums.jobs[len(forward) :]),
         alone.forward + alone.backward,
-        footprint.peak,
+        footprint.bound,
     )
     return found, ", ".join(sums.whole)
 

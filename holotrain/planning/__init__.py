@@ -3,6 +3,7 @@
 imagination   models and tensors that exist in shape alone
 ledger        every byte that operations allocate and free
 allocators    what an allocator takes for them
+scratch       what an operation may hold within itself on a CPU, at most
 rehearsal     one training step, in the order of a training
 footprint     its memory in figures
 measured      the memory that a real step takes, to compare

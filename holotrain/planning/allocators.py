@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from holotrain.planning.scratch import scratch
+
 CUDA_BLOCK = 512
 """Bytes that PyTorch's caching allocator rounds up to (kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp)."""
 
@@ -22,10 +24,12 @@ class Allocator:
     Args:
         rounded: from a storage's bytes to what is taken for it.
         copies_operands: whether arithmetic on two dtypes makes copies of one.
+        scratch: bytes that an operation may hold beside that, at most, given its arguments.
     """
 
     rounded: Callable[[int], int] = int
     copies_operands: bool = True
+    scratch: Callable[[OpOverload, tuple], int] = scratch
 
     def within(self, function: OpOverload, args: tuple, result: object) -> int:
         """Bytes that an operation takes and gives back before it returns, as far as they are worth counting."""
@@ -41,6 +45,8 @@ class Allocator:
 
 ALLOCATORS = {
     "cpu": Allocator(),
-    "cuda": Allocator(lambda size: -(-size // CUDA_BLOCK) * CUDA_BLOCK, copies_operands=False),
+    "cuda": Allocator(
+        lambda size: -(-size // CUDA_BLOCK) * CUDA_BLOCK, copies_operands=False, scratch=lambda function, args: 0
+    ),
 }
 """By device: as ``torch.cuda.memory_allocated`` counts, and as the CPU's allocator reports to the profiler."""

@@ -14,7 +14,7 @@ CELLS = 2000
 """Into how many parts the memory to give out is divided; what a block takes is rounded up to whole ones."""
 
 MARGIN = 0.002
-"""Of a budget, left free for what operations hold within themselves, which no plan sees."""
+"""Of a budget, left free for small temporaries of operations, which neither the peak nor the bound of a plan includes."""
 
 ROUNDS = 6
 """Rehearsals of a choice, at most, beside those of the smallest and the fastest."""

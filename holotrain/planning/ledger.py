@@ -1,7 +1,8 @@
 """Every byte that operations allocate and free, in order: real tensors or fake ones, the same account.
 
-A storage counts from the operation that made it until nothing refers to it. What an operation holds within itself is not seen,
-but for what the allocator knows of it.
+A storage counts from the operation that made it until nothing refers to it. What an operation holds within itself is not seen:
+the allocator says what is known of it exactly (``within``, part of the peak) and what is only bounded (``scratch``, part of the
+bound alone).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Ledger:
     phase: str = "before"
     alive: int = 0
     events: list[Event] = field(default_factory=list)
+    _reached: dict[str, int] = field(default_factory=dict)
     _of_storage: dict[int, Allocation] = field(default_factory=dict)
 
     def enter(self, phase: str) -> None:
@@ -69,6 +71,10 @@ class Ledger:
             allocation = Allocation(size, self.phase)
             self._note(allocation, True)
             self._note(allocation, False)
+
+    def reach(self, size: int) -> None:
+        """Notes that up to so many bytes more than are alive may be taken for a moment."""
+        self._reached[self.phase] = max(self._reached.get(self.phase, 0), self.alive + size)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Says what tensors are for, and counts those that are new here."""
@@ -110,6 +116,11 @@ class Ledger:
         """The most bytes alive at once; ``phases``: within these alone."""
         return max((event.after for event in self.events if not phases or event.phase in phases), default=0)
 
+    def bound(self, *phases: str) -> int:
+        """The most bytes that may be taken at once, scratch included; ``phases``: within these alone."""
+        reached = (size for phase, size in self._reached.items() if not phases or phase in phases)
+        return max(self.peak(*phases), *reached, 0)
+
     def at_peak(self, *phases: str) -> dict[str, int]:
         """Bytes by kind at the moment of the peak, the first one; ``phases``: of the peak within these alone."""
         peak, by_kind = self.peak(*phases), {}
@@ -136,7 +147,9 @@ class _Watch(TorchDispatchMode):
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 ledger.count(leaf)
-        ledger.pass_by(ledger.allocator.within(function, args, result))
+        within = ledger.allocator.within(function, args, result)
+        ledger.pass_by(within)
+        ledger.reach(within + ledger.allocator.scratch(function, args))
         return result
 
 

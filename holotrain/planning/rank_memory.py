@@ -35,9 +35,12 @@ def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
     With ``gradient_as_bucket_view=True``, as our own DDP has it; without, gradients would be there twice.
     """
     if devices == 1:
-        return footprint.peak
+        return footprint.bound
     buckets = sum(sum(unit.gradients) for unit in units)
-    return max(buckets + sum(parts.values()) - parts["gradients"] for parts in footprint.parts_by_phase.values())
+    return max(
+        buckets + sum(parts.values()) - parts["gradients"] + footprint.scratch_by_phase.get(phase, 0)
+        for phase, parts in footprint.parts_by_phase.items()
+    )
 
 
 def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
@@ -49,7 +52,7 @@ def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int
     stay as they are.
     """
     if devices == 1:
-        return footprint.peak
+        return footprint.bound
     rest = [unit for unit in units if not unit.block]
     gathered = sum(unit.parameters for unit in rest) + _two_blocks([unit.parameters for unit in units if unit.block])
     reduced = sum(sum(unit.gradients) for unit in rest) + _two_blocks([sum(unit.gradients) for unit in units if unit.block])
@@ -57,7 +60,8 @@ def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int
     found = []
     for phase, parts in footprint.parts_by_phase.items():
         divided = (*SHARED_OUT, "temporary") if phase == "update" else SHARED_OUT
-        found.append(beside[phase] + sum(-(-size // devices) if kind in divided else size for kind, size in parts.items()))
+        shares = sum(-(-size // devices) if kind in divided else size for kind, size in parts.items())
+        found.append(beside[phase] + shares + footprint.scratch_by_phase.get(phase, 0))
     return max(found)
 
 

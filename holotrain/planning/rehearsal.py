@@ -84,10 +84,12 @@ class Update:
     Args:
         state: the optimizer's.
         beyond: the most that an update takes beside all that is there when it begins.
+        bound: the same, with the scratch of its operations.
     """
 
     state: int
     beyond: int
+    bound: int
 
 
 def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
@@ -101,7 +103,7 @@ def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
     before = ledger.alive
     with ledger.watching():
         step.update()
-    return Update(state, max(ledger.peak() - before, 0))
+    return Update(state, max(ledger.peak() - before, 0), max(ledger.bound() - before, 0))
 
 
 def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | None = None) -> Footprint:
@@ -119,6 +121,7 @@ def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | No
         step.differentiate(ledger.enter)
     ledger.label("gradients", _gradients(step))
     ledger.enter("update")
+    ledger.reach(update.bound)
     ledger.add("temporary", update.beyond)
     return Footprint.of(ledger)
 

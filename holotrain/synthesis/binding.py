@@ -17,7 +17,7 @@ from holotrain.synthesis.transforms import Fourier, Hadamard, Transform, folded,
 
 
 def phasor_bind(x: Tensor, key: Tensor, length: int | None = None, block_length: int | None = None) -> Tensor:
-    """``irfft(X / |X| * conj(K / |K|))``: a circular correlation of the phases, of norm 1.
+    """``irfft(X / |X| * conj(K / |K|))``: a circular correlation of the phases.
 
     Args:
         x: content (..., d), real floating; leading dimensions broadcast with the key's.
@@ -30,8 +30,9 @@ def phasor_bind(x: Tensor, key: Tensor, length: int | None = None, block_length:
         (..., n), or (..., d rounded up to whole blocks); in the dtype that x and key promote to. Half precision is
         transformed in fp32.
 
-    A bin in which x has nothing stays empty; one in which the key has nothing counts as 1. So an x of zeros gives zeros, and
-    a key of zeros leaves the phases of x as they are.
+    The result has norm 1 if no bin of x is empty. An empty bin of x stays empty and its share of the norm is missing: the
+    squared norm is the share of the n frequencies that x has. So an x of zeros gives zeros. An empty bin of the key counts
+    as 1, so a key of zeros leaves the phases of x as they are. A bin is empty up to four roundings of the largest.
 
     Raises:
         ValueError: an empty vector, integers or complex numbers, a length that is too short.
@@ -51,6 +52,7 @@ def hadamard_bind(x: Tensor, key: Tensor, length: int | None = None, block_lengt
     """:func:`phasor_bind` with a randomised Walsh-Hadamard transform for the Fourier transform: signs for phasors.
 
     Arguments and result as there; lengths are powers of two. Cheaper in arithmetic, coarser in what it keeps: the signs alone.
+    An empty bin of x counts as +1, so the result always has norm 1, unless x is zero.
 
     Args:
         seed: of the random signs that the transform begins with.

@@ -122,9 +122,14 @@ def units(spectrum: Tensor, empty: float, noise: float | None = None) -> Tensor:
     """Each bin at magnitude 1: phasors of a complex spectrum, signs of a real one.
 
     Args:
-        empty: what a bin becomes in which nothing is: 0 for a content, so that it stays nothing; 1 for a key, so that it
-            lets pass what it is bound with.
-        noise: magnitude, over the largest, up to which nothing is in a bin; None: four roundings, those of the transform.
+        empty: the value of a bin that holds nothing: 0 for a content, so that the bin stays empty; 1 for a key, so that the bin
+            passes on what it is bound with. In a real spectrum it is the value of vectors that hold nothing at all; in all
+            others such a bin gets the sign +1.
+        noise: a bin holds nothing up to this magnitude, relative to the largest; None: four roundings, those of the transform.
+
+    A complex bin is that small only if the content lacks its frequency. A real bin passes through zero wherever its sign
+    changes, so it is small by chance too, and rounding decides by how much: left empty, it would cost the vector some of its
+    norm on one machine and not on another.
     """
     parts = torch.view_as_real(spectrum) if spectrum.is_complex() else spectrum.unsqueeze(-1)
     limits = torch.finfo(parts.dtype)
@@ -134,7 +139,10 @@ def units(spectrum: Tensor, empty: float, noise: float | None = None) -> Tensor:
     nothing = torch.zeros_like(scaled[..., :1, :])
     nothing[..., 0] = empty
     noise = 4 * limits.eps if noise is None else noise
-    unit = torch.where(squared <= noise**2, nothing, scaled * squared.clamp_min(limits.tiny).rsqrt())  # NaN stays NaN
+    holds_nothing = squared <= noise**2
+    if not spectrum.is_complex():
+        nothing = torch.where(holds_nothing.all(-2, keepdim=True), nothing, torch.ones_like(nothing))
+    unit = torch.where(holds_nothing, nothing, scaled * squared.clamp_min(limits.tiny).rsqrt())  # NaN stays NaN
     return torch.view_as_complex(unit) if spectrum.is_complex() else unit.squeeze(-1)
 
 

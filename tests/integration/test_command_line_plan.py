@@ -74,8 +74,8 @@ def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
     largest = plan_of(holotrain, *PLANNED, f"memory={budget}")["largest"]
     assert largest.keys() == {"data.batch_size", "model.depth"}
     for option, value in largest.items():
-        peaks = [footprint(*PLANNED, f"{option}={value + more}").peak for more in (0, 1)]
-        assert peaks[0] <= budget < peaks[1], (option, value, peaks)
+        bounds = [footprint(*PLANNED, f"{option}={value + more}").bound for more in (0, 1)]
+        assert bounds[0] <= budget < bounds[1], (option, value, bounds)
 
 
 def test_what_does_not_fit_is_told_what_would(holotrain):

@@ -1,10 +1,16 @@
-"""A plan against what PyTorch's allocator reports of a real step, and against PyTorch's own memory tracker."""
+"""A plan against the tensors of a real step, PyTorch's own memory tracker, and what PyTorch's allocator reports.
+
+The peak of a plan is the same on every machine, so it is compared with the tensors themselves. What the allocator reports
+includes the scratch of kernels and libraries, which depends on the CPU: it lies between the peak and the bound.
+"""
 
 import pytest
 import torch
 from covering import pairwise, thinned
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._pytree import tree_leaves
+from tracked_memory import check_plan
 
 from holotrain.models import GPT, MViT, RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.planning import (
@@ -14,13 +20,23 @@ from holotrain.planning import (
     fused_dropout,
     imagine,
     imagined,
-    measured_peak,
     rehearse,
     selecting,
 )
+from holotrain.planning.allocators import Allocator
 from holotrain.planning.ledger import Ledger
+from holotrain.planning.measured import peak_of
+from holotrain.planning.scratch import (
+    FUSED_ATTENTION,
+    FUSED_ATTENTION_BACKWARD,
+    HALF,
+    PER_THREAD,
+    goes_to_onednn,
+    scratch,
+)
 
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 REVERSIBLE = ("autograd", "checkpoint", "reversible", "pareprop")
 PLAIN = REVERSIBLE[:2]
 VIT = {"image_size": 32, "patch_size": 4, "dim": 64, "depth": 4, "heads": 2, "classes": 10}
@@ -85,12 +101,158 @@ def training_step(family, backward, half=False, imaginary=False, batch=32):
 
 
 @pytest.mark.parametrize(("family", "backward", "half"), CASES, ids=lambda of: {False: "fp32", True: "bf16"}.get(of, of))
-def test_a_plan_comes_within_three_per_cent_of_the_allocators_peak(family, backward, half):
+def test_a_plan_is_what_the_tensors_take_and_the_allocator_keeps_within_its_bound(family, backward, half):
     with imagined(), selecting(0.25):
         planned = rehearse(training_step(family, backward, half, imaginary=True))
-    taken = measured_peak(training_step(family, backward, half), CPU)
-    assert planned.peak == pytest.approx(taken, rel=0.03)
+    check_plan(planned, training_step(family, backward, half))
     assert sum(planned.parts.values()) == planned.peak
+
+
+def held_within(function, *args):
+    """Bytes that the allocator gives to a real operation, less those of its results."""
+    results = []
+    peak = peak_of(lambda: results.extend(tree_leaves(function(*args))), CPU)
+    return peak - sum(storage.nbytes() for storage in {r.untyped_storage() for r in results if isinstance(r, torch.Tensor)})
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (aten.logsumexp.default, (torch.ones(300, 200), [1])),
+        (aten._safe_softmax.default, (torch.ones(300, 200), -1)),
+        (aten.add.Tensor, (torch.ones(300, 200), torch.ones(300, 200, dtype=torch.bfloat16))),
+        (aten.mul.Tensor, (torch.ones(300, 200), torch.ones(300, 200))),
+    ],
+    ids=lambda value: getattr(value, "_name", ""),
+)
+def test_what_kernels_are_known_to_hold_is_what_the_allocator_gives_them(function, args):
+    known = ALLOCATORS["cpu"].within(function, args, function(*args))
+    assert known == pytest.approx(held_within(function, *args), rel=0.03)
+
+
+def operations():
+    """Operations with scratch, by name, on real tensors of one dtype."""
+
+    def of(*shape):
+        return torch.ones(shape, dtype=dtype)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for m, k, n in ((256, 64, 192), (63, 500, 130), (1000, 100, 30)):
+            yield f"mm-{m}x{k}x{n}-{name}", aten.mm.default, (of(m, k), of(k, n))
+            yield f"mm-transposed-{m}x{k}x{n}-{name}", aten.mm.default, (of(k, m).t(), of(n, k).t())
+            yield f"addmm-{m}x{k}x{n}-{name}", aten.addmm.default, (of(n), of(m, k), of(n, k).t())
+        yield f"bmm-{name}", aten.bmm.default, (of(6, 100, 40), of(6, 80, 40).mT)
+        yield f"bmm-apart-{name}", aten.bmm.default, (of(100, 6, 40).transpose(0, 1), of(40, 6, 80).transpose(0, 1))
+        for heads, rows, width in ((2, 65, 32), (4, 300, 64)):
+            attended = [of(3, rows, heads, width).transpose(1, 2) for _ in range(4)]
+            yield f"attention-{rows}-{name}", FUSED_ATTENTION, tuple(attended[:3])
+            sums = torch.ones(3, rows, heads).transpose(1, 2)
+            yield f"attention-backward-{rows}-{name}", FUSED_ATTENTION_BACKWARD, (*attended, attended[0], sums, 0.0, False)
+        for image, weight, options in (
+            ((8, 3, 32, 32), (64, 3, 4, 4), ([4, 4], [0, 0], [1, 1], False, [0, 0], 1)),
+            ((8, 3, 32, 32), (24, 3, 7, 7), ([4, 4], [3, 3], [1, 1], False, [0, 0], 1)),
+            ((8, 24, 8, 8), (24, 1, 3, 3), ([2, 2], [1, 1], [1, 1], False, [0, 0], 24)),
+        ):
+            size = "x".join(map(str, weight))
+            given = (of(*image), of(*weight))
+            yield f"convolution-{size}-{name}", aten.convolution.default, (*given, None, *options)
+            slope = torch.ones_like(aten.convolution.default(*given, None, *options))
+            gradients = (slope, *given, None, *options, [True, True, False])
+            yield f"convolution-backward-{size}-{name}", aten.convolution_backward.default, gradients
+
+
+def test_no_operation_holds_more_than_its_bound():
+    beyond = {}
+    for name, function, args in operations():
+        function(*args)  # the first call may set up what later ones share
+        held, bound = held_within(function, *args), scratch(function, args)
+        if held > bound:
+            beyond[name] = f"holds {held}, bound {bound}"
+    assert not beyond
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """A CPU that gives half precision products to oneDNN, whatever this one does."""
+    monkeypatch.setattr("holotrain.planning.scratch.goes_to_onednn", lambda dtype: dtype in HALF)
+
+
+def test_scratch_of_a_product_by_hand(packing, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    a, b = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(128, 64, dtype=torch.bfloat16)
+    k = 128 + 16 + 64
+    factor, result = 128 * k * 2, 128 * 128 * 4
+    assert scratch(aten.mm.default, (a, b)) == factor + 2 * (2 * factor + result + PER_THREAD)
+    assert scratch(aten.mm.default, (a.float(), b.float())) == 0
+    assert scratch(aten.mm.default, (a[:, ::2], b[::2])) > scratch(aten.mm.default, (a[:, :64].contiguous(), b[:64]))
+
+
+def test_scratch_counts_at_the_moment_it_is_held():
+    ledger = Ledger(Allocator(scratch=lambda function, args: 1000 * (function is aten.mm.default)))
+    with imagined():
+        a = torch.zeros(10, 10)
+        ledger.label("parameters", [a])
+        with ledger.watching():
+            ledger.enter("forward")
+            product = a @ a
+            assert (ledger.peak(), ledger.bound()) == (800, 1800)
+            ledger.enter("backward")
+            much = torch.zeros(500)
+            del product
+            assert (ledger.peak(), ledger.bound(), ledger.bound("backward")) == (2800, 2800, 2800)
+            del much
+
+
+def planned_mlp(dtype, allocator=ALLOCATORS["cpu"]):
+    with imagined():
+        model = nn.Sequential(nn.Linear(256, 256, dtype=dtype), nn.GELU(), nn.Linear(256, 256, dtype=dtype))
+        batch = torch.zeros(128, 256, dtype=dtype)
+        step = TrainingStep(model, lambda: model(batch).sum(), torch.optim.SGD(model.parameters()), held={"batch": [batch]})
+        return rehearse(step, allocator)
+
+
+def test_single_precision_products_have_no_scratch(packing):
+    assert planned_mlp(torch.float32).scratch == 0
+
+
+def test_where_products_are_packed_the_bound_is_higher_and_the_peak_is_the_same(packing, monkeypatch):
+    packed = planned_mlp(torch.bfloat16)
+    assert packed.scratch == packed.bound - packed.peak > 256 * 256 * 2
+    monkeypatch.setattr("holotrain.planning.scratch.goes_to_onednn", lambda dtype: False)
+    unpacked = planned_mlp(torch.bfloat16)
+    assert unpacked.scratch == 0 and unpacked.bound == unpacked.peak == packed.peak
+    assert unpacked.parts == packed.parts
+
+
+def test_an_optimizer_that_multiplies_in_half_precision_has_scratch(packing):
+    class Multiplies(torch.optim.SGD):
+        def step(self):
+            half = model.weight.grad.bfloat16()
+            (half @ half).float()
+
+    with imagined():
+        model = nn.Linear(512, 512, bias=False)
+        planned = rehearse(TrainingStep(model, lambda: model.weight.sum(), Multiplies(model.parameters())))
+    assert planned.scratch_by_phase["update"] > 512 * 512 * 2 > planned.scratch_by_phase["forward"]
+
+
+def test_a_gpu_has_no_scratch_of_these(packing):
+    planned = planned_mlp(torch.bfloat16, ALLOCATORS["cuda"])
+    assert planned.scratch == 0 and planned.bound == planned.peak
+
+
+def test_the_machine_is_asked_as_pytorch_asks_it(monkeypatch):
+    assert not goes_to_onednn(torch.float32)
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert not goes_to_onednn(torch.bfloat16)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+    if torch.backends.mkldnn.is_available():
+        for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
+            assert goes_to_onednn(dtype) == getattr(torch.ops.mkldnn, name)()
 
 
 @pytest.mark.parametrize(
@@ -216,4 +378,4 @@ def test_gradients_that_add_up_in_a_leaf_take_what_they_take(head):
 
     with imagined():
         planned = rehearse(step(imaginary=True))
-    assert planned.peak == pytest.approx(measured_peak(step(imaginary=False), CPU), rel=0.01)
+    check_plan(planned, step(imaginary=False))

@@ -104,6 +104,40 @@ def test_the_bound_vector_has_norm_one_and_no_likeness_to_the_content(bind):
     assert cosines.abs().mean() < 2 / math.sqrt(1024)
 
 
+def content_with_bins(*bins, n=1024):
+    """A vector whose randomised Hadamard spectrum is normal, but for these bins at the start."""
+    spectrum = normal(n, dtype=torch.float64)
+    spectrum[: len(bins)] = torch.tensor(bins, dtype=torch.float64)
+    return Hadamard(n).inverse(spectrum)
+
+
+@pytest.mark.parametrize("bin", [0.0, 1e-30, 1e-7, -1e-7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_hadamard_bin_near_zero_costs_no_norm(bin, dtype):
+    bound = hadamard_bind(content_with_bins(bin).to(dtype), normal(300, seed=1, dtype=dtype))
+    assert bound.norm().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_signs_of_sums_that_cancel_out_keep_norm_one_and_zeros_stay_zeros():
+    x = torch.stack([torch.ones(8), torch.zeros(8), torch.tensor([1.0, -1, 0, 0, 0, 0, 0, 0])])
+    assert (Hadamard(8).forward(x[2]) == 0).any()
+    for bound in (hadamard_bind(x, normal(8)), hadamard_bind(x.flatten(), normal(8), block_length=8).unflatten(0, (3, 8))):
+        assert torch.allclose(bound.norm(dim=-1), torch.tensor([1.0, 0.0, 1.0]), atol=1e-6)
+        assert torch.equal(bound[1], torch.zeros(8))
+
+
+def test_a_frequency_that_the_content_lacks_stays_empty():
+    n = 64
+    for lacking, missing in (([], 0), ([0], 1), ([5], 2), ([0, 5, n // 2], 4)):
+        spectrum = torch.fft.rfft(normal(n, dtype=torch.float64))
+        spectrum[lacking] = 0
+        x = torch.fft.irfft(spectrum, n)
+        for content in (x, x.float()):
+            bound = phasor_bind(content, normal(n, seed=1, dtype=content.dtype))
+            assert bound.norm().item() == pytest.approx(math.sqrt(1 - missing / n), abs=1e-6)
+            assert torch.fft.rfft(bound)[lacking].abs().sum() <= 1e-6 * n
+
+
 @pytest.mark.parametrize(("bind", "unbind"), [(phasor_bind, phasor_unbind), (hadamard_bind, hadamard_unbind)])
 @pytest.mark.parametrize("length", [1, 7, 8, 13])
 def test_zeros_and_constants(bind, unbind, length):
@@ -152,6 +186,7 @@ def test_units_are_phasors_or_signs():
     assert_close(units(spectrum, 1), torch.tensor([0.6 + 0.8j, 1, 1, -1j]))
     assert_close(units(spectrum, 0), torch.tensor([0.6 + 0.8j, 0, 0, -1j]))
     assert units(torch.tensor([2.0, 0.0, -0.5]), 1).tolist() == [1, 1, -1]
+    assert units(torch.tensor([[2.0, 0.0, -0.5], [0.0, 0.0, 0.0]]), 0).tolist() == [[1, 1, -1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
