@@ -1,9 +1,10 @@
-"""What stands in a READMEs is run: every Python block as it is, every command with a small model and a few batches."""
+"""What stands in a README is run: every Python block as it is, every command with a small model and a few batches."""
 
 import argparse
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -125,11 +126,18 @@ def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
         small = made_small(line)
         for name, value in line.environment:
             monkeypatch.setenv(name, value)
-        if small.words and not any(word.startswith("-") and word != "-m" for word in small.words):
+        if not {"--help", "--version", "--cfg"} & set(small.words):
             shorten_the_standard_library(tmp_path_factory.getbasetemp() / "stdlib", monkeypatch)
             lay_out(small, tmp_path, trained, monkeypatch)
-            if small.before is not None:
-                run(small.before)
+            for block in blocks(ROOT / line.where.partition(":")[0], "yaml"):
+                if block.file and "--config-dir" in small.words:
+                    (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+                    (tmp_path / block.file).write_text(block.text)
+            for earlier in small.before:
+                run(earlier)
+            if (weights := small.value("model.pretrained")) and (tmp_path / "others/exported").exists():
+                made = tmp_path / "others/exported"
+                shutil.copy(made / "model.safetensors", weights) if Path(weights).suffix else shutil.copytree(made, weights)
         return small
 
     return prepare
