@@ -76,6 +76,10 @@ class Line:
     words: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def readme(self) -> str:
+        return self.where.partition(":")[0]
+
     def __str__(self) -> str:
         return shlex.join(self.words)
 
