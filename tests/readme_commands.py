@@ -16,13 +16,12 @@ from data_files import write_cifar, write_folder, write_mnist
 from readme_blocks import Line
 
 TASKS = {
-    "image_classification": ("vit", "digits"),
     "causal_lm": ("gpt", "text_stdlib"),
     "masked_lm": ("roberta", "text_stdlib"),
     "sequence_classification": ("roberta", "text_stdlib"),
     "error_diffusion": ("error_diffusion", "digits"),
 }
-"""The family of models and the data that a task brings along."""
+"""The family of models and the data that a task brings along, where they are not the default."""
 
 EXPERIMENTS = {
     "imagenet_rev_vit_small": ("vit", "imagefolder"),
@@ -103,7 +102,7 @@ class Small:
         return found[-1] if found else None
 
     @property
-    def before(self) -> "list[Small]":
+    def before(self) -> list["Small"]:
         """What must have been run for this one to begin: what ``resume`` resumes, what wrote the ``pretrained`` weights."""
         if self.value("resume") == "true":
             return [Small(tuple(word for word in self.words if not word.startswith("resume=")))]
@@ -138,12 +137,13 @@ def made_small(line: Line) -> Small:
         return Small(tuple(words))
     command = words[0]
     given = {word.partition("=")[0]: word.partition("=")[2].split(",")[0] for word in words[1:] if "=" in word}
-    family, data = EXPERIMENTS.get(given.get("experiment"), TASKS[given.get("task", "image_classification")])
+    # A name that nobody knows is for holotrain to refuse.
+    family, data = EXPERIMENTS.get(given.get("experiment")) or TASKS.get(given.get("task"), ("vit", "digits"))
     data = given.get("data", data)
     if "model" in given:
-        family = next(name for name in MODELS if re.fullmatch(rf"((rev|my)_)?{name}(_\w+)?", given["model"]))
-    options = [] if "ckpt_path" in given else [*MODELS[family], *DATA[data]]  # a checkpoint brings its own
-    always = LIMITS[command] | ({} if command in ("plan", "generate", "export") else EVALUATED)
+        family = next((name for name in MODELS if re.fullmatch(rf"((rev|my)_)?{name}(_\w+)?", given["model"])), None)
+    options = [] if "ckpt_path" in given else [*MODELS.get(family, ()), *DATA.get(data, ())]  # a checkpoint brings its own
+    always = LIMITS.get(command, {}) | ({} if command in ("plan", "generate", "export") else EVALUATED)
     if command == "fit" and (given.get("debug") == "fast" or ("trainer.max_steps" not in given and data[:4] != "text")):
         always = {key: value for key, value in always.items() if key != "trainer.max_steps"}
     if given.get("resume") == "true":
@@ -155,8 +155,8 @@ def made_small(line: Line) -> Small:
         always |= PROCESSES
     kept = [word for word in words if word.partition("=")[0] not in always]
     small = [option for option in options if option.partition("=")[0] not in given]
-    if "sweep" in given and given["sweep"] == "error_diffusion":  # 54 jobs
-        small += ["hydra.sweeper.params={model.rule:'kaneko,article',seed:'0'}"]
+    if given.get("sweep") == "error_diffusion":  # 54 jobs
+        small += ["hydra.sweeper.params={model.rule:'kaneko,article',model.depth:'1',model.width:'4',seed:'0'}"]
     return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), tuple(launcher), several, gpu)
 
 
@@ -220,7 +220,7 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif "*" not in pattern and suffix:
         (folder / pattern).parent.mkdir(parents=True, exist_ok=True)
-        (folder / pattern).write_text("\n".join(text for _, text in texts[:3]) + "\n")
+        (folder / pattern).write_text("fig\nlime and\n")  # prompts, shorter than the model's context
     else:
         pattern = pattern if "*" in pattern else f"{pattern}/*.txt"
         for number, (name, text) in enumerate(texts):
