@@ -28,12 +28,14 @@ class Block:
         readme: its file, relative to the repository.
         line: of its first line of content, from 1.
         kind: the word after the opening fence; empty if there is none.
+        file: the file whose content this is: one that the line before the fence names in backticks, if it ends with a colon.
     """
 
     readme: str
     line: int
     kind: str
     text: str
+    file: str | None = None
 
     @property
     def where(self) -> str:
@@ -42,17 +44,19 @@ class Block:
 
 def blocks(readme: Path, kind: str | None = None) -> list[Block]:
     """The fenced blocks of a README, of one kind or of all."""
-    found, opened, start, content = [], None, 0, []
+    found, opened, start, content, said = [], None, 0, [], ""
     for number, line in enumerate(readme.read_text().splitlines(), 1):
         fence = re.match(r"\s*(```+)\s*(\S*)", line)
         if opened is None and fence:
             opened, start, content = fence, number + 1, []
         elif opened is not None and fence and fence[1] == opened[1] and not fence[2]:
             text = "\n".join(line.removeprefix(opened[0][: opened.start(1)]) for line in content)
-            found.append(Block(str(readme.relative_to(ROOT)), start, opened[2], text + "\n"))
-            opened = None
+            file = re.search(r"`([\w./-]+\.\w+)`:\s*$", said)
+            found.append(Block(str(readme.relative_to(ROOT)), start, opened[2], text + "\n", file and file[1]))
+            opened, said = None, ""
         else:
             content.append(line)
+            said = line if opened is None and line.strip() else said
     if opened is not None:
         raise ValueError(f"{readme}:{start - 1}: this block does not end")
     return [block for block in found if kind in (None, block.kind)]
@@ -71,6 +75,10 @@ class Line:
     where: str
     words: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def readme(self) -> str:
+        return self.where.partition(":")[0]
 
     def __str__(self) -> str:
         return shlex.join(self.words)

@@ -16,16 +16,19 @@ from data_files import write_cifar, write_folder, write_mnist
 from readme_blocks import Line
 
 TASKS = {
-    "image_classification": ("vit", "digits"),
     "causal_lm": ("gpt", "text_stdlib"),
     "masked_lm": ("roberta", "text_stdlib"),
     "sequence_classification": ("roberta", "text_stdlib"),
     "error_diffusion": ("error_diffusion", "digits"),
 }
-"""The family of models and the data that a task brings along."""
+"""The family of models and the data that a task brings along, where they are not the default."""
 
-EXPERIMENTS = {"imagenet_rev_vit_small": "imagefolder", "cifar10_rev_vit_tiny": "cifar10"}
-"""Recipes with data of their own."""
+EXPERIMENTS = {
+    "imagenet_rev_vit_small": ("vit", "imagefolder"),
+    "cifar10_rev_vit_tiny": ("vit", "cifar10"),
+    "mine": ("swin", "cifar10"),  # of conf/README.md
+}
+"""Recipes with a model or data of their own."""
 
 MODELS = {
     "vit": ["model.dim=16", "model.depth=2", "model.heads=2"],
@@ -99,14 +102,17 @@ class Small:
         return found[-1] if found else None
 
     @property
-    def before(self) -> "Small | None":
-        """The training that must have been for this one to begin: what ``resume`` resumes, whose weights ``pretrained`` are."""
+    def before(self) -> list["Small"]:
+        """What must have been run for this one to begin: what ``resume`` resumes, what wrote the ``pretrained`` weights."""
         if self.value("resume") == "true":
-            return Small(tuple(word for word in self.words if not word.startswith("resume=")))
+            return [Small(tuple(word for word in self.words if not word.startswith("resume=")))]
         if self.value("model.pretrained"):
-            words = (word for word in self.words if not word.startswith(("model.pretrained=", "model.trained=", "ckpt_path=")))
-            return Small((*words, "output_dir=others"))
-        return None
+            words = (word for word in self.words if not word.startswith(("model.pretrained=", "model.trained=")))
+            return [
+                Small((*words, "hydra.run.dir=others", "test=false")),
+                Small(("export", "ckpt_path=others/checkpoints/last.ckpt", "to=others/exported")),
+            ]
+        return []
 
 
 def ours(line: Line) -> list[str] | None:
@@ -131,15 +137,13 @@ def made_small(line: Line) -> Small:
         return Small(tuple(words))
     command = words[0]
     given = {word.partition("=")[0]: word.partition("=")[2].split(",")[0] for word in words[1:] if "=" in word}
-    family, data = TASKS[given.get("task", "image_classification")]
-    data = given.get("data", EXPERIMENTS.get(given.get("experiment"), data))
+    # A name that nobody knows is for holotrain to refuse.
+    family, data = EXPERIMENTS.get(given.get("experiment")) or TASKS.get(given.get("task"), ("vit", "digits"))
+    data = given.get("data", data)
     if "model" in given:
-        family = next((name for name in MODELS if re.fullmatch(rf"(rev_)?{name}(_\w+)?", given["model"])), None)
-    # A checkpoint brings its configuration; a model or data set of the reader's own has a README that knows how small it is.
-    options = [] if "ckpt_path" in given and command != "plan" else [*MODELS.get(family, []), *DATA.get(data, [])]
-    if command in ("predict", "generate", "export"):
-        options = []
-    always = LIMITS[command] | ({} if command in ("plan", "generate", "export") else EVALUATED)
+        family = next((name for name in MODELS if re.fullmatch(rf"((rev|my)_)?{name}(_\w+)?", given["model"])), None)
+    options = [] if "ckpt_path" in given else [*MODELS.get(family, ()), *DATA.get(data, ())]  # a checkpoint brings its own
+    always = LIMITS.get(command, {}) | ({} if command in ("plan", "generate", "export") else EVALUATED)
     if command == "fit" and (given.get("debug") == "fast" or ("trainer.max_steps" not in given and data[:4] != "text")):
         always = {key: value for key, value in always.items() if key != "trainer.max_steps"}
     if given.get("resume") == "true":
@@ -151,8 +155,8 @@ def made_small(line: Line) -> Small:
         always |= PROCESSES
     kept = [word for word in words if word.partition("=")[0] not in always]
     small = [option for option in options if option.partition("=")[0] not in given]
-    if "sweep" in given and given["sweep"] == "error_diffusion":  # 54 jobs
-        small += ["hydra.sweeper.params={model.rule:'kaneko,article',seed:'0'}"]
+    if given.get("sweep") == "error_diffusion":  # 54 jobs
+        small += ["hydra.sweeper.params={model.rule:'kaneko,article',model.depth:'1',model.width:'4',seed:'0'}"]
     return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), tuple(launcher), several, gpu)
 
 
@@ -183,7 +187,7 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
             shutil.copy(folder / "pictures/a/b/1.jpg", folder / path)
         else:
             shutil.copytree(folder / "pictures/a/b", folder / path)
-    data = value("data") or EXPERIMENTS.get(value("experiment"), "")
+    data = value("data") or EXPERIMENTS.get(value("experiment"), ("", ""))[1]
     root = folder / (value("data.root") or "data")
     if data == "imagefolder":
         write_folder(root)
@@ -216,7 +220,7 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif "*" not in pattern and suffix:
         (folder / pattern).parent.mkdir(parents=True, exist_ok=True)
-        (folder / pattern).write_text("\n".join(text for _, text in texts[:3]) + "\n")
+        (folder / pattern).write_text("fig\nlime and\n")  # prompts, shorter than the model's context
     else:
         pattern = pattern if "*" in pattern else f"{pattern}/*.txt"
         for number, (name, text) in enumerate(texts):

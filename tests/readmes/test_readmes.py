@@ -1,9 +1,10 @@
-"""What stands in a READMEs is run: every Python block as it is, every command with a small model and a few batches."""
+"""What stands in a README is run: every Python block as it is, every command with a small model and a few batches."""
 
 import argparse
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ import pytest
 import torch
 import yaml
 from made_once import made_once
-from readme_blocks import ROOT, Line, anchors, blocks, commands, links, readmes
+from readme_blocks import ROOT, Block, Line, anchors, blocks, commands, links, readmes
 from readme_commands import BENCHES, Small, lay_out, made_small, ours, shorten_the_standard_library, write_texts
 from small_run import SMALL
 
@@ -22,11 +23,20 @@ READMES = [str(path.relative_to(ROOT)) for path in readmes()]
 KINDS = ("python", "bash", "text", "console", "yaml")
 """Kinds of blocks: code and commands are run, text and console are what a program prints."""
 
-LINES = {
-    str(line): line for readme in readmes() for block in blocks(readme, "bash") for line in commands(block)
-}  # a line that stands in several READMEs is run once
+LINES: dict[str, Line] = {}
+"""What stands in several READMEs is run once, as the first of them has it."""
+
+for readme in readmes():
+    for block in blocks(readme, "bash"):
+        for line in commands(block):
+            LINES.setdefault(str(line), line)
+
 OURS = {words: line for words, line in LINES.items() if ours(line) is not None}
 OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
+ALONE = {words: line for words, line in OURS.items() if not (made_small(line).processes or made_small(line).gpu)}
+FIRST = {line.readme: words for words, line in reversed(ALONE.items())}
+SOON = {words for words, line in ALONE.items() if line.readme == "README.md" or words in FIRST.values()}
+"""Lines of ours that are run each time; the others are composed and checked, and run under ``slow``."""
 
 
 def named(lines: dict[str, Line]) -> list:
@@ -58,11 +68,7 @@ def test_links_lead_somewhere(readme):
 
 @pytest.mark.parametrize("readme", READMES)
 def test_every_block_says_what_it_is(readme):
-    unknown = [
-        f"{block.where}: {block.kind or 'no word'} behind the fence"
-        for block in blocks(ROOT / readme)
-        if block.kind not in KINDS
-    ]
+    unknown = {block.where: block.kind for block in blocks(ROOT / readme) if block.kind not in KINDS}
     assert not unknown, f"a block is {', '.join(KINDS)}"
 
 
@@ -95,6 +101,20 @@ def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch):
 # The command line
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "holotrain fit data.classes=[3,8] 'data.files=books/**/*.txt' # the user's own",
+        r"""generate prompt="def \"main\"(" prompts='it#s' a#b c\ d #e""",
+        "A=1 holotrain fit x='1 2'\"3\"",
+    ],
+)
+def test_lines_are_split_as_bash_splits_them(text):
+    said = subprocess.run(["bash", "-fc", f"printf '%s\\0' {text}"], capture_output=True, text=True, check=True).stdout
+    (line,) = commands(Block("README.md", 1, "bash", text + "\n"))
+    assert [*("=".join(pair) for pair in line.environment), *line.words] == said.split("\0")[:-1]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, Path]:
     """A finished run of each kind, with an export in it: a classifier of digits, a language model on a few words."""
@@ -125,11 +145,18 @@ def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
         small = made_small(line)
         for name, value in line.environment:
             monkeypatch.setenv(name, value)
-        if small.words and not any(word.startswith("-") and word != "-m" for word in small.words):
+        if not {"--help", "--version", "--cfg"} & set(small.words):
             shorten_the_standard_library(tmp_path_factory.getbasetemp() / "stdlib", monkeypatch)
             lay_out(small, tmp_path, trained, monkeypatch)
-            if small.before is not None:
-                run(small.before)
+            for block in blocks(ROOT / line.readme, "yaml"):
+                if block.file and "--config-dir" in small.words:
+                    (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+                    (tmp_path / block.file).write_text(block.text)
+            for earlier in small.before:
+                run(earlier)
+            if (weights := small.value("model.pretrained")) and (tmp_path / "others/exported").exists():
+                made = tmp_path / "others/exported"
+                shutil.copy(made / "model.safetensors", weights) if Path(weights).suffix else shutil.copytree(made, weights)
         return small
 
     return prepare
@@ -141,27 +168,36 @@ def fails(small: Small, status: int, out: str, err: str) -> str | None:
     return f"holotrain {' '.join(small.words)}\nstatus {status}\n{out[-2000:]}\n{err[-4000:]}"
 
 
-@pytest.mark.parametrize("line", named(OURS))
-def test_commands(line, prepared, holotrain, monkeypatch):
-    """Lines for several processes or a GPU are composed and checked; ``slow`` has the former run."""
-
+@pytest.fixture
+def run(holotrain):
     def run(small: Small) -> None:
         status, out, err = holotrain(*small.words)
         assert not (failure := fails(small, status, out, err)), failure
 
-    def only_check(small: Small) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr("holotrain.commands.together.Together.run", lambda self, command, config, run: 0)
-            run(small)
+    return run
 
-    small = made_small(line)
-    if small.launcher:
+
+@pytest.mark.parametrize("line", named({words: line for words, line in OURS.items() if words not in SOON}))
+def test_commands_are_composed_and_checked(line, prepared, run, monkeypatch):
+    """Up to where a run would begin. What stands in the first page, and first in each other, is run by the next test."""
+    if made_small(line).launcher:
         from torch.distributed.run import get_args_parser
 
         asked = get_args_parser().parse_args(list(line.words[1:]))
         assert asked.module and asked.training_script == "holotrain"
-    checked = only_check if small.processes or small.gpu else run
-    checked(prepared(line, checked))
+    monkeypatch.setattr("holotrain.commands.together.Together.run", lambda self, command, config, run: 0)
+    run(prepared(line, lambda earlier: None))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, id=f"{line.where} {words}", marks=[] if words in SOON else pytest.mark.slow)
+        for words, line in ALONE.items()
+    ],
+)
+def test_commands_run(line, prepared, run):
+    run(prepared(line, run))
 
 
 @pytest.mark.slow
@@ -248,10 +284,18 @@ def test_commands_of_other_programs_are_read(line, monkeypatch):
         readers[words[0]](words)
 
 
+def benches() -> dict[str, Line]:
+    """Of each bench one line for every set of options, since their sizes are replaced."""
+    found = {}
+    for line in filter(is_script, OTHERS.values()):
+        options = (word for word in line.words if word.startswith("--"))
+        if Path(line.words[1]).name in BENCHES:
+            found.setdefault((line.words[1], *sorted(options)), line)
+    return {str(line): line for line in found.values()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "line", named({w: line for w, line in OTHERS.items() if is_script(line) and Path(line.words[1]).name in BENCHES})
-)
+@pytest.mark.parametrize("line", named(benches()))
 def test_benches_run_at_their_smallest(line, tmp_path):
     words = list(line.words[2:])
     for option in ("--minrev", "--picture"):  # a checkout and a library that tests do without
