@@ -83,7 +83,7 @@ class Tuner:
         lines = [f"{'job':<58}{'groups':>7}{'predicted':>12}{'confirmed':>12}{'in one':>12}"]
         for (job, _), tuned in self.tuned.items():
             shape = f"{job.product_rows(job.rows)} x {job.inputs} x {job.outputs}"
-            behind = ", weight gradient behind" if job.covered else ""
+            behind = ", weight gradient follows" if job.covered else ""
             times = (f"{seconds * 1e3:9.3f} ms" for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one))
             lines.append(f"{job.collective + ' ' + shape + behind:<58}{len(tuned.sizes):>7}{''.join(times)}")
         return "\n".join(lines)
