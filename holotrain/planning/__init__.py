@@ -3,7 +3,7 @@
 imagination   fake models and tensors: shapes without memory
 ledger        all bytes that operations allocate and free
 allocators    what an allocator takes for them
-rehearsal     one training step on fake tensors
+rehearsal     one training step, in the order of a training
 footprint     the memory of a step
 measured      the memory of a real step, for comparison
 search        the largest size that fits

@@ -15,7 +15,7 @@ CELLS = 2000
 """Number of cells that the available memory is divided into; the memory of a block is rounded up to whole cells."""
 
 MARGIN = 0.002
-"""Part of a budget that stays free for memory inside operations, which a plan does not see."""
+"""Of a budget, left free for what operations hold within themselves, which no plan sees."""
 
 ROUNDS = 6
 """The most rehearsals of a choice, in addition to those of the smallest and the fastest choice."""
