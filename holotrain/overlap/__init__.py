@@ -1,23 +1,23 @@
-"""Communication behind computation: linear layers of tensor parallelism whose collectives travel in groups of rows.
+"""Linear layers for tensor parallelism that overlap communication with computation, in groups of rows.
 
-linear       row- and column-parallel linear layers as functions of local tensors: the public entrance
-styles       the same for parallelize_module
-modules      what a styled nn.Linear becomes
+linear       row- and column-parallel linear layers as functions of local tensors: the public functions
+styles       the same as styles for parallelize_module
+modules      the modules that a styled nn.Linear becomes
 row, column  their autograd Functions
-sending      sums over ranks sent in groups of rows
-signals      one product whose groups are sent while it goes on; kernel: its Triton kernel
-products     the products of a linear layer
-shares       a sequence dimension shared out among ranks
-groups       rows cut into groups
-collectives  the collectives of a process group, launched and not waited for
+sending      sums over ranks, sent in groups of rows
+signals      one product that signals its finished groups; kernel: its Triton kernel
+products     the matrix products of a linear layer
+shares       a sequence dimension sharded over ranks
+groups       rows split into groups
+collectives  the asynchronous collectives of a process group
 tuner        chooses groups by measuring
-predictor    predicts the time of a job in groups, and chooses the best
-pipeline     the recurrence, and the ways to cut rows
-waves        what a GPU computes at once
-links        how long a collective takes
-measuring    times of products, collectives and jobs
-store        choices kept in files
-emulated     a link that is not there
+predictor    predicts the time of a job in groups and chooses the best groups
+pipeline     the recurrence, and the candidate groupings
+waves        waves of output tiles on a GPU
+links        the time of a collective
+measuring    measured times of products, collectives and jobs
+store        choices saved to files
+emulated     an emulated link
 """
 
 from holotrain.overlap.emulated import EmulatedCollectives

@@ -1,4 +1,4 @@
-"""The collectives of a process group, launched and not waited for."""
+"""The asynchronous collectives of a process group."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """A collective under way. After ``wait`` what is done next sees its result: on CUDA the stream waits, not the host."""
+    """A running collective. Work after ``wait`` sees its result; on CUDA the stream waits, not the host."""
 
     def wait(self) -> object: ...
 
 
 class Collectives:
-    """Of one process group; each is launched (``async_op=True``) behind what the current stream has been given so far.
+    """The collectives of one process group, launched asynchronously (``async_op=True``) in the order of the current stream.
 
-    Whoever launches keeps the tensors until it has waited. All ranks launch in the same order.
+    The caller must keep the tensors alive until it has waited. All ranks must launch in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -29,7 +29,7 @@ class Collectives:
         self.name = dist.get_backend(group)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """Sums in place; contiguous."""
+        """Sums a contiguous tensor in place."""
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def reduce_scatter(self, share: Tensor, parts: Tensor) -> Work:
@@ -42,10 +42,10 @@ class Collectives:
         return dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=self.group, async_op=True)
 
     def all_gather(self, parts: Tensor, share: Tensor) -> Work:
-        """Writes the share of rank r to ``parts[r]``.
+        """Writes the share of each rank r to ``parts[r]``.
 
         Args:
-            parts: [ranks, rows, features]; each rank's part contiguous.
+            parts: [ranks, rows, features]; each rank's part is contiguous.
             share: [rows, features], contiguous.
         """
         if parts.is_contiguous():
@@ -53,13 +53,13 @@ class Collectives:
         return dist.all_gather(list(parts.unbind(0)), share, group=self.group, async_op=True)
 
     def agreed(self, value: object) -> object:
-        """What rank 0 says, on every rank; waits for them."""
+        """Returns the value of rank 0 on every rank. Synchronises the ranks."""
         said = [value]
         dist.broadcast_object_list(said, group=self.group, group_src=0)
         return said[0]
 
     def slowest(self, seconds: Sequence[float], device: torch.device) -> list[float]:
-        """The largest of each over the ranks; waits for them."""
+        """Returns the maximum of each time over the ranks. Synchronises the ranks."""
         times = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
         return times.tolist()

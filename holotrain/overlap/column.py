@@ -1,7 +1,7 @@
-"""A linear layer whose output features are shared out: every rank's input gradient is a summand.
+"""A linear layer whose output features are sharded: the input gradient is a sum over ranks.
 
 Shape letters: R rows (tokens), P ranks, L rows of one rank's share of the sequence, K input features, N this rank's output
-features. In the backward a group's sum travels behind the next group, and the last ones behind the weight's gradient.
+features. In the backward the sum of a group overlaps the next group, and the last sums overlap the weight gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holotrain.overlap.sending import Sender
 class ColumnAllReduce(torch.autograd.Function):
     """x [R, K], whole on every rank, weight [N, K], bias [N] or None to y [R, N].
 
-    Forward: no communication. Backward: an all-reduce of dx a group.
+    Forward: no communication. Backward: one all-reduce of dx per group.
     """
 
     @staticmethod
@@ -45,8 +45,8 @@ class ColumnAllReduce(torch.autograd.Function):
 class ColumnReduceScatter(torch.autograd.Function):
     """x [L, K], this rank's share of the sequence, weight [N, K], bias [N] or None to y [P, L, N].
 
-    Forward: an all-gather of x a group, all launched at once; a group is computed while the next ones travel. Backward: x is
-    gathered once more (only the share was kept) while dx is computed; a reduce-scatter of dx a group.
+    Forward: one all-gather of x per group, all launched at once; a group is computed while the next ones are gathered.
+    Backward: x is gathered again (only the share was kept) while dx is computed; one reduce-scatter of dx per group.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A link that is not there: collectives that take the time of a link and move nothing between processes."""
+"""An emulated link: collectives that take the time of a link, but send nothing between processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from holotrain.overlap.links import Carrier
 
 SPIN = 2e-4
-"""Seconds before the end of a transfer at which waiting turns from sleep, which ends late, to asking the clock."""
+"""Seconds before the end of a transfer at which waiting changes from sleeping, which ends late, to polling the clock."""
 
 
 class EmulatedCollectives:
-    """In place of a process group on a machine without one: this process is rank 0 of ``ranks`` that have nothing to add.
+    """Replaces a process group in a single process, which acts as rank 0 of ``ranks``; the other ranks contribute nothing.
 
-    A transfer takes ``link.seconds`` from its launch, or from the end of the one before it: a link carries one message at a
-    time. No core is busy with it, so that what is computed meanwhile is truly computed beside it. Of the CPU alone.
+    A transfer takes ``link.seconds`` from its launch or from the end of the previous transfer: a link carries one message at a
+    time. It uses no core, so computation really overlaps it. CPU only.
 
     Args:
         link: the time of a collective.
-        ranks: that there are said to be.
+        ranks: the emulated number of ranks.
     """
 
     def __init__(self, link: Carrier, ranks: int) -> None:
@@ -39,7 +39,7 @@ class EmulatedCollectives:
         return self._transfer(REDUCE_SCATTER, parts.nbytes)
 
     def all_gather(self, parts: Tensor, share: Tensor) -> Transfer:
-        parts.copy_(share)  # every part, or what is computed of them would be of whatever was in memory
+        parts.copy_(share)  # every part, so that nothing is computed from uninitialised memory
         return self._transfer(ALL_GATHER, parts.nbytes)
 
     def agreed(self, value: object) -> object:
@@ -55,7 +55,7 @@ class EmulatedCollectives:
 
 
 class Transfer:
-    """A message under way until ``ends`` of ``time.perf_counter``."""
+    """A message that arrives at time ``ends`` of ``time.perf_counter``."""
 
     def __init__(self, ends: float) -> None:
         self.ends = ends

@@ -1,4 +1,4 @@
-"""Rows cut into groups, and what is to be known of a product and its collective to choose them."""
+"""Rows split into groups, and the description of a product and its collective by which groups are chosen."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ COLLECTIVES = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
 @dataclass(frozen=True)
 class Job:
-    """A product ``[rows, inputs] x [inputs, outputs]`` whose rows travel in groups.
+    """A product ``[rows, inputs] x [inputs, outputs]`` whose rows are communicated in groups.
 
     Args:
-        rows: to be cut into groups. With reduce_scatter and all_gather the rows of one rank's share of the sequence: the
+        rows: to split into groups. With reduce_scatter and all_gather the rows of one rank's share of the sequence: the
             product has ``ranks`` times as many.
-        inputs, outputs: the features that this rank contracts and computes.
+        inputs, outputs: the input and output features on this rank.
         collective: ``all_reduce`` or ``reduce_scatter`` of each group of the result, or ``all_gather`` of each group of the
             rows before they are multiplied.
         ranks: of the process group.
-        dtype: of what is multiplied and of what travels.
-        device: where.
-        covered: a product of the same size (the weight's gradient) follows, and covers what still travels.
+        dtype: of the product and of the messages.
+        device: of the product.
+        covered: a product of the same size (the weight gradient) follows and overlaps the last messages.
     """
 
     rows: int
@@ -39,7 +39,7 @@ class Job:
     covered: bool = False
 
     def product_rows(self, rows: int) -> int:
-        """Rows of the product behind ``rows`` of the job."""
+        """Rows of the product for ``rows`` of the job."""
         return rows if self.collective == ALL_REDUCE else rows * self.ranks
 
     def message(self, rows: int) -> int:
@@ -49,28 +49,28 @@ class Job:
 
 
 Grouping = int | Callable[[Job, Collectives], Sequence[int]]
-"""How many groups of equal size, or what chooses the size of each: the same on every rank."""
+"""A number of groups of equal size, or a callable that chooses the sizes. It must be the same on every rank."""
 
 
 def require_grouping(groups: Grouping) -> None:
     """
     Raises:
-        TypeError: neither a number nor what chooses one.
-        ValueError: fewer groups than one.
+        TypeError: neither a number nor a callable.
+        ValueError: less than one group.
     """
     if callable(groups):
         return
     if not isinstance(groups, int) or isinstance(groups, bool):
-        raise TypeError(f"groups must be a whole number, or choose sizes as a Tuner or a Predictor does; not {groups!r}")
+        raise TypeError(f"groups must be an integer, a Tuner or a Predictor, not {groups!r}")
     if groups < 1:
         raise ValueError(f"groups must be 1 or more, not {groups}")
 
 
 def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> list[int]:
-    """Rows of each group, first to last. No group is empty: of fewer rows than groups each is a group of its own.
+    """Rows of each group, first to last. No group is empty: if there are fewer rows than groups, each row is a group.
 
     Raises:
-        ValueError: fewer groups than one, or chosen sizes that are not positive or do not add up to the rows.
+        ValueError: less than one group, or chosen sizes that are not positive or do not add up to the rows.
     """
     if job.rows == 0:
         return []
@@ -78,12 +78,12 @@ def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> list[in
         return equal_sizes(job.rows, groups)
     sizes = list(groups(job, collectives))
     if sum(sizes) != job.rows or min(sizes) < 1:
-        raise ValueError(f"groups of {sizes} rows were chosen for {job.rows} rows; they must be positive and add up to them")
+        raise ValueError(f"groups of {sizes} rows were chosen for {job.rows} rows; they must be positive and add up to that")
     return sizes
 
 
 def equal_sizes(rows: int, groups: int) -> list[int]:
-    """Sizes that differ by one row at most, the larger ones first."""
+    """Sizes that differ by at most one row, the larger ones first."""
     require_grouping(groups)
     groups = min(groups, rows)
     return [rows // groups + (number < rows % groups) for number in range(groups)]

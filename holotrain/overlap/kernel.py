@@ -1,4 +1,4 @@
-"""The product that signals: a Triton kernel. Imported only where there is Triton."""
+"""The Triton kernel of a product that signals its finished groups. Imported only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ def _product(
             total += tl.load(bias + column, mask=within, other=0.0).to(tl.float32)[None, :]
         where = out + written[:, None] * columns + column[None, :]
         tl.store(where, total.to(out.dtype.element_ty), mask=here[:, None] & within[None, :])
-        tl.debug_barrier()  # all threads have stored what the count, released below, says is there
+        tl.debug_barrier()  # all threads have stored before the count below is released
         tl.atomic_add(counts + tl.load(entry + 4), 1, sem="release", scope="sys")
 
 
 def launch(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, tiles: Tensor, counts: Tensor, programs: int) -> None:
-    """Computes ``x matrix + bias`` tile by tile, and adds one to its group's count behind each.
+    """Computes ``x matrix + bias`` tile by tile, and adds one to the count of the group after each tile.
 
     Args:
-        x: [R, K], of any strides.
-        matrix: [K, N], of any strides.
+        x: [R, K], any strides.
+        matrix: [K, N], any strides.
         bias: [N] or None.
         out: [R, N], contiguous; its rows may be in another order than those of x.
         tiles: [tiles, 5] of int32, as :func:`~holotrain.overlap.signals.tiles_of` lists them.
         counts: [groups] of int32, zeros.
-        programs: that take turns at the tiles, one on each SM.
+        programs: number of programs that share the tiles, one on each SM.
     """
     inner, columns = matrix.shape
     _product[(min(programs, len(tiles)),)](
         x,
         matrix,
-        out if bias is None else bias,  # not read where there is none
+        out if bias is None else bias,  # not read without a bias
         out,
         tiles,
         counts,

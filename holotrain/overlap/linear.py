@@ -1,4 +1,4 @@
-"""Row- and column-parallel linear layers as functions of local tensors, of any leading dimensions."""
+"""Row- and column-parallel linear layers as functions of local tensors with any leading dimensions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holotrain.overlap.sending import Sender
 from holotrain.overlap.shares import Shares, rows_of
 
 GROUPS = 4
-"""Where nobody says how many."""
+"""The default number of groups."""
 
 
 def row_parallel_linear(
@@ -27,25 +27,25 @@ def row_parallel_linear(
     sequence_dim: int | None = None,
     signals: bool = False,
 ) -> Tensor:
-    """``linear(x, weight, bias)`` of the whole features, of which each rank holds a share; communication is overlapped.
+    """``linear(x, weight, bias)`` with input features sharded over the ranks, and overlapped communication.
 
     Args:
         x: [..., K], this rank's share of the input features; the same rows on every rank.
-        weight: [N, K], its columns that belong to those.
+        weight: [N, K], the columns of the weight for these features.
         bias: [N], whole on every rank.
         group: the ranks.
-        groups: how many groups the rows travel in, or what chooses them (:class:`~holotrain.overlap.Predictor`,
+        groups: the number of groups of rows, or a callable that chooses them (:class:`~holotrain.overlap.Predictor`,
             :class:`~holotrain.overlap.Tuner`); the same on every rank.
-        sequence_dim: the dimension of x that the output is shared out by (sequence parallel): a reduce-scatter in place of an
-            all-reduce. Where it does not divide, the shares are those of ``torch.chunk``.
-        signals: where sums are sent, compute all groups in one product that signals each (CUDA, bf16 and fp16, with Triton;
-            elsewhere a product a group). Written, and its numbers checked in Triton's interpreter; not run on a GPU yet.
+        sequence_dim: the dimension of x by which the output is sharded (sequence parallel), with a reduce-scatter instead of an
+            all-reduce. If it does not divide evenly, the shares are those of ``torch.chunk``.
+        signals: compute all groups in one product that signals each finished group (CUDA, bf16 and fp16, with Triton; otherwise
+            one product per group). Its numbers are checked in Triton's interpreter; it has not run on a GPU yet.
 
     Returns:
         [..., N], whole on every rank; with ``sequence_dim`` this rank's share of it.
 
-    Under autocast it computes, and communicates, in autocast's dtype. Second derivatives are refused. Under torch.compile it is
-    a break in the graph.
+    Under autocast it computes and communicates in autocast's dtype. Second derivatives are refused. torch.compile breaks its
+    graph here.
     """
     sender = Sender(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
@@ -67,18 +67,18 @@ def column_parallel_linear(
     length: int | None = None,
     signals: bool = False,
 ) -> Tensor:
-    """This rank's features of ``linear(x, weight, bias)``; the gradient of x, a sum over ranks, is overlapped.
+    """This rank's output features of ``linear(x, weight, bias)``, with an overlapped sum of the input gradient over ranks.
 
     Args:
         x: [..., K], whole on every rank; with ``sequence_dim`` this rank's share of it.
         weight: [N, K], this rank's rows of the weight.
-        bias: [N], those of the bias.
+        bias: [N], this rank's part of the bias.
         group: the ranks.
         groups: as in :func:`row_parallel_linear`.
-        sequence_dim: the dimension of x that is shared out among the ranks (sequence parallel): gathered in the forward, and
-            the gradient's sum scattered in the backward.
-        length: of that dimension in all, where it does not divide; by default ranks times the length of x.
-        signals: as in :func:`row_parallel_linear`; in the backward.
+        sequence_dim: the dimension by which x is sharded over the ranks (sequence parallel). It is gathered in the forward; the
+            gradient is reduce-scattered in the backward.
+        length: total length of that dimension, if it does not divide evenly; by default ranks times the length of x.
+        signals: as in :func:`row_parallel_linear`, for the backward.
 
     Returns:
         [..., N], with the whole sequence.
@@ -93,22 +93,22 @@ def column_parallel_linear(
     own = x.shape[sequence_dim]
     shares = Shares(_dimension(sequence_dim, x), sender.link.ranks * own if length is None else length, sender.link.ranks)
     if own != (due := shares.own(sender.link.rank)):
-        raise ValueError(f"of a sequence of {shares.length} rank {sender.link.rank} holds {due}, not {own}")
+        raise ValueError(f"rank {sender.link.rank} must hold {due} of {shares.length} positions of the sequence, not {own}")
     rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, sender)
     return shares.end_to_end(rows, like=x)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    if torch.compiler.is_compiling():  # asked first: to disable is to import the compiler
+    if torch.compiler.is_compiling():  # checked first, because torch.compiler.disable imports the compiler
         return torch.compiler.disable(function.apply)(*arguments)
     return function.apply(*arguments)
 
 
 def _dimension(dim: int, x: Tensor) -> int:
-    """Counted from the front.
+    """The dimension, counted from the front.
 
     Raises:
-        ValueError: the features, or no dimension of x.
+        ValueError: it is the last dimension, or not a dimension of x.
     """
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         raise ValueError(f"sequence_dim must be a dimension of the input other than the last of its {x.dim()}, not {dim}")
@@ -116,7 +116,7 @@ def _dimension(dim: int, x: Tensor) -> int:
 
 
 def _as_autocast_would(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast as autocast casts the arguments of ``linear``: it does not reach into products with a place for their result."""
+    """Casts tensors as autocast casts the arguments of ``linear``; autocast does not cast for products with ``out=``."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

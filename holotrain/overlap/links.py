@@ -1,4 +1,4 @@
-"""How long a collective takes on a link: assumed of a table, or interpolated between what was measured."""
+"""The time of a collective on a link, from a table of assumptions or interpolated between measurements."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Points = Mapping[int, float]
 
 
 class Carrier(Protocol):
-    """What knows the time of collectives."""
+    """Anything that gives the time of collectives."""
 
     def seconds(self, collective: str, size: int, ranks: int) -> float:
-        """Of one collective over a tensor of ``size`` bytes, that of all ranks together."""
+        """Seconds of one collective over a tensor of ``size`` bytes, counted over all ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between each rank and the next of a ring.
+    """A link between neighbouring ranks of a ring.
 
     Args:
-        bandwidth: bytes a second that a long message reaches, in one direction.
-        latency: seconds of a collective of no bytes.
-        ramp: bytes of a message that reaches half the bandwidth.
+        bandwidth: bytes per second of a long message, in one direction.
+        latency: seconds of an empty collective.
+        ramp: size in bytes of a message that reaches half the bandwidth.
     """
 
     bandwidth: float
@@ -35,11 +35,11 @@ class Link:
     ramp: float = 0.0
 
     def speed(self, size: int) -> float:
-        """bw(x): bytes a second that a message of ``size`` bytes reaches."""
+        """bw(x): bytes per second of a message of ``size`` bytes."""
         return self.bandwidth * size / (size + self.ramp)
 
     def seconds(self, collective: str, size: int, ranks: int) -> float:
-        """``k (ranks - 1) / ranks * x / bw(x)`` and the latency; k is 2 for an all-reduce, else 1 (FlashOverlap)."""
+        """``k (ranks - 1) / ranks * x / bw(x)`` plus the latency; k is 2 for an all-reduce, else 1 (FlashOverlap)."""
         if size == 0 or ranks == 1:
             return self.latency
         rounds = 2 if collective == ALL_REDUCE else 1
@@ -59,14 +59,14 @@ LINKS: Mapping[str, Link] = {
     "ethernet10": Link(0.8 * 1.25e9, 60e-6, 2**16),
     "ethernet": Link(0.8 * 12.5e9, 60e-6, 2**18),
 }
-"""Assumptions, not measurements: data-sheet bandwidth in one direction times the share of it that collectives commonly reach;
-round latencies. NVLink 3, 4 and 5 are those of A100, H100 and H200, B200; PCIe has 16 lanes, InfiniBand is NDR, Ethernet has 10
-or 100 Gbit/s; a name without a number stands for what a server of today has."""
+"""Assumptions, not measurements: data-sheet bandwidth in one direction times the share of it that collectives usually reach,
+and round latencies. NVLink 3 is that of A100, 4 of H100 and H200, 5 of B200. PCIe has 16 lanes, InfiniBand is NDR, Ethernet has
+10 or 100 Gbit/s. A name without a number stands for a current server."""
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Times measured on a process group: seconds by bytes, for each collective."""
+    """Times measured on a process group: seconds by size in bytes, for each collective."""
 
     times: Mapping[str, Points]
 
@@ -75,10 +75,7 @@ class MeasuredLink:
 
 
 def interpolated(points: Points, x: float) -> float:
-    """Between the two neighbours on a straight line; before the first its own value, after the last in proportion to it.
-
-    A time before the first is a latency; after the last it is all throughput.
-    """
+    """Linear interpolation. Before the first point it is constant (latency), after the last proportional (throughput)."""
     sizes = sorted(points)
     if x <= sizes[0]:
         return points[sizes[0]]
@@ -91,10 +88,10 @@ def interpolated(points: Points, x: float) -> float:
 
 
 def link_named(name: str) -> Link:
-    """From the table.
+    """The link with this name in :data:`LINKS`.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: an unknown name.
     """
     if name not in LINKS:
         raise ValueError(f"no link {name!r}; there are {', '.join(sorted(LINKS))}")

@@ -1,4 +1,4 @@
-"""Times of products, collectives and whole jobs on this device, each the median of several runs."""
+"""Measured times of products, collectives and whole jobs on this device, as medians of several runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Run = Callable[[], object]
 
 REPEATS = 7
 MOST_PLACES = 8
-"""Of the rows of a job at which a product is timed: it then finds its rows as cold as they will be."""
+"""Number of places among the rows of a job at which a product is timed, so that its input is as cold in the cache as later."""
 
 
 def timed(run: Run, device: torch.device) -> float:
-    """Seconds of one run. On CUDA by events on the current stream, so that launching does not count; waits for them."""
+    """Seconds of one run. On CUDA measured with events on the current stream, without launch time. Waits for the device."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -39,20 +39,20 @@ def timed(run: Run, device: torch.device) -> float:
 
 
 def median_seconds(run: Run, device: torch.device, repeats: int = REPEATS) -> float:
-    """After one run that does not count."""
+    """The median of ``repeats`` runs, after one warm-up run."""
     run()
     return statistics.median(timed(run, device) for _ in range(repeats))
 
 
 def product_seconds(job: Job, rows: int, repeats: int = REPEATS) -> float:
-    """Of the product of ``rows`` of the job's rows, at several places among them."""
+    """Seconds of the product of ``rows`` rows of the job, at several places among its rows."""
     runs = products_in_turn(job, rows)
     next(runs)()
     return statistics.median(timed(next(runs), job.device) for _ in range(repeats))
 
 
 def products_in_turn(job: Job, rows: int) -> Iterator[Run]:
-    """Without end: the product of ``rows`` of the job's rows, at one place among them after the other."""
+    """Yields, without end, the product of ``rows`` rows of the job, at one place after the other."""
     matrix = _filled(job, job.outputs, job.inputs).t()
     x = _filled(job, *_leading(job), job.inputs)
     places = min(job.rows // rows, MOST_PLACES)
@@ -60,13 +60,13 @@ def products_in_turn(job: Job, rows: int) -> Iterator[Run]:
         for place in range(places):
             cut = slice(place * rows, (place + 1) * rows)
             if job.collective == ALL_REDUCE:
-                yield lambda cut=cut: product(x[cut], matrix)  # into fresh memory, as a layer's output is
+                yield lambda cut=cut: product(x[cut], matrix)  # into new memory, like the output of a layer
             else:
                 yield lambda cut=cut: products(x[:, cut], matrix)
 
 
 def collective_seconds(collectives: Collectives, collective: str, size: int, job: Job) -> float:
-    """Of one collective over ``size`` bytes of the job's dtype; every rank takes part."""
+    """Seconds of one collective over ``size`` bytes in the job's dtype. Every rank must take part."""
     ranks = collectives.ranks
     rows = max(size // job.dtype.itemsize // ranks, 1)
     parts, share = _filled(job, ranks, rows, 1), _filled(job, rows, 1)
@@ -79,7 +79,7 @@ def collective_seconds(collectives: Collectives, collective: str, size: int, job
 
 
 def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
-    """Times of all collectives, at messages from 4 KiB to the job's own; every rank takes part, the slowest counts."""
+    """Times of all collectives, for messages from 4 KiB to the job's size. Every rank must take part; the slowest counts."""
     whole = job.message(job.rows)
     sizes = sorted({whole >> shift for shift in range(0, 20, 2) if whole >> shift >= 4096} | {whole})
     times = {}
@@ -90,12 +90,12 @@ def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
 
 
 def job_seconds(job: Job, sizes: Sequence[int], collectives: Collectives, repeats: int = REPEATS) -> float:
-    """Of the whole job in groups of these sizes, communication and all; every rank takes part."""
+    """Seconds of the whole job in groups of these sizes, with communication. Every rank must take part."""
     return median_seconds(one_run(job, lambda *_: sizes, collectives), job.device, repeats)
 
 
 def one_run(job: Job, groups: Grouping, collectives: Collectives, signals: bool = False) -> Run:
-    """What runs the job once: the forward of a layer, or the backward where the weight's gradient follows."""
+    """Returns a function that runs the job once: the forward of a layer, or the backward if the weight gradient follows."""
     shared, sender = job.collective == REDUCE_SCATTER, Sender(collectives, groups, signals)
     if job.covered:
         function = ColumnReduceScatter if shared else ColumnAllReduce
@@ -117,6 +117,6 @@ def _leading(job: Job) -> tuple[int, ...]:
 
 
 def _filled(job: Job, *shape: int) -> torch.Tensor:
-    """Small numbers, not zeros: products of zeros draw less power, and clock higher, than those of a training."""
-    generator = torch.Generator(job.device).manual_seed(0)  # the training's own random numbers stay as they are
+    """Small random numbers, not zeros: products of zeros draw less power and run at a higher clock than those of training."""
+    generator = torch.Generator(job.device).manual_seed(0)  # the random state of the training does not change
     return torch.rand(shape, generator=generator, dtype=torch.float32, device=job.device).to(job.dtype).sub_(0.5)

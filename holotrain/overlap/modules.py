@@ -1,4 +1,4 @@
-"""Linear layers whose parameters are DTensors on a mesh of one dimension, with overlapped communication."""
+"""Linear layers whose parameters are DTensors on a one-dimensional mesh, with overlapped communication."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from holotrain.overlap.linear import column_parallel_linear, row_parallel_linear
 
 
 class _ParallelLinear(nn.Linear):
-    """Made of an ``nn.Linear`` by a style. The mesh is read off the weight: a copy of the module then holds no process group.
+    """An ``nn.Linear`` changed by a style. The mesh comes from the weight, so that a copy of the module holds no process group.
 
-    ``input_layout`` and ``output_layout`` are as the style was given them; their dimensions may be counted from the end.
+    ``input_layout`` and ``output_layout`` are those of the style; their dimensions may be counted from the end.
     """
 
     groups: Grouping
@@ -31,7 +31,7 @@ class _ParallelLinear(nn.Linear):
         return DTensor.from_local(x, self.weight.device_mesh, [self.input_layout], run_check=False)
 
     def _arranged(self, y: Tensor, layout: Placement, shape: Sequence[int]) -> Tensor:
-        """A local result of ``layout`` in the layout that is wanted, as a plain tensor or a DTensor of ``shape``."""
+        """Returns a local result of ``layout`` in the output layout, as a plain tensor or a DTensor of ``shape``."""
         wanted = _counted(self.output_layout, len(shape))
         if wanted == layout and self.use_local_output:
             return y
@@ -98,7 +98,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 def _counted(layout: Placement, dims: int) -> Placement:
-    """With its dimension counted from the front."""
+    """The layout with its dimension counted from the front."""
     return Shard(layout.dim % dims) if isinstance(layout, Shard) else layout
 
 

@@ -1,4 +1,4 @@
-"""How long groups take that are computed and sent one behind the other, and how rows can be cut into groups."""
+"""The time of groups that are computed and sent one after the other, and the ways to split rows into groups."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from collections.abc import Iterator, Sequence
 from holotrain.overlap.groups import equal_sizes
 
 WAVES_SEARCHED = 10
-"""Of up to so many units all ways to put them together are tried; of more, groups of equal size."""
+"""Up to this number of units all groupings are tried; beyond it only groups of equal size."""
 
 MOST_GROUPS = 16
-"""Of equal size, at most."""
+"""The largest number of groups of equal size."""
 
 
 def makespan(first: Sequence[float], second: Sequence[float], busy: float = 0.0, after: float = 0.0) -> float:
-    """Seconds until every group has been through two stages, each of which takes one group at a time.
+    """Seconds until every group has passed two stages, each of which processes one group at a time.
 
     FlashOverlap's recurrence: ``C = max(P, C) + t_comm(g[i-1]); P += t_gemm(g[i])``, in all ``max(P, C) + t_comm(last)``.
 
     Args:
-        first: seconds of each group in the first stage (the products, where results are reduced; the link, where rows are
-            gathered).
-        second: in the second stage.
-        busy: seconds for which the second stage is taken at the start; what comes ``after`` needs its result.
-        after: seconds of more work for the first stage, behind the last group.
+        first: seconds of each group in the first stage (the products if results are reduced, the link if rows are gathered).
+        second: seconds of each group in the second stage.
+        busy: seconds for which the second stage is busy at the start; the work of ``after`` needs its result.
+        after: seconds of further work in the first stage, after the last group.
     """
     ready, done = 0.0, busy
     for one, two in zip(first, second, strict=True):
@@ -46,11 +45,11 @@ def compositions(units: int) -> Iterator[list[int]]:
 
 
 def candidates(rows: int, unit: int) -> Iterator[list[int]]:
-    """Group sizes to choose from, each a multiple of ``unit`` but for the last.
+    """Yields the group sizes to choose from. All sizes but the last are multiples of ``unit``.
 
     Args:
-        rows: in all.
-        unit: rows that the device computes in the time of one: a wave.
+        rows: the total number of rows.
+        unit: rows that the device computes in the time of one row: a wave.
     """
     units = math.ceil(rows / unit)
     if units <= WAVES_SEARCHED:

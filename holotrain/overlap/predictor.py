@@ -1,4 +1,4 @@
-"""Predicts the time of a product whose groups travel behind it, and chooses the groups that take the least."""
+"""Predicts the time of a product whose groups are communicated while it runs, and chooses the fastest groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from holotrain.overlap.waves import Waves, unit_of, waves_of
 T = TypeVar("T")
 
 ALIKE = 0.005
-"""Predicted times closer than this are no reason to cut rows into more groups."""
+"""Relative difference of predicted times below which the smaller number of groups is chosen."""
 
 
 def fewest_groups(tried: Iterable[tuple[T, float]], groups: Callable[[T], int] = len) -> tuple[T, float]:
-    """Of ways and their seconds: the way with the fewest groups among those that take next to the least time."""
+    """Given candidates and their seconds, returns the one with the fewest groups among those that are about the fastest."""
     tried = list(tried)
     least = min(seconds for _, seconds in tried)
     alike = [way for way in tried if way[1] <= least * (1 + ALIKE)]
@@ -28,14 +28,14 @@ def fewest_groups(tried: Iterable[tuple[T, float]], groups: Callable[[T], int] =
 
 @dataclass(frozen=True)
 class Predictor:
-    """Chooses groups from times that are known; to be given as ``groups``.
+    """Chooses groups from known times. Pass it as ``groups``.
 
     Args:
-        product_seconds: of a job's product over so many of its rows, with nothing beside it.
-        link: the time of a collective: one of :data:`~holotrain.overlap.LINKS`, or measured.
+        product_seconds: seconds of a job's product over a number of its rows, when nothing else runs.
+        link: gives the time of a collective: one of :data:`~holotrain.overlap.LINKS`, or a measured link.
 
-    The recurrence is FlashOverlap's (:func:`~holotrain.overlap.pipeline.makespan`). On a GPU a group that is computed beside a
-    collective has two SMs less: its product takes ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)`` times as long.
+    The recurrence is FlashOverlap's (:func:`~holotrain.overlap.pipeline.makespan`). On a GPU a group that is computed during a
+    collective has two SMs less, so its product takes ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)`` times as long.
     """
 
     product_seconds: Callable[[Job, int], float]
@@ -45,16 +45,16 @@ class Predictor:
         return self.best(job)[0]
 
     def best(self, job: Job) -> tuple[list[int], float]:
-        """The sizes that take the least time, and the seconds."""
+        """The fastest group sizes and their predicted seconds."""
         tried = [(sizes, self.seconds(job, sizes)) for sizes in candidates(job.rows, unit_of(job, waves_of(job.device)))]
         return fewest_groups(tried)
 
     def seconds(self, job: Job, sizes: Sequence[int]) -> float:
-        """Of the job in groups of these sizes, until the last has arrived and all is computed."""
+        """Seconds of the job in groups of these sizes, until the last group has arrived and everything is computed."""
         waves = waves_of(job.device)
         carried = [self.link.seconds(job.collective, job.message(size), job.ranks) for size in sizes]
         if job.collective == ALL_GATHER:
-            # A group is computed while those behind it arrive: all but the last have company.
+            # A group is computed while later ones arrive, so all but the last are slowed down.
             computed = [self._computed(job, size, waves, beside=number < len(sizes) - 1) for number, size in enumerate(sizes)]
             return makespan(carried, computed)
         computed = [self._computed(job, size, waves, beside=number > 0) for number, size in enumerate(sizes)]

@@ -1,4 +1,4 @@
-"""The products of a linear layer, each one call to the matrix library, into memory that is given."""
+"""The matrix products of a linear layer, each one library call, optionally into given memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor |
 
 
 def products(x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """[P, R, K] x [K, N] (+ [N]) to [P, R, N]; x and out may be pieces of larger tensors along R, which are not copied."""
+    """[P, R, K] x [K, N] (+ [N]) to [P, R, N]. x and out may be slices of larger tensors along R; they are not copied."""
     matrices = matrix.expand(len(x), -1, -1)
     return torch.bmm(x, matrices, out=out) if bias is None else torch.baddbmm(bias, x, matrices, out=out)
 
@@ -20,5 +20,5 @@ def products(x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor 
 def weight_gradients(
     grad: Tensor, x: Tensor | None, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of weight and bias: dy [R, N], x [R, K] to [N, K] and [N]; None where not needed."""
+    """Gradients of weight and bias: dy [R, N], x [R, K] to [N, K] and [N]; None if not needed."""
     return grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None

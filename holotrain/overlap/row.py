@@ -1,7 +1,7 @@
-"""A linear layer whose input features are shared out: every rank's product is a summand of the output.
+"""A linear layer whose input features are sharded: the output is a sum over ranks.
 
 Shape letters: R rows (tokens), P ranks, L rows of one rank's share of the sequence, K this rank's input features, N output
-features. A group's sum travels while the product of the next group is computed.
+features. The sum of a group overlaps the product of the next group.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from holotrain.overlap.sending import Sender
 class RowAllReduce(torch.autograd.Function):
     """x [R, K], weight [N, K], bias [N] or None to y [R, N], whole on every rank.
 
-    Forward: an all-reduce a group. Backward: none; dx = dy W is this rank's own.
+    Forward: one all-reduce per group. Backward: no communication; dx = dy W is this rank's own.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sender: Sender) -> Tensor:
         ctx.save_for_backward(x, weight)
-        summand = bias if sender.link.rank == 0 else None  # added once, within a product: no pass over the output of its own
+        summand = bias if sender.link.rank == 0 else None  # added once, in the product: no extra pass over the output
         y = x.new_empty(len(x), len(weight))
         wait_for(sender.sum(x, weight.t(), summand, y))
         return y
@@ -42,8 +42,8 @@ class RowAllReduce(torch.autograd.Function):
 class RowReduceScatter(torch.autograd.Function):
     """x [P, L, K], weight [N, K], bias [N] or None to this rank's share y [L, N].
 
-    Forward: a reduce-scatter a group. Backward: an all-gather of dy a group, all launched at once; dx of a group is computed
-    while the next ones travel.
+    Forward: one reduce-scatter per group. Backward: one all-gather of dy per group, all launched at once; dx of a group is
+    computed while the next ones are gathered.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Sums over ranks sent in groups of rows, each while the next group is computed."""
+"""Sums over ranks, sent in groups of rows while the next group is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holotrain.overlap.products import product, products
 
 @dataclass(frozen=True)
 class Sender:
-    """How a layer communicates: over what, in which groups, and whether one product signals its groups where it can."""
+    """How a layer communicates: its collectives, its groups, and whether one product signals its groups where possible."""
 
     link: Collectives
     groups: Grouping
@@ -25,7 +25,7 @@ class Sender:
         return spans(group_sizes(self.groups, job, self.link))
 
     def sum(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, covered: bool = False) -> list[Work]:
-        """Computes x [R, K] times matrix [K, N] (+ bias [N]) into out [R, N] and sends what is to become its sum over ranks."""
+        """Computes x [R, K] times matrix [K, N] (+ bias [N]) into out [R, N] and launches its sum over ranks."""
         job = Job(*x.shape, matrix.shape[1], ALL_REDUCE, self.link.ranks, x.dtype, x.device, covered)
         cut = list(self.spans(job))
         if self.signals and cut and signals.supported(x):
@@ -37,7 +37,7 @@ class Sender:
         return works
 
     def shares(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, covered: bool = False) -> list[Work]:
-        """Computes x [P, L, K] times matrix [K, N] (+ bias [N]) and sends what is to become this rank's share, out [L, N]."""
+        """Computes x [P, L, K] times matrix [K, N] (+ bias [N]) and launches the sum of this rank's share into out [L, N]."""
         job = Job(*x.shape[1:], matrix.shape[1], REDUCE_SCATTER, self.link.ranks, x.dtype, x.device, covered)
         cut = list(self.spans(job))
         if self.signals and cut and signals.supported(x):
@@ -51,7 +51,7 @@ class Sender:
 
 @dataclass
 class Holding:
-    """Keeps what a collective reads until it has been waited for."""
+    """Keeps the input of a collective alive until it has been waited for."""
 
     work: Work
     read: Tensor

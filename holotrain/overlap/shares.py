@@ -1,7 +1,7 @@
-"""A sequence dimension shared out among ranks, as rows that lie rank by rank.
+"""A sequence dimension sharded over ranks, as rows ordered rank by rank.
 
-The view ``x.view(ranks, share, ...)`` puts what each rank is to receive side by side, so that a group ``[:, rows]`` of it is a
-contiguous piece of every rank's own share: nothing has to be put in order after a reduce-scatter.
+The view ``x.view(ranks, share, ...)`` puts the shares of all ranks side by side. A group ``[:, rows]`` of it is then a
+contiguous piece of every rank's share, and nothing has to be reordered after a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Shares:
-    """Dimension ``dim`` of length ``length``, cut as ``torch.chunk`` and DTensor's ``Shard`` cut it.
+    """Dimension ``dim`` of length ``length``, split as ``torch.chunk`` and DTensor's ``Shard`` split it.
 
-    Where the length does not divide, the last shares are shorter, and padded with zeros on the way.
-    Shape letters: A what lies before ``dim``, S ``length``, s a padded share, C what lies between ``dim`` and the features,
-    K features; a share has L = A * s * C rows.
+    If the length does not divide evenly, the last shares are shorter, and are padded with zeros for communication.
+    Shape letters: A dimensions before ``dim``, S ``length``, s length of a padded share, C dimensions between ``dim`` and the
+    features, K features; a share has L = A * s * C rows.
     """
 
     dim: int
@@ -31,11 +31,11 @@ class Shares:
         return math.ceil(self.length / self.ranks)
 
     def own(self, rank: int) -> int:
-        """The true length of a rank's share."""
+        """The length of a rank's share without padding."""
         return min(max(self.length - rank * self.padded, 0), self.padded)
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        """[..A, S, ..C, K] to [ranks, L, K]; a view where the sequence comes first and divides."""
+        """[..A, S, ..C, K] to [ranks, L, K]; a view if the sequence is the first dimension and divides evenly."""
         rows = self._rows(x)
         x = self._lengthened(x, self.ranks * self.padded)
         return x.unflatten(self.dim, (self.ranks, self.padded)).movedim(self.dim, 0).reshape(self.ranks, rows, x.shape[-1])
@@ -66,4 +66,4 @@ class Shares:
 
 def rows_of(x: Tensor) -> Tensor:
     """[..., K] to [R, K]."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1: this rank may have no features at all
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1: this rank may have no features

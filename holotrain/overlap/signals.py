@@ -1,11 +1,12 @@
-"""One product whose groups are sent while it goes on (FlashOverlap): each finished group is signalled to a second stream.
+"""One product whose groups are sent while it runs (FlashOverlap): each finished group signals a second stream.
 
 The product's kernel (:mod:`holotrain.overlap.kernel`) computes output tiles in the order of their groups, on all SMs but those
 that a collective needs, and counts the finished tiles of each group in memory. The second stream waits for a count, which takes
-no SM, and launches the collective on that group's contiguous rows; the product is never interrupted, and no rows are too few
-for a product of their own.
+no SM, and launches the collective on the contiguous rows of that group. The product is never interrupted, and groups can have
+any number of rows.
 
-Written for CUDA and checked in Triton's interpreter; not run on a GPU yet, so it must be asked for (``signals=True``).
+It is written for CUDA and checked in Triton's interpreter. It has not run on a GPU yet, so it is off by default
+(``signals=True`` turns it on).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 def supported(x: Tensor) -> bool:
-    """Whether a product of x can signal: CUDA from compute capability 8.0, bf16 or fp16, Triton, outside a graph's capture."""
+    """Whether a product of x can signal: CUDA compute capability 8.0 or newer, bf16 or fp16, Triton, no graph capture."""
     return (
         x.is_cuda
         and torch.version.hip is None
@@ -42,7 +43,7 @@ def supported(x: Tensor) -> bool:
 
 
 def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """As :meth:`~holotrain.overlap.sending.Sender.sum`."""
+    """Like :meth:`~holotrain.overlap.sending.Sender.sum`."""
 
     def collective(rows: slice) -> Work:
         return link.all_reduce(out[rows])
@@ -51,7 +52,7 @@ def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: l
 
 
 def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """As :meth:`~holotrain.overlap.sending.Sender.shares`; a group's rows of all ranks lie side by side in what is computed."""
+    """Like :meth:`~holotrain.overlap.sending.Sender.shares`; the rows of a group are contiguous over all ranks."""
     ranks, rows, _ = x.shape
     computed = x.new_empty(ranks * rows, matrix.shape[1])
 
@@ -64,8 +65,8 @@ def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut
 def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> tuple[tuple[int, int, int, int, int], ...]:
     """The tiles of an output in the order of their groups, as (first row read, first row written, rows, first column, group).
 
-    Rank r's rows of what is read begin at ``r * rows``; what is written has a group's rows of all ranks side by side. Tiles
-    below one another follow one another: they share their part of the matrix.
+    In the input the rows of rank r begin at ``r * rows``; in the output the rows of a group are contiguous over all ranks.
+    Tiles of one column follow each other, because they share their part of the matrix.
     """
     tiles = []
     for group, span in enumerate(cut):
@@ -85,9 +86,9 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
         ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
         order = order_of(tuple(rows.stop - rows.start for rows in cut), ranks, matrix.shape[1], x.device)
-        aside.wait_stream(ambient)  # for the zeros: older counts in that memory would be taken for signals
+        aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
-        # Before anything waits for it: where streams share a hardware queue, it would otherwise be stuck behind the waiting.
+        # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
         launch(x, matrix, bias, out, order.table, counts, programs)
         works = []
         with torch.cuda.stream(aside):
@@ -100,7 +101,7 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
 
 @dataclass
 class Signalled:
-    """Keeps the memory of a product and its counts until what reads them has been waited for."""
+    """Keeps the memory of a product and its counts alive until the collective has been waited for."""
 
     work: Work
     read: Sequence[Tensor]
@@ -117,7 +118,7 @@ def _has_triton() -> bool:
 
 @cache
 def _wait_for_count():
-    """The driver's cuStreamWaitValue32, or None: (stream, address, value, flags) to a status."""
+    """The driver's cuStreamWaitValue32, or None. It maps (stream, address, value, flags) to a status."""
     try:
         function = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
     except (OSError, AttributeError):
@@ -134,7 +135,7 @@ def _require_success(status: int) -> None:
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # first at what SMs are free
+    return torch.cuda.Stream(device, priority=-1)  # first on free SMs
 
 
 KEPT = 128

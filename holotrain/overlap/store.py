@@ -1,4 +1,4 @@
-"""Groups that were chosen, kept in a file for each shape and device."""
+"""Chosen groups, saved to a file for each shape and device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was chosen for a job.
+    """The choice for a job.
 
     Args:
         sizes: rows of each group.
-        predicted: seconds in these groups, by the recurrence.
+        predicted: seconds in these groups, predicted.
         confirmed: seconds in these groups, measured.
         in_one: seconds in one group, measured.
     """
@@ -35,12 +35,12 @@ class Tuned:
 
 
 def default_folder() -> Path:
-    """Below the user's cache (``XDG_CACHE_HOME``)."""
+    """``holotrain/overlap`` in the user's cache (``XDG_CACHE_HOME``)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holotrain" / "overlap"
 
 
 def described(job: Job, link: str) -> dict[str, object]:
-    """All that a choice depends on, as JSON has it."""
+    """Everything that a choice depends on, as plain JSON."""
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else f"{job.device.type}, {threads} threads"
     return asdict(job) | {
@@ -52,7 +52,7 @@ def described(job: Job, link: str) -> dict[str, object]:
 
 
 def path_of(folder: Path, job: Job, link: str) -> Path:
-    """Of the shape, for a person, and of a digest of all that counts."""
+    """The file of a job: its name has the shape, for people, and a digest of everything that the choice depends on."""
     about = described(job, link)
     kind = f"{job.collective}{'_covered' if job.covered else ''}-{job.rows}x{job.inputs}x{job.outputs}"
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
@@ -60,7 +60,7 @@ def path_of(folder: Path, job: Job, link: str) -> Path:
 
 
 def read(path: Path, job: Job, link: str) -> Tuned | None:
-    """None where there is no such file, or one that does not belong to this job, device and torch; a broken one is named."""
+    """Returns None if there is no file for this job, device and torch. A broken file is reported by a warning."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:
@@ -72,7 +72,7 @@ def read(path: Path, job: Job, link: str) -> Tuned | None:
         tuned = Tuned(**found["tuned"])
         _require(tuned, job)
     except (ValueError, TypeError, KeyError) as error:
-        warnings.warn(f"{path} is not a choice of groups ({error!r}); measuring anew", stacklevel=2)
+        warnings.warn(f"{path} is not a valid choice of groups ({error!r}); measuring again", stacklevel=2)
         return None
     return tuned
 
@@ -87,7 +87,7 @@ def _require(tuned: Tuned, job: Job) -> None:
 
 
 def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
-    """To a temporary name beside it, then renamed. A folder that cannot be written is no reason to stop a training."""
+    """Writes a temporary file and renames it. A folder that cannot be written does not stop the training."""
     text = json.dumps({"version": VERSION, "of": described(job, link), "tuned": asdict(tuned)}, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -97,4 +97,4 @@ def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        warnings.warn(f"cannot keep what was measured in {path}: {error.strerror}", stacklevel=2)
+        warnings.warn(f"cannot save the measured groups to {path}: {error.strerror}", stacklevel=2)

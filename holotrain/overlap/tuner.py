@@ -1,4 +1,4 @@
-"""Chooses groups by measuring: products and collectives are timed, the recurrence chooses, the choice is confirmed and kept."""
+"""Chooses groups by measuring: it times products and collectives, predicts, confirms the choice and saves it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from holotrain.overlap.store import Tuned, default_folder, path_of, read, write
 
 
 class Tuner:
-    """Chooses group sizes for each shape when it is met first; to be given as ``groups``, to as many layers as there are.
+    """Chooses group sizes for each shape when it first sees the shape. Pass it as ``groups``, to any number of layers.
 
-    Shapes whose rows are alike (batches of documents, say) share a choice: rows are rounded up to four binary digits.
+    Shapes with similar numbers of rows (batches of documents, for example) share a choice: rows are rounded up to four binary
+    digits.
 
-    Every rank times the job's products, and the collectives unless ``link`` is given; the slowest rank counts, so that all
-    choose alike. The choice and one group are then run: where one group is not slower, it is taken. What rank 0 has
-    on file counts for all.
+    Every rank times the job's products, and the collectives unless ``link`` is given. The slowest rank counts, so that all
+    ranks choose the same. The choice is then timed against a single group, which is taken unless it is slower. The files of
+    rank 0 count for all ranks.
 
     Args:
         folder: of the files, one for each shape and device; by default ``holotrain/overlap`` in the user's cache.
-        link: times of collectives, where they are known.
+        link: times of collectives, if they are known.
 
-    Shapes that are new are measured in the middle of a step, for a second or so; inside a CUDA graph's capture they cannot be:
-    run a step before.
+    New shapes are measured in the middle of a step, for about a second. This is not possible while a CUDA graph is captured:
+    run one step before.
     """
 
     def __init__(self, folder: Path | None = None, link: Carrier | None = None) -> None:
@@ -46,7 +47,7 @@ class Tuner:
         key = tuned_for, name
         if key not in self.tuned:
             if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("groups of a new shape cannot be measured while a CUDA graph is captured; run a step before")
+                raise RuntimeError("groups of a new shape cannot be measured during a CUDA graph capture; run one step before")
             self.tuned[key] = self._found_or_measured(tuned_for, name, collectives)
         return in_proportion(self.tuned[key].sizes, job.rows)
 
@@ -54,7 +55,7 @@ class Tuner:
         path = path_of(self.folder, job, name)
         found = collectives.agreed(read(path, job, name) if collectives.rank == 0 else None)
         if found is None:
-            # Whoever counts operations of the step (selective checkpointing, a FLOP counter) must not see those of a trial.
+            # Modes that count operations of the step (selective checkpointing, a FLOP counter) must not see the measurements.
             with _disable_current_modes(), torch.enable_grad(), torch.autocast(job.device.type, enabled=False):
                 found = self._measured(job, collectives)
             if collectives.rank == 0:
@@ -78,26 +79,26 @@ class Tuner:
         return Tuned(sizes, predicted, confirmed, in_one)
 
     def report(self) -> str:
-        """Every job so far, a line each: groups, predicted and confirmed milliseconds, and those in one group."""
+        """One line per job: the number of groups, predicted and confirmed milliseconds, and milliseconds in one group."""
         lines = [f"{'job':<58}{'groups':>7}{'predicted':>12}{'confirmed':>12}{'in one':>12}"]
         for (job, _), tuned in self.tuned.items():
             shape = f"{job.product_rows(job.rows)} x {job.inputs} x {job.outputs}"
-            behind = ", weight gradient behind" if job.covered else ""
+            behind = ", weight gradient follows" if job.covered else ""
             times = (f"{seconds * 1e3:9.3f} ms" for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one))
             lines.append(f"{job.collective + ' ' + shape + behind:<58}{len(tuned.sizes):>7}{''.join(times)}")
         return "\n".join(lines)
 
     def __deepcopy__(self, memo: dict) -> Tuner:
-        return self  # what was measured holds for copies of a model too
+        return self  # measurements are valid for copies of a model too
 
 
 def rounded_up(rows: int) -> int:
-    """To four binary digits: eight numbers of rows between one power of two and the next."""
+    """Rounds up to four binary digits: eight values between one power of two and the next."""
     step = 1 << max(rows.bit_length() - 4, 0)
     return -(-rows // step) * step
 
 
 def in_proportion(sizes: list[int], rows: int) -> list[int]:
-    """Groups of other ``rows`` in the same proportion, as far as there are rows for each."""
+    """Scales group sizes to another number of ``rows``; groups without rows are dropped."""
     ends = [round(end * rows / sum(sizes)) for end in accumulate(sizes)]
     return [end - start for start, end in pairwise([0, *ends]) if end > start]

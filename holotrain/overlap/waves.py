@@ -1,4 +1,4 @@
-"""What a GPU computes at once: a wave of output tiles, one on each of its streaming multiprocessors (SMs)."""
+"""Waves of output tiles: a GPU computes one tile on each of its streaming multiprocessors (SMs) at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from holotrain.overlap.groups import Job
 from holotrain.overlap.pipeline import WAVES_SEARCHED
 
 TILE_ROWS, TILE_COLUMNS = 128, 128
-"""Of the output tile that one SM computes."""
+"""Size of the output tile that one SM computes."""
 
 SMS_LOST = 2
-"""That a collective takes for itself while it runs (FlashOverlap)."""
+"""SMs that a running collective occupies (FlashOverlap)."""
 
 
 @dataclass(frozen=True)
 class Waves:
     """
     Args:
-        sms: of the device.
-        tile_rows, tile_columns: of the output tile that one SM computes.
+        sms: number of SMs of the device.
+        tile_rows, tile_columns: size of the output tile that one SM computes.
     """
 
     sms: int
@@ -34,16 +34,16 @@ class Waves:
         return math.ceil(rows / self.tile_rows) * math.ceil(columns / self.tile_columns)
 
     def slowdown(self, tiles: int) -> float:
-        """By what factor a product takes longer beside a collective: ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)``."""
+        """The factor by which a collective slows a product down: ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)``."""
         return math.ceil(tiles / (self.sms - SMS_LOST)) / math.ceil(tiles / self.sms)
 
     def rows(self, columns: int) -> int:
-        """Rows of an output of ``columns`` that make a wave, in whole tiles, at least one."""
+        """Rows of one wave of an output with ``columns`` columns, in whole tiles, at least one."""
         return max(self.sms // math.ceil(columns / self.tile_columns), 1) * self.tile_rows
 
 
 def waves_of(device: torch.device) -> Waves | None:
-    """None for a device that does not compute in waves."""
+    """The waves of a device; None if it does not compute in waves."""
     return _waves_of_gpu(device) if device.type == "cuda" else None
 
 
@@ -53,7 +53,7 @@ def _waves_of_gpu(device: torch.device) -> Waves:
 
 
 def unit_of(job: Job, waves: Waves | None) -> int:
-    """Rows of the job that are computed in the time of one; without waves a tenth of them."""
+    """Rows of the job that are computed in the time of one row; without waves a tenth of all rows."""
     if waves is None:
         return math.ceil(job.rows / WAVES_SEARCHED)
     return math.ceil(waves.rows(job.outputs) * job.rows / job.product_rows(job.rows))

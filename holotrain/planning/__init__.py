@@ -1,15 +1,15 @@
-"""What a training step will take, before anything is allocated; and what each block should store so that it fits.
+"""Predicts the memory of a training step before anything is allocated, and chooses what each block stores so that it fits.
 
-imagination   models and tensors that exist in shape alone
-ledger        every byte that operations allocate and free
+imagination   fake models and tensors: shapes without memory
+ledger        all bytes that operations allocate and free
 allocators    what an allocator takes for them
 scratch       what an operation may hold within itself on a CPU, at most
 rehearsal     one training step, in the order of a training
-footprint     its memory in figures
-measured      the memory that a real step takes, to compare
+footprint     the memory of a step
+measured      the memory of a real step, for comparison
 search        the largest size that fits
-costs         what each schedule costs a block
-choice        the schedules of all blocks, within a budget
+costs         memory and time of a block under each schedule
+choice        the schedules of all blocks within a budget
 rank_memory   the memory of one rank of several devices
 scaling       the time of a step on several devices
 """

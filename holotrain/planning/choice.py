@@ -1,8 +1,9 @@
-"""What each block should store, so that a step fits a budget and takes the least time.
+"""Chooses what each block stores, so that a step fits a budget and takes the least time.
 
-Every block has a few ways to come by its activations, dear in memory or dear in time. Which way each takes is a knapsack
-problem, solved exactly for memory that adds up; since a real peak is less than that sum (what the last blocks store is free
-again when the first are recomputed), the choice is rehearsed and what is left over is given out again.
+A block can store or recompute its activations in several ways, which cost memory or time. The choice for all blocks is a
+knapsack problem. It is solved exactly under the assumption that the memory of blocks adds up. The real peak is lower, because
+what the last blocks store is free again when the first are recomputed. So the choice is rehearsed, and memory that is left is
+used in another round.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 CELLS = 2000
-"""Into how many parts the memory to give out is divided; what a block takes is rounded up to whole ones."""
+"""Number of cells that the available memory is divided into; the memory of a block is rounded up to whole cells."""
 
 MARGIN = 0.002
 """Of a budget, left free for small temporaries of operations, which neither the peak nor the bound of a plan includes."""
 
 ROUNDS = 6
-"""Rehearsals of a choice, at most, beside those of the smallest and the fastest."""
+"""The most rehearsals of a choice, in addition to those of the smallest and the fastest choice."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way in which a block can come by its activations.
+    """One schedule of a block.
 
     Args:
-        name: the schedule, as :class:`~holotrain.reversible.ReversibleSequence` takes it.
-        held: bytes that wait for the backward.
+        name: the schedule, as in :class:`~holotrain.reversible.ReversibleSequence`.
+        held: bytes kept for the backward.
         cost: of a forward and a backward, in any unit.
     """
 
@@ -37,7 +38,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks in a row that are alike."""
+    """Consecutive identical blocks."""
 
     depth: int
     options: Sequence[Option]
@@ -48,9 +49,9 @@ class Choice:
     """
     Args:
         blocks: the schedule of each block, first to last.
-        peak: bytes of the step, rehearsed.
+        peak: bytes at the rehearsed peak of the step.
         cost: of all blocks.
-        dearest: the cost where every block recomputes as much as it can.
+        dearest: the cost if every block recomputes as much as it can.
     """
 
     blocks: list[str]
@@ -60,21 +61,21 @@ class Choice:
 
 
 class TooSmall(ValueError):
-    """Nothing fits the budget; ``least`` would."""
+    """No choice fits the budget; ``least`` is the smallest peak."""
 
     def __init__(self, least: int) -> None:
-        super().__init__(f"no choice takes less than {least} bytes")
+        super().__init__(f"no choice needs less than {least} bytes")
         self.least = least
 
 
 def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: int) -> Choice:
-    """The cheapest choice whose rehearsed peak is within the budget, less a margin; the smallest one may use that too.
+    """Returns the cheapest choice whose rehearsed peak fits the budget minus a margin; the smallest choice may use the margin.
 
     Args:
         peak: bytes of a step, given the schedule of each block.
 
     Raises:
-        TooSmall: not even the least memory is within the budget.
+        TooSmall: not even the smallest choice fits the budget.
     """
     known: dict[tuple[str, ...], int] = {}
 
@@ -98,7 +99,7 @@ def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: in
             beyond, high = chosen, min(high, _held(chosen) - _held(least))
         if beyond is None:
             break
-        # The peak is convex in what is held: a line between what fits and what does not never promises too much.
+        # The peak is convex in the held bytes, so a line between a choice that fits and one that does not is safe.
         share = (room - rehearsed(best)) / (rehearsed(beyond) - rehearsed(best))
         low = _held(best) - _held(least)
         chosen = cheapest(stages, low + (_held(beyond) - _held(best)) * share)
@@ -108,12 +109,12 @@ def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: in
 
 
 def cheapest(stages: Sequence[Stage], spare: float) -> list[list[Option]]:
-    """The options of each stage's blocks that cost least in all and hold no more than ``spare`` beyond the least they can.
+    """Returns the options of each stage's blocks with the least total cost that hold at most ``spare`` bytes above the minimum.
 
-    Within a stage those that hold most come last: what they hold is free again when the others need room.
+    Within a stage the options that hold most come last: their memory is free again when the other blocks recompute.
     """
     cell = max(spare, 1) / CELLS
-    # costs[c]: the least cost of the blocks so far within c cells; picks[b][c]: the option of block b there.
+    # costs[c]: least cost of the blocks so far within c cells; picks[b][c]: the option of block b for it.
     costs, picks = [0.0] * (CELLS + 1), []
     blocks = [stage for stage in stages for _ in range(stage.depth)]
     for stage in blocks:

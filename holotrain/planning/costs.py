@@ -1,4 +1,4 @@
-"""What each way of coming by activations costs a block: bytes that wait for the backward, and time or FLOPs."""
+"""The cost of each schedule of a block: bytes kept for the backward, and time or FLOPs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from holotrain.reversible.trial import SETTLED_AFTER
 CPU = ALLOCATORS["cpu"]
 
 ROUNDS = 5
-"""Measurements of each option, in turn with the others, after those that do not count."""
+"""Measurements of each option after the warm-up, in turn with the other options."""
 
 BLOCKS = 2
-"""Are timed in a row, so that recomputation can run ahead from one to the other."""
+"""Number of consecutive blocks that are timed, so that recomputation can run ahead from one to the other."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A sequence of blocks and what it was called with."""
+    """A sequence of blocks and the arguments of a call."""
 
     sequence: nn.Module
     args: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Visit:
 
 @contextmanager
 def visited(sequences: Sequence[nn.Module]) -> Iterator[list[Visit]]:
-    """Notes what each of them is called with inside."""
+    """Records the calls of the sequences inside the context."""
     visits: list[Visit] = []
     handles = [
         sequence.register_forward_pre_hook(
@@ -61,12 +61,12 @@ def stage_of(
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     allocator: Allocator = CPU,
 ) -> Stage:
-    """The options of a sequence's blocks, as its first block has them; without those that another beats in both respects.
+    """Returns the options of a sequence's blocks, based on its first block, without options that are worse in memory and cost.
 
-    To be called where the visit's tensors are imagined.
+    Call it inside :func:`~holotrain.planning.imagined`, with the visit's tensors.
 
     Args:
-        costs: of the schedules that there are.
+        costs: cost of each schedule to consider.
     """
     options = [Option(name, _held(visit, name, autocast, allocator), cost) for name, cost in costs.items()]
     worth = [
@@ -78,7 +78,7 @@ def stage_of(
 
 
 def _held(visit: Visit, name: str, autocast: Callable[[], AbstractContextManager], allocator: Allocator) -> int:
-    """What one block more makes the forward leave behind."""
+    """Bytes that one more block keeps after the forward."""
     alive = []
     for depth in (1, 2):
         ledger = Ledger(allocator)
@@ -94,7 +94,7 @@ def _held(visit: Visit, name: str, autocast: Callable[[], AbstractContextManager
 
 
 def flops(visit: Visit, names: Sequence[str]) -> dict[str, float]:
-    """FLOPs of one block's forward and backward, recomputation included: two a multiply-accumulate."""
+    """FLOPs of one block's forward and backward with recomputation, two per multiply-add."""
     counted = {}
     for name in names:
         with FlopCounterMode(display=False) as counter:
@@ -106,7 +106,7 @@ def flops(visit: Visit, names: Sequence[str]) -> dict[str, float]:
 def seconds(
     visit: Visit, names: Sequence[str], autocast: Callable[[], AbstractContextManager] = nullcontext
 ) -> dict[str, float]:
-    """Of one block's forward and backward, where the visit's tensors are: medians of a few, taken in turn."""
+    """Seconds of one block's forward and backward on the device of the visit's tensors, as medians."""
     device = visit.args[0].device
     block = copy.deepcopy(visit.sequence.blocks[0])
     sequences = {name: type(visit.sequence)([block] * BLOCKS, backward=[name] * BLOCKS) for name in names}
@@ -134,7 +134,7 @@ def _run(sequence: nn.Module, visit: Visit, autocast: Callable[[], AbstractConte
 
 
 def _leaves(visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, cut off from what came before; streams ask for gradients, as they do within a model."""
+    """Returns detached arguments; the streams require gradients, as they do inside a model."""
     args = tuple(
         arg.detach().requires_grad_() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in visit.args
     )

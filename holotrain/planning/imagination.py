@@ -1,4 +1,4 @@
-"""Models and tensors that exist in shape alone: nothing is allocated, nothing is computed."""
+"""Fake models and tensors: they have shapes, but nothing is allocated or computed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Unplannable(ValueError):
-    """What happens depends on the values of tensors, or on an operation whose shapes PyTorch cannot foretell."""
+    """The step depends on the values of tensors, or on an operation whose output shape PyTorch cannot predict."""
 
 
 class _Imagination(FakeTensorMode):
     @cached_property
     def avoid_device_init(self) -> bool:
-        """Asked at every operation, and without a driver half a millisecond in coming."""
+        """Cached, because it is read at every operation and takes half a millisecond without a driver."""
         return super().avoid_device_init
 
 
 @contextmanager
 def imagined() -> Iterator[None]:
-    """Inside, every new tensor is a fake one, on the device that it says it is on.
+    """Inside the context every new tensor is fake, on the device that it reports.
 
     Raises:
-        Unplannable: an operation whose result cannot be imagined; it is named.
+        Unplannable: an operation whose result cannot be predicted; the message names it.
     """
     try:
         with _Imagination(allow_non_fake_inputs=True):
@@ -42,15 +42,15 @@ def imagined() -> Iterator[None]:
     except DataDependentOutputException as error:
         raise Unplannable(f"{error.func} asks for the value of a tensor, which a plan does not have") from error
     except DynamicOutputShapeException as error:
-        raise Unplannable(f"the size of what {error.func} returns depends on values, which a plan does not have") from error
+        raise Unplannable(f"the output size of {error.func} depends on values, which a plan does not have") from error
     except UnsupportedOperatorException as error:
-        raise Unplannable(f"PyTorch cannot foretell what {error.func} returns") from error
+        raise Unplannable(f"PyTorch cannot predict the output of {error.func}") from error
 
 
 def imagine(module: nn.Module, device: torch.device) -> nn.Module:
-    """Replaces the parameters and buffers of a module, built on the meta device, by fake ones; what was shared stays shared.
+    """Replaces the parameters and buffers of a module on the meta device by fake ones. Shared tensors stay shared.
 
-    To be called inside of :func:`imagined`.
+    Call it inside :func:`imagined`.
     """
     known: dict[int, Tensor] = {}
     for part in module.modules():
@@ -69,7 +69,7 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class selecting(TorchDispatchMode):
-    """Inside, a boolean mask is imagined to select this share of its entries, so that ``x[mask]`` has a size."""
+    """Inside the context a boolean mask is assumed to select this share of its entries, so that ``x[mask]`` has a size."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class selecting(TorchDispatchMode):
 
 @contextmanager
 def fused_dropout() -> Iterator[None]:
-    """Inside, attention drops within its kernel, as CUDA's does: nothing of the size of its weights is made."""
+    """Inside the context attention applies dropout within its kernel, as on CUDA, without a tensor of attention weights."""
     ordinary = functional.scaled_dot_product_attention
 
     def without(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, *rest, **options) -> Tensor:
         return ordinary(query, key, value, attn_mask, 0.0, *rest, **options)
 
-    # Replaced, not watched by a mode: a recomputation in the backward runs outside of modes.
+    # Replaced instead of a dispatch mode: a recomputation in the backward runs outside of modes.
     functional.scaled_dot_product_attention = without
     try:
         yield

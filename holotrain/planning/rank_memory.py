@@ -1,4 +1,4 @@
-"""The memory of one rank of several, from a single device's footprint and what the model consists of."""
+"""The memory of one rank of several, from the footprint on a single device and the parts of the model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from itertools import pairwise
 from holotrain.planning.footprint import Footprint
 
 SHARED_OUT = ("parameters", "gradients", "optimizer", "average")
-"""Kinds of which a rank of FSDP2 holds its share."""
+"""Kinds of memory that FSDP2 shards over the ranks."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters whose gradients are complete at one time: a block's, or those that lie between blocks.
+    """Parameters whose gradients are complete at the same time: those of a block, or those between blocks.
 
     Args:
-        parameters: bytes, of all.
-        gradients: bytes of each, in the order of the model's parameters; frozen ones have none.
+        parameters: bytes of all parameters.
+        gradients: bytes of each gradient, in the order of the model's parameters; frozen parameters have none.
         work: share of the model's arithmetic.
-        block: it is gathered by itself; the rest of the model is gathered together.
+        block: whether it is a block, which is gathered by itself; the rest of the model is gathered together.
     """
 
     parameters: int
@@ -30,9 +30,9 @@ class Unit:
 
 
 def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
-    """The largest of three phases, each with all gradients: they are views of buckets that stay.
+    """Bytes at the peak over the three phases, each with all gradients, which are views of permanent buckets.
 
-    With ``gradient_as_bucket_view=True``, as our own DDP has it; without, gradients would be there twice.
+    This holds with ``gradient_as_bucket_view=True``, which holotrain's DDP uses. Without it gradients would be stored twice.
     """
     if devices == 1:
         return footprint.bound
@@ -44,12 +44,11 @@ def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
 
 
 def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
-    """The largest of three phases, each as it is on one device but for what is shared out.
+    """Bytes at the peak over the three phases, each as on one device except for what is sharded.
 
-    Parameters, gradients, optimizer state and the average of weights are divided by the devices, and what an update takes for
-    itself. In the forward there is beside them: what lies outside of blocks, whole, and two blocks, one in use and one
-    gathered ahead. In the backward also their gradients, until they are reduced. Activations, buffers, batch and hologram
-    stay as they are.
+    Parameters, gradients, optimizer state, the average of weights and the temporary memory of an update are divided by the
+    number of devices. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one gathered
+    ahead. The backward also holds their gradients until they are reduced. Activations, buffers, batch and hologram stay whole.
     """
     if devices == 1:
         return footprint.bound
@@ -66,5 +65,5 @@ def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int
 
 
 def _two_blocks(sizes: Sequence[int]) -> int:
-    """The most that two neighbours take."""
+    """The largest sum of two neighbours."""
     return max((one + other for one, other in pairwise(sizes)), default=sum(sizes))

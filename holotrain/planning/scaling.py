@@ -1,7 +1,7 @@
-"""The time of a training step on several devices, on paper: from a single device's times and the times of a link.
+"""Predicts the time of a training step on several devices, from the times of a single device and of a link.
 
-Each strategy is a schedule of computation and collectives on a link that carries one message at a time. Data parallel ones
-(DDP, FSDP2) give every device a batch of its own; tensor parallel (TP) gives all devices the same one.
+Each strategy is a schedule of computation and collectives on a link that carries one message at a time. With data parallel
+(DDP, FSDP2) every device has its own batch; with tensor parallel (TP) all devices share one batch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from holotrain.overlap.waves import SMS_LOST
 from holotrain.planning.rank_memory import Unit
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
-"""Bytes of gradients at which DDP sends a bucket: small at first, so that something travels soon."""
+"""Bytes of gradients at which DDP sends a bucket; the first is small, so that communication starts early."""
 
 SLOWER_LINK = 0.7
-"""Share of the link's bandwidth that is reached at the slow end of a band."""
+"""Share of the link's bandwidth at the slow end of a band."""
 
 UNDIVIDED = 0.1
-"""Share of what tensor parallel layers save that is not saved at the slow end of a band: norms and sums are whole on every
-device, and narrow products are less efficient."""
+"""Share of the work saved by tensor parallel layers that is not saved at the slow end of a band: every device computes norms
+and sums whole, and narrow products are less efficient."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Times:
 
     Args:
         forward, backward: of one batch.
-        update: what is done with the gradients.
-        batches: whose gradients add up to one step.
+        update: of clipping and the optimizer step.
+        batches: number of batches whose gradients are accumulated in one step.
     """
 
     forward: float
@@ -48,12 +48,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is assumed of several devices.
+    """Assumptions about several devices.
 
     Args:
-        link: between them.
-        slowdown: how many times as long a computation takes beside a collective.
-        undivided: share of what tensor parallel layers save that is not saved.
+        link: between the devices.
+        slowdown: factor by which a collective slows computation down.
+        undivided: share of the work saved by tensor parallel layers that is not saved.
     """
 
     link: Link
@@ -63,11 +63,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Divided:
-    """What tensor parallel leaves each device to do.
+    """The work of each device under tensor parallel.
 
     Args:
-        forward, backward: in parts of the single device's arithmetic.
-        forward_sums, backward_sums: the products whose results are summed over devices, and how often each is, in one batch.
+        forward, backward: share of the single device's arithmetic.
+        forward_sums, backward_sums: the products whose results are summed over devices, with their counts in one batch.
         flops: of one batch on a single device, forward and backward.
         peak: bytes of a rank.
     """
@@ -88,15 +88,15 @@ class Band:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one strategy; on paper.
+    """The prediction for one strategy.
 
     Args:
         strategy: its name.
-        memory: bytes of a rank at its peak; None where it is not possible.
+        memory: bytes of a rank at its peak; None if the strategy is not possible.
         seconds: of a step.
-        throughput: samples a second of all devices.
-        efficiency: throughput over that of so many single devices.
-        reason: why it is not possible.
+        throughput: samples per second of all devices.
+        efficiency: throughput over that of the same number of independent devices.
+        reason: why the strategy is not possible.
     """
 
     strategy: str
@@ -108,7 +108,7 @@ class Prediction:
 
 
 def ddp_seconds(times: Times, units: Sequence[Unit], devices: int, setting: Setting) -> float:
-    """Of a step: buckets of gradients travel while the backward goes on; of added-up gradients the last batch's alone.
+    """Seconds of a DDP step. Buckets of gradients are reduced during the backward (of the last accumulated batch).
 
     Args:
         units: of the model, first to last.
@@ -123,10 +123,10 @@ def ddp_seconds(times: Times, units: Sequence[Unit], devices: int, setting: Sett
 
 
 def buckets(units: Sequence[Unit]) -> tuple[list[float], list[int], float]:
-    """DDP's buckets in the order in which they are full: from the last gradients of the model to the first.
+    """DDP's buckets in the order in which they fill: from the last gradients of the model to the first.
 
     Returns:
-        the share of the backward between each and the one before, the bytes of each, the share behind the last.
+        the share of the backward before each bucket, the bytes of each bucket, and the share after the last one.
     """
     ready, sizes, elapsed, filled = [], [], 0.0, 0
     for unit in reversed(units):
@@ -145,10 +145,10 @@ def buckets(units: Sequence[Unit]) -> tuple[list[float], list[int], float]:
 
 
 def fsdp_seconds(times: Times, units: Sequence[Unit], devices: int, setting: Setting) -> float:
-    """Of a step of FSDP2 (full shard): a block is gathered while the one before is computed, and again in the backward.
+    """Seconds of an FSDP2 step (full shard). A block is gathered while the previous one runs, and again in the backward.
 
-    What lies outside of blocks is gathered once, before the forward, and kept. Gradients are reduced and scattered behind
-    their block. The update is of a rank's share of every tensor, but counted whole: of many small ones it takes as long.
+    Parameters outside of blocks are gathered once, before the forward, and kept. Gradients are reduce-scattered after their
+    block. The update is counted whole, although a rank updates only its share: with many small tensors it takes as long.
     """
     if devices == 1:
         return times.step
@@ -161,7 +161,7 @@ def fsdp_seconds(times: Times, units: Sequence[Unit], devices: int, setting: Set
 
     rest = [unit for unit in units if not unit.block]
     blocks = [unit for unit in units if unit.block]
-    # All that is outside of blocks is computed behind them (the head, above all), but gathered before them.
+    # Layers outside of blocks are counted after the blocks (mainly the head), but gathered before them.
     gathers = [gathering(sum(unit.parameters for unit in rest)), *(gathering(unit.parameters) for unit in blocks), 0.0]
     works = [0.0, *(unit.work for unit in blocks), sum(unit.work for unit in rest)]
     gradients = [sum(sum(unit.gradients) for unit in rest), *(sum(unit.gradients) for unit in blocks), 0]
@@ -174,12 +174,12 @@ def fsdp_seconds(times: Times, units: Sequence[Unit], devices: int, setting: Set
 
 
 def one_ahead(gathers: Sequence[float], computes: Sequence[float], scatters: Sequence[float]) -> float:
-    """Seconds until all is computed and has travelled, in order, where each is gathered while the one before is computed.
+    """Seconds until everything is computed and communicated, if each unit is gathered while the previous one is computed.
 
     Args:
-        gathers: seconds that each travels before it can be computed.
-        computes: seconds of each.
-        scatters: seconds that what it leaves travels; behind the next one's gathering, since that is launched first.
+        gathers: seconds to gather each unit before it is computed.
+        computes: seconds to compute each unit.
+        scatters: seconds to scatter its gradients, after the next unit is gathered, which is launched first.
     """
     link = ready = gathers[0]
     done = 0.0
@@ -198,11 +198,11 @@ def one_ahead(gathers: Sequence[float], computes: Sequence[float], scatters: Seq
 
 
 def tp_seconds(times: Times, divided: Divided, devices: int, setting: Setting, overlapped: bool) -> float:
-    """Of a step of tensor parallel layers: what is left of the work, and the sums over devices. The update counts whole.
+    """Seconds of a step with tensor parallel layers: the remaining work and the sums over devices. The update counts whole.
 
     Args:
-        overlapped: a product's rows travel in groups, each behind the computation of the next (FlashOverlap's recurrence,
-            :class:`~holotrain.overlap.Predictor`); products take the time that the step's mean rate gives them.
+        overlapped: whether the rows of a product are communicated in groups during the computation of the next group
+            (FlashOverlap's recurrence, :class:`~holotrain.overlap.Predictor`); products run at the step's mean FLOP/s.
     """
     if devices == 1:
         return times.step
@@ -219,7 +219,7 @@ def tp_seconds(times: Times, divided: Divided, devices: int, setting: Setting, o
 
 
 def _hidden(job: Job, carried: float, rate: float, setting: Setting) -> float:
-    """Seconds that groups save of a product and its sum; none where one group is as fast."""
+    """Seconds that groups save on a product and its sum; 0 if one group is as fast."""
 
     def product(job: Job, rows: int) -> float:
         return 2 * job.product_rows(rows) * job.inputs * job.outputs / rate
@@ -230,10 +230,10 @@ def _hidden(job: Job, carried: float, rate: float, setting: Setting) -> float:
 
 
 def settings_of(link: Link, sms: int | None) -> tuple[Setting, Setting]:
-    """The favourable one and the unfavourable one.
+    """Returns the favourable and the unfavourable setting.
 
     Args:
-        sms: streaming multiprocessors of the device, of which a collective takes two; None: it has none.
+        sms: number of streaming multiprocessors of the device, of which a collective takes two; None: not a GPU.
     """
     slower = replace(link, bandwidth=SLOWER_LINK * link.bandwidth)
     return Setting(link), Setting(slower, sms / (sms - SMS_LOST) if sms else 1.0, UNDIVIDED)
@@ -252,15 +252,15 @@ def predicted(
     """
     Args:
         memory: bytes of a rank.
-        times: the fastest and the slowest of a single device; None: nobody knows.
-        settings: the favourable and the unfavourable one.
-        seconds: of a step under given times and setting.
-        samples: of a step of a single device.
-        one_batch: all devices work on the batch of one; else each has one of its own.
+        times: the fastest and the slowest times of a single device; None: unknown.
+        settings: the favourable and the unfavourable setting.
+        seconds: of a step, given times and a setting.
+        samples: in a step of a single device.
+        one_batch: all devices share one batch; otherwise each device has its own.
     """
     if times is None:
         return Prediction(strategy, memory)
-    # All four ends: it is the fastest device whose efficiency suffers most.
+    # All four combinations: the efficiency of the fastest device is the lowest.
     ends = [(time.step, seconds(time, setting)) for time in times for setting in settings]
     low, high = min(taken for _, taken in ends), max(taken for _, taken in ends)
     of_all, work = (samples, 1 / devices) if one_batch else (devices * samples, 1.0)

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 
 def largest(peak: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:
-    """The largest multiple of ``unit`` whose peak is within the budget; 0 if not even one unit is.
+    """Returns the largest multiple of ``unit`` whose peak fits the budget; 0 if not even one unit fits.
 
-    The peak must not fall as the size grows, and be convex: the largest of several straight lines, as the memory of batches
-    and of blocks in a row is. A line through two sizes that fit then never promises too little beyond them, and a line from
-    one that fits to one that does not never too much between them: a handful of peaks is enough.
+    The peak must be convex and must not fall as the size grows, like the maximum of several straight lines; the memory of
+    batches and of stacked blocks is like this. Then a line through two sizes that fit never underestimates the limit, and a
+    line between a size that fits and one that does not never overestimates it. A few peaks are enough.
 
     Args:
         peak: bytes at a size.
-        start: where to begin, a multiple of ``unit``.
-        most: where to end, a multiple of ``unit``.
+        start: the first size to try, a multiple of ``unit``.
+        most: the largest size allowed, a multiple of ``unit``.
     """
     known: dict[int, int] = {}
     size = start
@@ -39,6 +39,6 @@ def largest(peak: Callable[[int], int], budget: int, start: int, unit: int = 1, 
 
 
 def _crossing(known: dict[int, int], a: int, b: int, budget: int, unit: int) -> int | None:
-    """The last size at which the line through two known ones is within the budget; None where it never leaves it."""
+    """The last size at which the line through two known sizes fits the budget; None if the line never exceeds it."""
     rise = known[b] - known[a]
     return a + (budget - known[a]) * (b - a) // rise // unit * unit if rise > 0 else None

@@ -1,18 +1,18 @@
-"""Holographic weight synthesis: gradients bound with what a layer saw, in the Fourier domain. Needs torch alone.
+"""Holographic weight synthesis: gradients bound with the inputs of their layers, in the Fourier domain. Needs only torch.
 
-binding     phasor_bind and its kin, as functions of vectors
+binding     phasor_bind, hadamard_bind and their inverses, as functions of vectors
 transforms  the real Fourier and the randomised Walsh-Hadamard transform
-recipe      every option, checked
+recipe      all options, with their checks
 layers      which parameters share a key
 rows        gradients as rows of equal length, in one contiguous buffer
-keys        what a layer saw, gathered by forward hooks
-hologram    the memory: precision, or on the CPU behind asynchronous copies
-association what becomes of a spectrum: bound, or superposed and read back
-direction   the last touch: norm, share of the raw gradient, descent guarantee
-bundle      what a step makes of rows of one length
-weaver      the step over all of them
+keys        the inputs of layers, gathered by forward hooks
+hologram    the memory: its precision, or on the CPU with asynchronous copies
+association what happens to a spectrum: bound, or superposed and read back
+direction   the last changes: norm, share of the raw gradient, descent guarantee
+bundle      the step over rows of one length
+weaver      the step over all rows
 graphed     a computation as one CUDA graph
-synthesis   HolographicSynthesis: the hook between backward and optimizer
+synthesis   HolographicSynthesis: the hook between backward and optimizer step
 """
 
 from holotrain.synthesis.binding import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind

@@ -1,7 +1,7 @@
-"""What becomes of a gradient's spectrum: bound with the key, or superposed with what was before and read back.
+"""What happens to a gradient's spectrum: bound with the key, or added to the hologram and read back.
 
-Shapes: S rows of holograms, P gradient rows that share each, F bins. Spectra and keys are (P, S, F), a hologram (S, F). Where P
-is 1, keys may be those of the layers instead, (layers, F).
+Shapes: S rows of the hologram, P gradient rows that share each of them, F bins. Spectra and keys are (P, S, F), a hologram is
+(S, F). If P is 1, keys may be those of the layers instead, (layers, F).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from holotrain.synthesis.rows import Stretches
 
 
 class Binding:
-    """Algorithm 1: the gradient's spectrum times the conjugate of the key's; nothing is remembered."""
+    """Algorithm 1: the gradient's spectrum times the conjugate of the key's. It has no memory."""
 
     def prefetch(self, part: slice) -> None:
-        """There is nothing to send for."""
+        """Does nothing: there is no hologram."""
 
     def __call__(
         self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
@@ -30,18 +30,18 @@ class Binding:
 class Association:
     """``M <- decay * M + sum_p G_p conj(K_p)``, read back as ``K_p M`` (an associative memory, Plate 1995).
 
-    With one row a hologram the read-out is the running sum of gradients, each turned by what the layer saw then against what
-    it sees now: momentum, where inputs stay alike.
+    With one gradient row per hologram row the read-out is the running sum of gradients, each rotated by the difference of the
+    layer's input then and now. If inputs stay alike, this is momentum.
 
-    With P rows a hologram, read-out of binding, over P, is the orthogonal projection onto a subspace of 1/P of the dimensions:
-    there the hologram is an exact momentum. What a gradient has outside of it cannot be held and is fed back into the update
-    at once: ``feedback * (g - projection of g)``. Of this the part in the spectral domain is added here; the caller adds
-    ``feedback * g``.
+    With P gradient rows per hologram row, binding followed by read-out, divided by P, is the orthogonal projection onto a
+    subspace with 1/P of the dimensions. In this subspace the hologram is exactly momentum. The part of a gradient outside it
+    cannot be held and goes into the update directly: ``feedback * (g - projection of g)``. The spectral part is added here; the
+    caller adds ``feedback * g``.
 
     Args:
         hologram: S rows of F bins.
         slots: P.
-        compiled: fuse the arithmetic with torch.compile, where P is 1.
+        compiled: fuse the arithmetic with torch.compile, if P is 1.
     """
 
     def __init__(self, hologram: Hologram, slots: int, compiled: bool) -> None:
@@ -50,7 +50,7 @@ class Association:
         self._recall = _fused() if compiled else _recalled
 
     def prefetch(self, part: slice) -> None:
-        """Sends for rows that are wanted next."""
+        """Starts copying the rows that are needed next."""
         self.hologram.prefetch(part)
 
     def __call__(
@@ -70,7 +70,7 @@ class Association:
 
 
 def _recalled_by_layers(memory: Tensor, spectrum: Tensor, keys: Tensor, layers: Stretches, decay: Tensor) -> Tensor:
-    """The same with the keys of layers, (layers, F), rather than of rows: no key is written out row by row."""
+    """The same with the keys of layers, (layers, F), so that keys need not be copied to rows."""
     memory.mul_(decay)
     for layer, rows in layers:
         memory[rows].addcmul_(spectrum[rows], keys[layer].conj())
@@ -84,7 +84,7 @@ def _recalled(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> 
 
 
 def _recalled_in_parts(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """The same on (..., 2) real and imaginary parts, which the compiler can fuse."""
+    """The same on real and imaginary parts, (..., 2), which the compiler can fuse."""
     (a, b), (g, h), (c, s) = (t.unbind(-1) for t in (memory, spectrum, keys))
     real, imaginary = decay * a + (g * c + h * s), decay * b + (h * c - g * s)
     return torch.stack((real, imaginary), -1), torch.stack((real * c - imaginary * s, real * s + imaginary * c), -1)

@@ -1,4 +1,4 @@
-"""The rows of one length, with their transform, keys and memory: what a step makes of them."""
+"""The rows of one length with their transform, keys and hologram, and the step over them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from holotrain.synthesis.rows import Part, Rows
 from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, Transform, folded, units
 
 SCALARS = ("decay", "feedback", "fresh", "unbias")
-"""0-dim tensors that change from step to step: decay and feedback of the hologram, weight of the present in the running mean
-of gradients, and what corrects that mean for having begun at zero."""
+"""0-dim tensors that change between steps: decay and feedback of the hologram, weight of the new gradient in the running mean,
+and the bias correction of that mean, which starts at zero."""
 
 
 class Bundle:
-    """The rows of one length: their transform, keys and memory.
+    """The rows of one length: their transform, keys and hologram.
 
     Args:
         rows: the gradients.
-        recipe: what becomes of them.
-        like: of the dtype to compute in, on the parameters' device.
-        generator: draws what tells rows apart that share a hologram.
+        recipe: the options.
+        like: a tensor with the dtype to compute in, on the parameters' device.
+        generator: draws the keys of rows that share a hologram.
     """
 
     def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
@@ -33,7 +33,7 @@ class Bundle:
         self.transform: Transform = (
             Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else TRANSFORMS[recipe.transform](length)
         )
-        # A row's place among those that share a hologram is part of its key: rows of one layer must differ too.
+        # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
         self._marks = None
         if slots > 1:
             marks = torch.randn(slots, 1, length, generator=generator).to(like)
@@ -46,7 +46,7 @@ class Bundle:
             kind = OffloadedHologram if recipe.offload else Hologram
             self.hologram = kind(rows.count, self.transform.bins, spectrum, half, like.device)
             self._associate = Association(self.hologram, slots, recipe.compile)
-        # On a GPU a launch for each layer would cost more than to write keys out row by row.
+        # On a GPU one launch per layer would cost more than copying the keys to rows.
         self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile
         self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
 
@@ -57,11 +57,11 @@ class Bundle:
             keys: (layers, length of a key).
             scalars: those of :data:`SCALARS`.
             measure: return (gg, gu, uu) of each row, (3, slots, rows).
-            in_turn: fetch the gradients of each part and write its updates back; otherwise they stand in the parts' memory
-                beforehand, and the updates do so afterwards.
+            in_turn: read the gradients of each part and write its updates back, part by part; otherwise the gradients are
+                already in the parts' memory, and the updates stay there.
         """
-        # A key's sum rounds with every input. Where nothing else is in a bin (the mean over channels of what a LayerNorm gives
-        # is zero), its phase would be chance, and another in every order of summing.
+        # The sum of a key has rounding errors. In a bin with nothing else (the mean over channels after a LayerNorm is 0) the
+        # phase would be random and would depend on the order of summation.
         noise = torch.finfo(keys.dtype).eps ** 0.5
         unit_keys = units(self.transform.forward(folded(keys, self.rows.length)), empty=1, noise=noise)
         figures = []
@@ -111,7 +111,7 @@ class Bundle:
         return mean * scalars["unbias"]
 
     def _phases(self, spectrum: Tensor, content: Tensor) -> Tensor:
-        """Every bin at one magnitude: rows of norm 1 as published, or of the norm that they had."""
+        """All bins at one magnitude: rows of norm 1 as published, or with the norm they had."""
         phases = units(spectrum, empty=0) / self.rows.length**0.5
         if self._recipe.mode == "bind":
             return phases

@@ -1,4 +1,4 @@
-"""The last touch on an update u, by what it and the gradient g have in common, layer by layer: ``a u + b g``."""
+"""The last change of an update u, layer by layer: ``a u + b g``, where g is the gradient."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from holotrain.synthesis.recipe import Recipe
 
 @dataclass
 class Products:
-    """Inner products by layer: (layers,) each."""
+    """Inner products of each layer, (layers,) each."""
 
     gg: Tensor
     gu: Tensor
     uu: Tensor
 
     def combined(self, a: Tensor, b: Tensor) -> Products:
-        """With ``a u + b g`` in the place of u."""
+        """The products with ``a u + b g`` in place of u."""
         return Products(self.gg, a * self.gu + b * self.gg, a * a * self.uu + 2 * a * b * self.gu + b * b * self.gg)
 
     def figures(self) -> Tensor:
-        """(cosine of the whole update to the whole gradient, norm of the update)."""
+        """(cosine of the whole update and the whole gradient, norm of the update)."""
         gg, gu, uu = (total.sum() for total in (self.gg, self.gu, self.uu))
         return torch.stack((gu / (gg.sqrt() * uu.sqrt()).clamp_min(torch.finfo(gg.dtype).tiny), uu.sqrt()))
 
 
 def coefficients(products: Products, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """a and b of each layer.
+    """Returns a and b of each layer.
 
-    In this order: u at the norm of g, a share of g mixed in, and as much of g added as the floor of the cosine needs. With u's
-    part along g p and across it q, a cosine c needs p = q c / sqrt(1 - c^2).
+    In this order: u is scaled to the norm of g, a share of g is mixed in, and as much of g is added as the cosine floor needs.
+    If p is the part of u along g and q the part orthogonal to it, a cosine of c needs p = q c / sqrt(1 - c^2).
     """
     tiny = torch.finfo(products.gg.dtype).tiny
     a, b = torch.ones_like(products.gg), torch.zeros_like(products.gg)

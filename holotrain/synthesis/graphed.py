@@ -1,4 +1,4 @@
-"""A computation on memory that stays where it is, captured once as a CUDA graph and replayed: no launch is paid for again."""
+"""A computation on fixed memory, captured once as a CUDA graph and replayed without launching its kernels again."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 WARM_UPS = 2
-"""Ordinary runs before the capture: cuFFT then has its plans. Its plan cache must not be cleared while the graph lives."""
+"""Ordinary runs before the capture, so that cuFFT has its plans. Its plan cache must not be cleared while the graph exists."""
 
 
 class Graphed:
     """Replays ``compute(keys)``.
 
     Args:
-        compute: launches on the device alone, and returns tensors by name.
-        keys: its argument, copied to where the graph reads it.
-        at_rest: makes everything such that ``compute`` changes nothing that lasts; called before each run that only warms up.
+        compute: launches work on the device only, and returns tensors by name.
+        keys: its argument, copied to the memory that the graph reads.
+        at_rest: sets inputs with which ``compute`` changes no lasting state; called before each warm-up run.
     """
 
     def __init__(self, compute: Callable[[Tensor], dict[str, Tensor]], keys: Tensor, at_rest: Callable[[], None]) -> None:

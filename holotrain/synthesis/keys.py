@@ -1,7 +1,7 @@
-"""What each layer saw since the last step: the sum of its inputs over everything but channels, gathered by forward hooks.
+"""The inputs of each layer since the last step, summed over all dimensions but the channels. Forward hooks gather them.
 
-A key counts by its phases alone, so the sum serves as the mean does. A hook adds in place to memory that stays where it is,
-so a captured graph goes on gathering when it is replayed, and several forwards before a step (accumulation) add up.
+Only the phases of a key matter, so the sum serves as well as the mean. Hooks add in place to fixed memory, so a captured CUDA
+graph goes on gathering when it is replayed, and several forwards before a step (accumulation) add up.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.transforms import folded
 
 KEY_LENGTH = 4096
-"""Longest key that is kept; wider inputs are folded to it."""
+"""The longest key; wider inputs are folded to it."""
 
 
 class Keys:
-    """The keys of layers, gathered while ``model`` is in training.
+    """The keys of layers, gathered while ``model`` is in training mode.
 
     Args:
-        model: whose training mode decides.
-        layers: a key each: the total of the layer's first floating input, or of its output where there is none (embeddings).
-        length: of a key, at most :data:`KEY_LENGTH`; shorter ones are padded, longer ones folded.
-        like: of the dtype and on the device that keys are to have.
-        outputs: take what the layers return rather than what they are given, summed over the batch alone. Of calls within
-            calls of one module (Lightning's DDP runs a training step through its module's forward) the innermost counts.
+        model: keys are gathered while this model is in training mode.
+        layers: each has a key: the sum of the layer's first floating input, or of its output if there is none (embeddings).
+        length: of a key, at most :data:`KEY_LENGTH`; shorter inputs are padded, longer ones folded.
+        like: a tensor with the dtype and device of the keys.
+        outputs: use the layers' outputs instead of their inputs, summed over the batch only. If a module is called inside its
+            own call (Lightning's DDP runs a training step through the module's forward), the innermost call counts.
 
-    A second run of a forward, in a backward that recomputes activations, is no second input: what a backward runs is passed
-    over, and so is what another thread runs than the first to run a forward after a step, such as one that recomputes.
+    A backward that recomputes activations runs a forward again. Such calls do not count: calls during a backward are skipped,
+    and so are calls from a thread other than the first that runs a forward after a step.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[Layer], length: int, like: Tensor, outputs: bool = False) -> None:
@@ -57,7 +57,7 @@ class Keys:
                 self._handles.append(layer.module.register_forward_pre_hook(_Beginning(self, number)))
 
     def take(self) -> Tensor:
-        """The keys (layers, length) since they were last taken, of all processes together; the next begin from nothing."""
+        """Returns the keys (layers, length) gathered since the last call, summed over all processes, and resets them."""
         taken = self.sums.clone()
         self.sums.zero_()
         self._thread = None
@@ -66,7 +66,7 @@ class Keys:
         return taken
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -85,7 +85,7 @@ class Keys:
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
         self.seen[number] = True
-        # Without a profiler a range would take as long as what it names, in small layers.
+        # In small layers a profiler range takes as long as the work inside it, so it is used only under a profiler.
         named = profiler.record_function("synthesis keys") if profiler._is_profiler_enabled else nullcontext()
         with named, torch.no_grad():
             row = self.sums[number]
@@ -95,7 +95,7 @@ class Keys:
 
 
 class _Hook:
-    """Hands on what a module was given and returned. A copy of the module does not take it along: copies gather nothing."""
+    """Passes on the inputs and outputs of a module. In a copy of the module the hook does nothing."""
 
     def __init__(self, keys: Keys | None, number: int) -> None:
         self._keys, self._number = keys, number
@@ -113,7 +113,7 @@ class _Hook:
 
 
 class _Beginning(_Hook):
-    """Notes that a call of a module begins."""
+    """Notes that a module's call begins."""
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if self._keys is not None:
@@ -121,7 +121,7 @@ class _Beginning(_Hook):
 
 
 def _total(x: Tensor, module: nn.Module, dtype: torch.dtype, over_batch: bool) -> Tensor:
-    """The sum over all but the channels' dimension; or over the first alone, flattened."""
+    """The sum over all dimensions but the channels, or over the first dimension only, flattened."""
     if over_batch:
         return x.to(dtype).flatten() if x.ndim == 0 else x.sum(0, dtype=dtype).flatten()
     channels = 1 if x.ndim > 1 and isinstance(module, _ConvNd | _NormBase | nn.GroupNorm) else x.ndim - 1

@@ -14,20 +14,20 @@ Covers = Callable[[str, nn.Parameter], bool]
 
 @dataclass(frozen=True)
 class Layer:
-    """A module, and the covered parameters that are its own, by their full names."""
+    """A module and its own covered parameters, by full name."""
 
     module: nn.Module
     parameters: dict[str, nn.Parameter]
 
 
 def layers_of(model: nn.Module, covers: Covers | None = None) -> list[Layer]:
-    """Every module with covered parameters of its own. A parameter of several modules belongs to the first.
+    """Returns every module with covered parameters of its own. A parameter of several modules belongs to the first.
 
     Args:
-        covers: given a parameter's full name and the parameter, whether it is covered; None: all that require grad.
+        covers: whether a parameter is covered, given its full name and the parameter; None: all that require grad.
 
     Raises:
-        ValueError: no parameter is covered; one is in parts on several processes, complex, or they are on several devices.
+        ValueError: no parameter is covered; a parameter is sharded or complex; parameters are on several devices.
     """
     taken: set[int] = set()
     layers = []
@@ -55,26 +55,26 @@ def _pairs(layers: list[Layer]) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _check(named: list[tuple[str, nn.Parameter]]) -> None:
     if not named:
-        raise ValueError("no parameter is covered: none requires grad, or covers takes none of them")
+        raise ValueError("no parameter is covered: none requires grad, or covers selects none")
     first, device = named[0][0], named[0][1].device
     for name, parameter in named:
         if _is_sharded(parameter):
             raise ValueError(
-                f"{name} lies in parts on several processes (fully_shard, tensor parallel); synthesis needs it whole"
+                f"{name} is sharded over several processes (fully_shard, tensor parallel); synthesis needs whole parameters"
             )
         if not parameter.is_floating_point():
-            raise ValueError(f"{name} is of {parameter.dtype}; synthesis takes real floating parameters")
+            raise ValueError(f"{name} is of {parameter.dtype}; synthesis needs real floating parameters")
         if parameter.device != device:
             raise ValueError(f"{name} is on {parameter.device} and {first} on {device}; synthesis needs one device")
         if parameter.device.type == "meta":
-            raise ValueError(f"{name} is on the meta device; give it memory before it is covered")
+            raise ValueError(f"{name} is on the meta device; allocate it before it is covered")
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    sharding = sys.modules.get("torch.distributed.tensor")  # not imported for the question's sake
+    sharding = sys.modules.get("torch.distributed.tensor")  # do not import it just to ask
     return type(parameter).__name__ == "FlatParameter" or (sharding is not None and isinstance(parameter, sharding.DTensor))
 
 
 def working_dtype(layers: list[Layer]) -> torch.dtype:
-    """In which gradients are transformed: fp32, or fp64 where a parameter is."""
+    """The dtype in which gradients are transformed: fp32, or fp64 if a parameter is fp64."""
     return torch.float64 if any(p.dtype == torch.float64 for _, p in _pairs(layers)) else torch.float32

@@ -1,4 +1,4 @@
-"""Every option of a synthesis, checked."""
+"""All options of a synthesis, with their checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holotrain.synthesis.transforms import TRANSFORMS
 
 MODES = ("associative", "bind", "shared")
 BLOCK_LENGTH = 1024
-"""Of the modes with a memory, unless another is asked for: short enough for a cache, long enough for keys of usual widths."""
+"""Default of the modes with a hologram: short enough for a CPU cache, long enough for keys of the usual widths."""
 
 
 @dataclass(frozen=True)
@@ -19,34 +19,34 @@ class Recipe:
     """How gradients are turned into updates.
 
     Args:
-        mode: ``"associative"``: each layer's gradient, bound with the layer's mean input, is superposed in a hologram of its
-            own and read back through the current input. ``"shared"``: rows of many layers share one. ``"bind"``: Algorithm
-            1 as published, the whole model's gradient bound with the model's output (folded to 4096 entries where it is
-            longer), in place of the gradient.
+        mode: ``"associative"``: each layer's gradient, bound with the layer's mean input, is added to the layer's hologram and
+            read back through the current input. ``"shared"``: rows of many layers share a hologram. ``"bind"``: Algorithm 1
+            as published; the gradient of the whole model, bound with the model's output (folded to 4096 entries if it is
+            longer), replaces the gradient.
         transform: ``"fft"`` or ``"hadamard"``.
-        block_length: entries that are transformed together, a power of two for ``"hadamard"``; 0: a whole layer (for
-            ``bind`` the whole model) at a time, padded to a power of two. None: 1024, for ``bind`` 0.
-        subsample: part of the entries of each parameter, in (0, 1], that takes part; a random choice, made once. The others
-            keep their gradient.
-        decay: of what stands in the hologram, a step; in [0, 1), or a function of the step's number.
-        phase_only: the gradient's bins count by their phase alone, at the norm of their block (for ``bind`` at norm 1, as
-            published, and always).
-        ema: share of the past, in [0, 1), in a running mean of gradients that takes the gradient's place; 0: none.
-        superpose: how many rows (blocks of weights) share a row of the hologram in ``shared``; its state is so many times
-            smaller.
-        feedback: what a shared hologram cannot hold of a gradient goes into the update at once, times this.
-        match_norm: give the update of each layer the norm of its gradient.
+        block_length: entries that are transformed together, a power of two for ``"hadamard"``; 0: a whole layer (with
+            ``bind`` the whole model) at a time, padded to a power of two. None: 1024, with ``bind`` 0.
+        subsample: part of the entries of each parameter, in (0, 1], that takes part, chosen at random once. The others keep
+            their gradient.
+        decay: decay of the hologram in each step, in [0, 1), or a function of the step number.
+        phase_only: use only the phase of the gradient's spectrum, at the norm of the block (``bind`` always does, at norm 1 as
+            published).
+        ema: decay, in [0, 1), of a running mean of gradients that replaces the gradient; 0: none.
+        superpose: how many rows (blocks of weights) share a row of the hologram in ``shared``; the state is smaller by this
+            factor.
+        feedback: factor of the part of a gradient that a shared hologram cannot hold, which goes into the update directly.
+        match_norm: scale the update of each layer to the norm of its gradient.
         mix: share of the gradient itself in the update, in [0, 1].
-        cosine_floor: least cosine, in [0, 1), of a layer's update to its gradient; as much of the gradient is added as that
-            needs. Above 0 the update of every covered layer descends. None: no bound.
-        dtype: in which the hologram is kept: ``"fp32"`` (fp64 where parameters are), ``"bf16"`` or ``"fp16"``.
-        offload: keep the hologram in the host's memory, copied to and fro beside the computation (CUDA alone).
+        cosine_floor: least cosine, in [0, 1), of a layer's update and its gradient; as much of the gradient is added as this
+            needs. Above 0 the update of every covered layer is a descent direction. None: no bound.
+        dtype: precision of the hologram: ``"fp32"`` (fp64 if the parameters are), ``"bf16"`` or ``"fp16"``.
+        offload: keep the hologram in host memory and copy it asynchronously (CUDA only).
         compile: fuse the arithmetic on spectra with torch.compile; for ``associative``.
-        cuda_graph: capture the synthesis once and replay it (CUDA alone).
-        seed: of the random choices: signs of the Hadamard transform, subsample, the keys that tell rows apart in ``shared``.
+        cuda_graph: capture the synthesis once and replay it (CUDA only).
+        seed: of the random choices: signs of the Hadamard transform, subsample, the keys of rows in ``shared``.
 
     Raises:
-        ValueError: a value out of range, or two that cannot be together.
+        ValueError: a value out of range, or options that exclude each other.
     """
 
     mode: str = "associative"
@@ -86,15 +86,15 @@ class Recipe:
                 raise ValueError(f"block_length={self.block_length}: the Hadamard transform needs a power of two")
         for name in UNUSED[self.mode]:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(f"{name} is of no use with mode={self.mode!r}; leave it out")
+                raise ValueError(f"{name} has no effect with mode={self.mode!r}; leave it out")
         if self.mode == "shared" and self.entries_a_block == 0:
-            raise ValueError("block_length=0: layers of different lengths can share no hologram; give a length of blocks")
+            raise ValueError("block_length=0: layers of different lengths cannot share a hologram; give a block length")
         if self.offload and self.cuda_graph:
-            raise ValueError("offload copies between steps, which cuda_graph cannot capture; take one of them")
+            raise ValueError("offload copies between steps, which cuda_graph cannot capture; use one of them")
 
     @property
     def entries_a_block(self) -> int:
-        """``block_length``, with the default filled in; 0: whole layers."""
+        """``block_length`` with its default filled in; 0: whole layers."""
         if self.block_length is not None:
             return self.block_length
         return 0 if self.mode == "bind" else BLOCK_LENGTH
@@ -105,14 +105,14 @@ class Recipe:
         return self.superpose if self.mode == "shared" else 1
 
     def decay_at(self, step: int) -> float:
-        """The decay of the step with this number, from 0."""
+        """The decay of this step, counted from 0."""
         decay = self.decay(step) if callable(self.decay) else self.decay
         _require(f"decay, at step {step},", decay, 0 <= decay < 1, "in [0, 1)")
         return decay
 
     @property
     def reshapes(self) -> bool:
-        """Whether what was read is changed once more, by what it and the gradient have in common."""
+        """Whether the update still changes after the read-out, by its inner products with the gradient."""
         return self.match_norm or self.mix > 0 or self.cosine_floor is not None
 
 
@@ -121,7 +121,7 @@ UNUSED = {
     "shared": ("compile",),
     "bind": ("superpose", "feedback", "decay", "phase_only", "dtype", "offload", "compile"),
 }
-"""Options that a mode has no use for."""
+"""Options that have no effect in a mode."""
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,8 +1,8 @@
-"""Gradients as rows of one length: where the entries of each parameter stand, and their way there and back.
+"""Gradients as rows of one length: where the entries of each parameter are, and copies to rows and back.
 
-The rows of all layers, one layer after the other, are dealt out to ``slots`` equal shares, so that a row of the hologram has
-one row of each. A part is a stretch of hologram rows with the gradient rows that belong to it; parts share one piece of memory
-where they are worked on one at a time, which keeps it in a CPU's cache.
+The rows of all layers, one layer after the other, are split into ``slots`` equal shares; a row of the hologram belongs to one
+row of each share. A part is a range of hologram rows with their gradient rows. Parts that are processed one at a time share one
+piece of memory, which keeps it in a CPU's cache.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from holotrain.synthesis.layers import Layer
 
 Stretches = list[tuple[int, slice]]
-"""Layers by number, with their rows in a part."""
+"""Numbers of layers, with their rows in a part."""
 
 RUN = 64
-"""Neighbouring entries that a subsample takes or leaves together."""
+"""Number of neighbouring entries that a subsample takes or leaves together."""
 
 Chosen = dict[nn.Parameter, Tensor | None]
 
 
 @dataclass
 class Span:
-    """Consecutive entries of one parameter, and where they stand.
+    """Consecutive entries of one parameter, and where they are.
 
     Args:
-        start, stop: of the parameter's entries (of those chosen, where a subsample is).
+        start, stop: range of the parameter's entries (of the chosen ones, if there is a subsample).
         runs: which runs of the parameter's entries they are; None: the entries from start to stop.
-        view: of a part's memory, flat.
+        view: flat view of a part's memory.
     """
 
     parameter: nn.Parameter
@@ -44,7 +44,7 @@ class Span:
 
     @property
     def grad(self) -> Tensor:
-        """The entries of the (contiguous) gradient: a view of it, or a copy where runs of it are chosen."""
+        """The entries of the (contiguous) gradient: a view, or a copy if runs are chosen."""
         flat = self.parameter.grad.view(-1)
         if self.runs is None:
             return flat[self.start : self.stop]
@@ -62,15 +62,15 @@ class Span:
 
 @dataclass
 class Part:
-    """What is worked on at once.
+    """Rows that are processed at once.
 
     Args:
-        rows: of the hologram.
+        rows: range of rows of the hologram.
         memory: (slots, rows, length).
-        layer: (slots, rows), the layer that each row belongs to; 0 for rows that fill up.
-        stretches: the same for the first slot, as stretches of rows.
-        spans: where gradients stand in it.
-        margins: what is left of it.
+        layer: (slots, rows), the layer of each row; 0 for padding rows.
+        stretches: the same for the first slot, as ranges of rows.
+        spans: where the gradients are in the memory.
+        margins: the rest of the memory.
     """
 
     rows: slice
@@ -81,20 +81,20 @@ class Part:
     margins: list[Tensor]
 
     def gather(self) -> None:
-        """The gradients into the memory; zeros where there is none."""
+        """Copies the gradients into the memory, and zeros where there is none."""
         present = [span for span in self.spans if span.parameter.grad is not None]
         if present:
             torch._foreach_copy_([span.view for span in present], [span.grad for span in present])
         self.clear_unwritten()
 
     def clear_unwritten(self) -> None:
-        """Zeros where no gradient stands: what an update leaves there is written nowhere."""
+        """Sets the memory to zero where there is no gradient: an update there is not used."""
         unwritten = [*self.margins, *(span.view for span in self.spans if span.parameter.grad is None)]
         if unwritten:
             torch._foreach_zero_(unwritten)
 
     def scatter(self, a: Tensor | None = None, b: Tensor | None = None) -> None:
-        """``a * memory + b * gradient`` into the gradients, where there are any; a and b by layer, None for 1 and 0."""
+        """Writes ``a * memory + b * gradient`` to the gradients; a and b are by layer, None means 1 and 0."""
         present = [span for span in self.spans if span.parameter.grad is not None]
         if a is not None:
             self.memory.mul_(a[self.layer].unsqueeze(-1))
@@ -109,22 +109,22 @@ class Part:
 
 
 class Rows:
-    """The gradients of layers, each from the beginning of a row.
+    """The gradients of layers; each layer starts at the beginning of a row.
 
     Args:
         numbered: the layers with their numbers.
-        chosen: which runs of a parameter take part; None: all of its entries.
-        run: entries of one.
+        chosen: which runs of a parameter take part; None: all entries.
+        run: number of entries in a run.
         length: of a row.
-        slots: shares of equal size that the rows are dealt out to.
-        most: entries that a part has room for, if rows are no longer than that.
-        together: give every part memory of its own.
-        like: of the dtype and on the device that the rows are to have.
+        slots: number of equal shares of the rows.
+        most: the most entries in a part, if a row is not longer.
+        together: give every part its own memory.
+        like: a tensor with the dtype and device of the rows.
 
     Attributes:
         length, slots: as given.
         count: rows of the hologram.
-        parts: which make up all rows.
+        parts: all rows, in parts.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Rows:
                 self._place(self.parts[-1], mine[slot].view(-1), first, extents, run)
 
     def _place(self, part: Part, memory: Tensor, first: int, extents: Iterable[tuple], run: int) -> None:
-        """The spans of a part, and the margins between them, in flat memory that stands for the entries from ``first`` on."""
+        """Finds the spans of a part and the margins between them, in flat memory for the entries from ``first`` on."""
         done = 0
         for start, stop, number, parameter, runs in extents:
             low, high = max(start, first), min(stop, first + len(memory))
@@ -183,7 +183,7 @@ class Rows:
             part.margins.append(memory[done:])
 
     def by_layer(self, of_rows: Tensor, layers: int) -> Tensor:
-        """(figures, slots, rows) -> (figures, layers): the sums over each layer's rows, in a fixed order."""
+        """(figures, slots, rows) -> (figures, layers): sums over the rows of each layer, in a fixed order."""
         flat = of_rows.flatten(1).T.contiguous()
         sums = torch.segment_reduce(flat, "sum", lengths=self._counts, axis=0, unsafe=True)
         result = of_rows.new_zeros(len(of_rows), layers)
@@ -201,7 +201,7 @@ def _stretches(owners: list[int]) -> Stretches:
 
 
 def choose(layers: Iterable[Layer], subsample: float, run: int, generator: torch.Generator) -> Chosen:
-    """A random part of the whole runs of each parameter, in order; None for all entries."""
+    """Chooses a random part of the runs of each parameter, in order; None for all entries."""
     return {
         parameter: None if subsample == 1 else _choice(parameter.numel() // run, subsample, generator)
         for layer in layers

@@ -16,32 +16,32 @@ from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.weaver import Weaver
 
 TOLD = {1, 2, 5, *(10**power for power in range(1, 10))}
-"""Counts of skipped steps at which a warning tells of them."""
+"""Counts of skipped steps at which a warning is issued."""
 
 
 class HolographicSynthesis:
-    """Replaces gradients by what is synthesised of them and of what each layer saw.
+    """Replaces gradients by updates that are synthesised from them and from the inputs of each layer.
 
         synthesis = HolographicSynthesis(model, mode="associative")
         loss.backward(); synthesis.step(); optimizer.step()
 
-    ``associative`` remembers, as momentum does: give it an optimizer without momentum of its own (SGD), at a learning rate near
-    the one that momentum would have. ``bind`` is the published algorithm; its update is no direction of descent (cosine to the
-    gradient 0 +- 1/sqrt(n)) unless ``mix`` or ``cosine_floor`` make it one.
+    ``associative`` has a memory like momentum: use an optimizer without momentum (SGD), at about the learning rate that
+    momentum would have. ``bind`` is the published algorithm; its update is not a descent direction (its cosine to the gradient
+    is 0 +- 1/sqrt(n)) unless ``mix`` or ``cosine_floor`` make it one.
 
     Args:
-        model: on its device; its training forwards give the keys (hooks are put on its layers).
+        model: already on its device; forward hooks on its layers gather the keys in training mode.
         mode: ``"associative"``, ``"shared"`` or ``"bind"``.
-        covers: which parameters, given name and parameter; None: all that require grad.
-        options: those of :class:`~holotrain.synthesis.Recipe`.
+        covers: whether to cover a parameter, given its name and the parameter; None: all that require grad.
+        options: of :class:`~holotrain.synthesis.Recipe`.
 
     Attributes:
-        steps: how many were synthesised; skipped: how many were not, for gradients that held NaN or infinity.
-        measuring: whether a step also measures; measured: then the tensor (cosine of the update to the gradient, norm of the
-            update) of the last one, over the entries that are covered, on the model's device, else None.
+        steps: number of synthesised steps; skipped: number of steps skipped because a gradient held NaN or infinity.
+        measuring: whether a step also measures; measured: then a tensor (cosine of the update and the gradient, norm of the
+            update) of the last step, over the covered entries, on the model's device; else None.
 
-    In distributed training gradients must be reduced already (DDP has done so after the backward); keys are, here. All
-    processes then hold the same holograms.
+    In distributed training the gradients must already be reduced (DDP does so in the backward). The keys are reduced here, so
+    all processes hold the same holograms.
 
     Raises:
         ValueError: options out of range, parameters that cannot be covered.
@@ -54,7 +54,7 @@ class HolographicSynthesis:
             layers = as_one(model, layers)
             if not self.recipe.mix and self.recipe.cosine_floor is None:
                 warnings.warn(
-                    "bind as published is no direction of descent and does not train; mix or cosine_floor make it one",
+                    "bind as published is not a descent direction and does not train; use mix or cosine_floor",
                     stacklevel=2,
                 )
         self.parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
@@ -70,42 +70,43 @@ class HolographicSynthesis:
 
     @property
     def state_bytes(self) -> int:
-        """Memory that lasts from step to step, where momentum would take as much as the parameters do.
+        """Bytes kept between steps; momentum would take as many as the parameters.
 
-        Beside it a step works in a few MiB on a CPU; in as much as the gradients take on a GPU, and where updates are changed
+        A step also needs temporary memory: a few MiB on a CPU; as much as the gradients on a GPU, and where updates change
         layer by layer (``match_norm``, ``mix``, ``cosine_floor``).
         """
         return sum(tensor.nbytes for tensor in self.state_tensors)
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """What lasts from step to step: holograms and running means."""
+        """The tensors kept between steps: holograms and running means."""
         return list(self._weaver.state().values())
 
     def step(self) -> bool:
-        """Rewrites the gradients of the covered parameters; between ``backward()`` and ``optimizer.step()``.
+        """Rewrites the gradients of the covered parameters. Call it between ``backward()`` and ``optimizer.step()``.
 
-        Returns whether it did. If any gradient of the model held NaN or infinity, the holograms stay as they were and all of
-        the model's gradients are set to None, so that the optimizer passes the step over too; that is counted and warned of.
+        Returns whether it did. If any gradient of the model holds NaN or infinity, the holograms do not change and all
+        gradients of the model are set to None, so that the optimizer skips the step too. Such steps are counted and reported by
+        a warning.
 
         Raises:
-            RuntimeError: no covered parameter has a gradient, or ``bind`` never saw the model's output.
+            RuntimeError: no covered parameter has a gradient, or ``bind`` has no output of the model.
         """
         if all(parameter.grad is None for parameter in self.parameters):
             raise RuntimeError("no gradient to synthesise from; call step() after backward() and before zero_grad()")
         if self.recipe.mode == "bind" and not self._keys.seen[0]:
             raise RuntimeError(
-                "bind takes the model's output for its key, but the model was not called in training mode: give the module "
-                'whose forward makes the predictions (a SynthesisCallback: module="its name")'
+                "bind uses the model's output as its key, but the model was not called in training mode: pass the module "
+                'whose forward makes the predictions (SynthesisCallback: module="its name")'
             )
         if not any(self._keys.seen) and self.steps == 0:
             warnings.warn(
-                "no layer was called in training mode since the synthesis was made, so that gradients are bound with no key",
+                "no layer was called in training mode since the synthesis was created, so gradients are bound without a key",
                 stacklevel=2,
             )
         for name, parameter in self._named.items():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs it dense (sparse=False)")
+                raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs dense gradients (sparse=False)")
         for parameter in self.parameters:
             if parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
@@ -128,7 +129,7 @@ class HolographicSynthesis:
         return True
 
     def in_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure for ``optimizer.step``: runs the given one, which differentiates, then :meth:`step`."""
+        """Returns a closure for ``optimizer.step`` that runs the given closure (forward and backward), then :meth:`step`."""
 
         def differentiate_and_synthesise() -> Any:
             loss = closure()
@@ -138,7 +139,7 @@ class HolographicSynthesis:
         return differentiate_and_synthesise
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors: holograms, running means, counts, and what they belong to."""
+        """Plain containers and tensors: holograms, running means, counts, and a description of the covered parameters."""
         return {
             "geometry": self._geometry(),
             "steps": self.steps,
@@ -149,10 +150,10 @@ class HolographicSynthesis:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: the state is of other parameters, or of a recipe whose holograms are made another way.
+            ValueError: the state belongs to other parameters or to other options.
         """
         if not isinstance(state.get("geometry"), dict):
-            raise ValueError("this is no state of a HolographicSynthesis")
+            raise ValueError("this is not the state of a HolographicSynthesis")
         for name, value in self._geometry().items():
             if (other := state["geometry"].get(name)) != value:
                 raise ValueError(
@@ -163,7 +164,7 @@ class HolographicSynthesis:
         self.steps, self.skipped = state["steps"], state["skipped"]
 
     def remove(self) -> None:
-        """Takes the hooks off the model and frees the holograms; the model is as it was before."""
+        """Removes the hooks from the model and frees the holograms. The model is then as before."""
         self._keys.remove()
         self._weaver = None
         self.parameters = []

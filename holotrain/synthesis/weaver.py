@@ -1,4 +1,4 @@
-"""The computation of one step: gradients in, updates out, all on the device and in memory allocated beforehand."""
+"""The computation of one step: gradients in, updates out, on the device and in memory that is allocated beforehand."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import next_power_of_two
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""Entries that are worked on at once: on a CPU what its cache holds, on a GPU what keeps temporary memory small."""
+"""Entries that are processed at once: on a CPU as many as its cache holds, on a GPU few enough to limit temporary memory."""
 
 TOLD_AT_ONCE = ("cpu",)
-"""Devices whose results the host sees without waiting."""
+"""Devices whose results the host can read without waiting."""
 
 AT_REST = {"decay": 1, "fresh": 0, "unbias": 0}
-"""Of the scalars, those with which nothing that lasts is changed by gradients of zero."""
+"""Scalars with which gradients of zero change no lasting state."""
 
 
 class Weaver:
@@ -31,8 +31,8 @@ class Weaver:
 
     Args:
         layers: in the order of their keys.
-        recipe: how.
-        like: of the dtype to compute in, on the parameters' device.
+        recipe: the options.
+        like: a tensor with the dtype to compute in, on the parameters' device.
     """
 
     def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
@@ -42,29 +42,29 @@ class Weaver:
         if recipe.cuda_graph and self._device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {self._device}")
         if recipe.offload and self._device.type != "cuda":
-            raise ValueError(f"offload takes the hologram off a CUDA device; this model is on {self._device}")
+            raise ValueError(f"offload needs a model on a CUDA device, not on {self._device}")
         generator = torch.Generator().manual_seed(recipe.seed)
         run = min(RUN, recipe.entries_a_block or RUN)
         chosen = choose(layers, recipe.subsample, run, generator)
         sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
         entries = sum(sizes.values())
         if entries == 0:
-            raise ValueError(f"subsample={recipe.subsample} takes nothing of these parameters; the largest are too small")
+            raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
         if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
-            raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} entries that are covered")
+            raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} covered entries")
         by_length: dict[int, list[tuple[int, Layer]]] = {}
         for number, layer in enumerate(layers):
             if sizes[number]:
                 length = recipe.entries_a_block or next_power_of_two(sizes[number])
                 by_length.setdefault(length, []).append((number, layer))
-        # Updates that are changed by what a whole layer has in common with its gradient wait for all of it. On a GPU, where a
-        # launch has its price, everything is worked on together.
+        # Updates that depend on inner products over a whole layer must wait for the whole layer. On a GPU everything is
+        # processed together, because launches are expensive.
         self._told_at_once = self._device.type in TOLD_AT_ONCE
         self._together = recipe.reshapes or not self._told_at_once
         most = MOST.get(self._device.type, MOST["cuda"])
         self.bundles = []
         for length, numbered in sorted(by_length.items()):
-            slots = min(recipe.slots, sum(-(-sizes[number] // length) for number, _ in numbered))  # more have nothing to share
+            slots = min(recipe.slots, sum(-(-sizes[number] // length) for number, _ in numbered))  # no more slots than rows
             rows = Rows(numbered, chosen, run, length, slots, most, self._together, like)
             self.bundles.append(Bundle(rows, recipe, like, generator))
         self.key_length = max(by_length)
@@ -72,13 +72,13 @@ class Weaver:
         self._graphed: dict[bool, Graphed] = {}
 
     def weave(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
-        """One step: returns a function that tells, waiting if need be, whether gradients were finite, and the figures.
+        """One step. Returns a function that says whether gradients were finite (it waits if necessary), and the figures.
 
-        On a CPU nothing is touched if they were not. On a GPU the host learns of it later, so the step is made with gradients
-        of zero and a decay of 1, which leaves every hologram as it is.
+        On a CPU nothing changes if they were not. On a GPU the host learns of it later, so the step runs with gradients of zero
+        and a decay of 1, which leaves every hologram as it is.
 
         Args:
-            grads: of the whole model, covered or not; those that are covered contiguous.
+            grads: of the whole model, covered or not; covered ones must be contiguous.
         """
         finite = _total([*grads, keys]).isfinite()
         if self._told_at_once and not finite:
@@ -113,7 +113,7 @@ class Weaver:
             scalar.fill_(values[name])
 
     def _rest(self, unless: Tensor) -> None:
-        """Gradients and scalars with which a step changes neither hologram nor running mean."""
+        """Sets gradients and scalars with which a step changes neither hologram nor running mean."""
         for part in self._parts:
             part.memory.masked_fill_(~unless, 0)
         for name, value in AT_REST.items():
@@ -133,7 +133,7 @@ class Weaver:
         return self._graphed[measure](keys)
 
     def _compute(self, keys: Tensor, measure: bool) -> dict[str, Tensor]:
-        """Makes the updates; returns the figures, and the coefficients of update and gradient by layer, if they are wanted."""
+        """Computes the updates. Returns the figures and the coefficients of update and gradient by layer, if needed."""
         products = [bundle.weave(keys, self._scalars, measure, not self._together) for bundle in self.bundles]
         if not measure:
             return {}
@@ -146,7 +146,7 @@ class Weaver:
         return {"figures": of_layers.combined(a, b).figures(), "a": a, "b": b}
 
     def state(self) -> dict[str, Tensor]:
-        """What lasts from step to step, by name."""
+        """The tensors kept between steps, by name."""
         for bundle in self.bundles:
             if bundle.hologram is not None:
                 bundle.hologram.wait()
@@ -154,7 +154,7 @@ class Weaver:
 
 
 def _total(tensors: list[Tensor]) -> Tensor:
-    """One number that is finite if all entries are (and do not add up to more than the format holds)."""
+    """A number that is finite if all entries are finite (and their sum does not overflow)."""
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
     norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
@@ -162,7 +162,7 @@ def _total(tensors: list[Tensor]) -> Tensor:
 
 
 def _arriving(flag: Tensor) -> Callable[[], bool]:
-    """Sends a flag to the host and gives a function that waits for it alone, not for what was launched since."""
+    """Copies a flag to the host. Returns a function that waits for this copy only, not for later work."""
     if flag.device.type != "cuda":
         return lambda: bool(flag)
     host = flag.to("cpu", non_blocking=True)

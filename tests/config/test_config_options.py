@@ -235,9 +235,9 @@ def test_the_options_of_a_synthesis_reach_it():
         ),
         (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis.exclude: 'haed' matches no parameter"),
         (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: excludes all parameters"),
-        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 takes nothing"),
+        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 selects nothing"),
         (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis: block_length=100000000: it is longer"),
-        (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile is of no use with mode='shared'"),
+        (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile has no effect with mode='shared'"),
     ],
 )
 def test_a_synthesis_that_cannot_be_is_named(overrides, words):

@@ -64,5 +64,5 @@ def test_a_sequence_that_comes_first_is_not_copied():
 
 
 def test_a_style_takes_linear_layers_alone():
-    with pytest.raises(TypeError, match="OverlappedRowwise takes an nn.Linear as it is, not LayerNorm"):
+    with pytest.raises(TypeError, match="OverlappedRowwise applies to nn.Linear only, not to LayerNorm"):
         OverlappedRowwise()._apply(nn.LayerNorm(3), None)

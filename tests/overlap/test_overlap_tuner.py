@@ -108,7 +108,7 @@ def test_a_broken_file_is_named_and_written_anew(measured, emulated, tmp_path, d
     (path,) = tmp_path.iterdir()
     kept = path.read_text()
     path.write_text(damage(json.loads(kept)))
-    with pytest.warns(UserWarning, match="is not a choice of groups"):
+    with pytest.warns(UserWarning, match="is not a valid choice of groups"):
         assert Tuner(tmp_path)(JOB, emulated) == sizes
     assert path.read_text() == kept
 
@@ -125,7 +125,7 @@ def test_a_file_of_something_else_does_not_count(measured, emulated, tmp_path, c
 
 def test_a_folder_that_cannot_be_written_stops_nothing(measured, emulated, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="cannot keep what was measured"):
+    with pytest.warns(UserWarning, match="cannot save the measured groups"):
         assert sum(Tuner(tmp_path / "file" / "below")(JOB, emulated)) == 20
 
 

@@ -208,18 +208,18 @@ def test_a_state_of_another_synthesis_is_refused(options, words):
 
 
 def test_something_else_than_a_state_is_refused():
-    with pytest.raises(ValueError, match="no state of a HolographicSynthesis"):
+    with pytest.raises(ValueError, match="not the state of a HolographicSynthesis"):
         HolographicSynthesis(network()).load_state_dict(network().state_dict())
 
 
 def test_what_is_said_in_warnings():
     model = network()
-    with pytest.warns(UserWarning, match="no direction of descent"):
+    with pytest.warns(UserWarning, match="not a descent direction"):
         HolographicSynthesis(model, "bind").remove()
     model.eval()
     synthesis = HolographicSynthesis(model)
     model(data()).sum().backward()
-    with pytest.warns(UserWarning, match="bound with no key") as told:
+    with pytest.warns(UserWarning, match="bound without a key") as told:
         synthesis.step()
     assert told[0].filename == __file__
     with warnings.catch_warnings(record=True) as told:
@@ -426,15 +426,15 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"block_length": -1}, "block_length=-1"),
         ({"transform": "hadamard", "block_length": 48}, "power of two"),
-        ({"offload": True, "cuda_graph": True}, "take one of them"),
+        ({"offload": True, "cuda_graph": True}, "use one of them"),
         ({"cuda_graph": True}, "needs a model on a CUDA device"),
-        ({"offload": True}, "takes the hologram off a CUDA device"),
-        ({"mode": "shared", "block_length": 0}, "can share no hologram"),
-        ({"subsample": 0.001}, "takes nothing of these parameters"),
-        ({"block_length": 4096}, "longer than all 363 entries"),
-        ({"mode": "bind", "offload": True}, "offload is of no use with mode='bind'"),
-        ({"mode": "bind", "dtype": "bf16"}, "dtype is of no use"),
-        ({"mode": "associative", "superpose": 2}, "superpose is of no use with mode='associative'"),
+        ({"offload": True}, "offload needs a model on a CUDA device"),
+        ({"mode": "shared", "block_length": 0}, "cannot share a hologram"),
+        ({"subsample": 0.001}, "selects nothing of these parameters"),
+        ({"block_length": 4096}, "longer than all 363 covered entries"),
+        ({"mode": "bind", "offload": True}, "offload has no effect with mode='bind'"),
+        ({"mode": "bind", "dtype": "bf16"}, "dtype has no effect"),
+        ({"mode": "associative", "superpose": 2}, "superpose has no effect with mode='associative'"),
     ],
 )
 def test_options_out_of_range_are_named(options, words):
