@@ -337,7 +337,7 @@ MISTAKES = [
     (["fit", "task=causal_lm", *TEXTS, "data.files=broken.jsonl"], "broken.jsonl:2"),
     (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=byt"], "Did you mean 'byte'?"),
     (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=latin.txt"], "latin.txt"),
-    (["fit", "task=causal_lm", *TEXTS, "model.heads=3"], "16 is none of 3"),
+    (["fit", "task=causal_lm", *TEXTS, "model.heads=3"], "16 is not a multiple of 3"),
     (["fit", "task=causal_lm", *TEXTS, "model.dim=6"], "not even"),
     (["fit", "task=causal_lm", *TEXTS, "data.files=5"], "data.files: 5 is neither a glob of files nor a list of globs"),
     (["fit", "task=causal_lm", *TEXTS, "data.pad_to_multiple_of=16"], "data.pad_to_multiple_of: 16 does not divide"),
