@@ -338,7 +338,7 @@ MISTAKES = [
     (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=byt"], "Did you mean 'byte'?"),
     (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=latin.txt"], "latin.txt"),
     (["fit", "task=causal_lm", *TEXTS, "model.heads=3"], "16 is not a multiple of 3"),
-    (["fit", "task=causal_lm", *TEXTS, "model.dim=6"], "not even"),
+    (["fit", "task=causal_lm", *TEXTS, "model.dim=6"], "need an even width"),
     (["fit", "task=causal_lm", *TEXTS, "data.files=5"], "data.files: 5 is neither a glob of files nor a list of globs"),
     (["fit", "task=causal_lm", *TEXTS, "data.pad_to_multiple_of=16"], "data.pad_to_multiple_of: 16 does not divide"),
     (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "data.label: the texts have 0 classes"),
