@@ -1,14 +1,14 @@
-"""What is learned from: one LightningDataModule a data set, and the loaders and transforms they share.
+"""Data: one LightningDataModule for each data set, and the loaders and transforms that they share.
 
 digits, torchvision_sets, imagefolder, fake   the data sets
-images    what they share
+images    what image data sets share
 files     image files, and what to do with one that cannot be read
 augment   transforms for training and evaluation
 seeded    augmentation seeded by (seed, epoch, index)
 text      text: tokenizers, sources, a cache of tokens, packed blocks and documents
 sampler   the order of an epoch as a function of seed and epoch
-fixed     the order in which evaluation reads, shared out to processes
-loader    loaders that can be resumed in mid-epoch
+fixed     the order in which evaluation reads, split among processes
+loader    loaders that can resume in the middle of an epoch
 """
 
 from holotrain.data.digits import Digits

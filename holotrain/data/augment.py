@@ -1,4 +1,4 @@
-"""What happens to images: torchvision's transforms v2, put together for training and for evaluation."""
+"""Transforms of images for training and for evaluation, built from torchvision's transforms v2."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,16 @@ Statistics = tuple[Sequence[float], Sequence[float]]
 IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 SMALL = 64
-"""Up to so many pixels an image is cropped from its padded self, not from a random part of itself."""
+"""Images of up to this many pixels are padded and cropped; larger ones are cropped at random and resized."""
 
 
 def normalised(statistics: Statistics) -> list[v2.Transform]:
-    """To float32 in [0, 1], then to zero mean and unit variance."""
+    """Converts to float32 in [0, 1], then to zero mean and unit variance."""
     return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)]
 
 
 def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transform]:
-    """The usual crops for training: of the padded image where it is small, else of a random part, resized; and flips."""
+    """The usual crops and flips for training: small images are padded and cropped, others are cropped at random and resized."""
     if image_size <= SMALL:
         crop = v2.RandomCrop(image_size, padding=image_size // 8)
     else:
@@ -29,7 +29,7 @@ def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transfor
 
 
 def resized(channels: int, image_size: int) -> list[v2.Transform]:
-    """Any image to ``channels`` and ``image_size``: its shorter side to 8/7 of the size (small: to it), the middle."""
+    """Any image to ``channels`` and ``image_size``: resizes the shorter side to 8/7 of it (small images: to it) and crops."""
     side = image_size if image_size <= SMALL else image_size * 8 // 7
     return [*coloured(channels), v2.Resize(side, antialias=True), v2.CenterCrop(image_size)]
 
@@ -40,12 +40,12 @@ def coloured(channels: int) -> list[v2.Transform]:
 
 
 def randaugment(operations: int, magnitude: int) -> list[v2.Transform]:
-    """RandAugment (Cubuk et al., 2020); nothing for no operations."""
+    """RandAugment (Cubuk et al., 2020); an empty list for no operations."""
     return [v2.RandAugment(operations, magnitude)] if operations else []
 
 
 def batch_mixing(classes: int, mixup_alpha: float, cutmix_alpha: float) -> v2.Transform | None:
-    """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), one of the two by chance, or None for alphas of 0."""
+    """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), a random choice between the two, or None for alphas of 0."""
     mixings = []
     if mixup_alpha:
         mixings.append(v2.MixUp(num_classes=classes, alpha=mixup_alpha))

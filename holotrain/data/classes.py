@@ -1,4 +1,4 @@
-"""A data set with some of its classes alone, such as two to be told apart."""
+"""A data set restricted to some of its classes, such as two of ten."""
 
 from collections.abc import Sequence
 
@@ -10,19 +10,19 @@ from holotrain.errors import UserError
 
 
 def chosen_classes(asked: Sequence[str | int], names: Sequence[str]) -> list[int]:
-    """The indices of classes that were asked for by name, or by number where no class has that name; none asked for: all.
+    """The indices of the requested classes, given by name, or by number if no class has that name. An empty list means all.
 
     Raises:
-        UserError: there is no such class, one comes twice, or there is only one.
+        UserError: a class does not exist or is given twice, or only one is given.
     """
     if not asked:
         return list(range(len(names)))
     found = [_index(one, names) for one in asked]
     for index in found:
         if found.count(index) > 1:
-            raise UserError(f"data.classes: {names[index]} is there twice")
+            raise UserError(f"data.classes: {names[index]} is given twice")
     if len(found) < 2:
-        raise UserError(f"data.classes: {names[found[0]]} alone has nothing to be told from; give at least two")
+        raise UserError(f"data.classes: {names[found[0]]} is the only class; give at least two")
     return found
 
 
@@ -34,12 +34,12 @@ def _index(asked: str | int, names: Sequence[str]) -> int:
 
 
 class OfClasses(Dataset):
-    """The samples of some classes, labelled by their place among them.
+    """The samples of some classes, labelled 0, 1, ... in the order of ``classes``.
 
     Args:
         dataset: of (image, label).
         labels: (N,) the class of each sample.
-        classes: which to keep.
+        classes: the classes to keep.
     """
 
     def __init__(self, dataset: Dataset, labels: Tensor, classes: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: real 8x8 images that ship with a dependency."""
+"""scikit-learn's handwritten digits: real 8x8 images that are installed with a dependency."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +15,12 @@ from holotrain.data.images import ImageDataModule, held_out
 class Digits(ImageDataModule):
     """1,797 digits of 8x8 pixels, one channel (Alpaydin and Kaynak, 1998).
 
-    The test part is a fixed fifth of every class, whatever ``seed``. Augmentation turns digits by up to
-    ten degrees.
+    The test part is a fixed fifth of every class and does not depend on ``seed``. Augmentation rotates digits by up
+    to ten degrees.
 
     Args:
-        val_fraction: share of the rest that validates.
-        classes: digits to keep, such as [0, 1]; none: all.
+        val_fraction: share of the rest that is used for validation.
+        classes: digits to keep, such as [0, 1]; empty for all.
         options: those of :class:`ImageDataModule`.
     """
 

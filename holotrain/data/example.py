@@ -1,4 +1,4 @@
-"""Batches of the shape that a data set gives, without reading it: for whoever asks what a step costs."""
+"""Batches of zeros in the shape that a data set gives, to estimate what a step costs without reading data."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from holotrain.data.text import TextDataModule
 
 
 def example_batch(data: pl.LightningDataModule, size: int) -> Any:
-    """A training batch of zeros, no smaller than the largest that ``data``, which is set up, can give.
+    """A training batch of zeros, at least as large as the largest that ``data`` can give. ``data`` must be set up.
 
     Args:
-        size: images, packed blocks or documents; tokens, where documents are batched by ``max_tokens``.
+        size: number of images, packed blocks or documents; of tokens, if documents are batched by ``max_tokens``.
     """
     if not isinstance(data, TextDataModule):
         mixed = any(data.alphas)
@@ -30,5 +30,5 @@ def example_batch(data: pl.LightningDataModule, size: int) -> Any:
 
 
 def batch_unit(data: pl.LightningDataModule) -> int:
-    """By how much such a size can sensibly grow."""
+    """The smallest sensible increment of that size."""
     return data.longest if isinstance(data, TextDataModule) and data.layout == "documents" and data.max_tokens else 1

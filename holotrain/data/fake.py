@@ -1,4 +1,4 @@
-"""Made-up images of any shape, for measuring."""
+"""Random images of any shape, for measurements."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from holotrain.data.sampler import mixed_seed
 
 
 class Noise(Dataset):
-    """``size`` uint8 images of noise with random labels, each a function of (seed, index)."""
+    """``size`` random uint8 images with random labels; each is a function of (seed, index)."""
 
     def __init__(self, size: int, shape: tuple[int, int, int], classes: int, seed: int) -> None:
         self.size, self.shape, self.classes, self.seed = size, shape, classes, seed
@@ -26,12 +26,12 @@ class Noise(Dataset):
 
 
 class Fake(ImageDataModule):
-    """Noise in the place of photographs, augmented as they would be; nothing is read or stored.
+    """Random images instead of photographs, augmented in the same way; nothing is read or stored.
 
     Args:
         image_size, channels: shape of an image.
-        num_classes: range of the labels.
-        train_size, val_size, test_size: images in each part.
+        num_classes: number of classes.
+        train_size, val_size, test_size: number of images in each part.
         options: those of :class:`ImageDataModule`.
     """
 

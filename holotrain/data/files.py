@@ -1,4 +1,4 @@
-"""Image files: reading them, and what to do with one that cannot be read."""
+"""Image files, and what to do if one cannot be read."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 
 def read_image(path: Path) -> Image.Image:
-    """Reads an image file whole.
+    """Reads a whole image file.
 
     Raises:
         UserError: it cannot be read, or is damaged or truncated.
@@ -24,19 +24,19 @@ def read_image(path: Path) -> Image.Image:
             image.load()
             return image
     except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} is no readable image ({error})") from error
+        raise UserError(f"{path} is not a readable image ({error})") from error
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """The image files below a folder, in order of their names."""
+    """The image files below a folder, sorted by name."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
 
 
 class ImageFiles(Dataset):
-    """The image at a path, or all images below it: (transformed image, path).
+    """The image at a path, or all images below it, as (transformed image, path).
 
     Raises:
-        UserError: there is none.
+        UserError: there is no image.
     """
 
     def __init__(self, path: Path, transform: Callable[[Image.Image], Tensor]) -> None:
@@ -44,7 +44,7 @@ class ImageFiles(Dataset):
             raise UserError(f"images: there is no file or folder {path}")
         self.paths = [path] if path.is_file() else image_paths(path)
         if not self.paths:
-            raise UserError(f"images: there is no image in {path}; known are {', '.join(sorted(EXTENSIONS))}")
+            raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
         self.transform = transform
 
     def __len__(self) -> int:
@@ -59,10 +59,9 @@ class LabelledFiles(Dataset):
     """Image files with labels: (image, label).
 
     Args:
-        samples: (path, label) of each.
-        on_corrupt: ``"error"`` raises a UserError that names the file; ``"skip"`` warns and gives the next readable image in
-            its place (the first one after the last), so that the length, and with it batches and resumption, stay as they
-            are.
+        samples: path and label of each file.
+        on_corrupt: ``"error"`` raises a UserError that names the file. ``"skip"`` warns and returns the next readable image
+            instead (after the last, the first), so that the length does not change and batches and resuming still work.
     """
 
     def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error") -> None:
@@ -80,5 +79,5 @@ class LabelledFiles(Dataset):
             except UserError as error:
                 if self.on_corrupt == "error":
                     raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
-                warnings.warn(f"skipped: {error}", stacklevel=2)  # shown once a file
-        raise UserError("data: there is no readable image at all")
+                warnings.warn(f"skipped: {error}", stacklevel=2)  # shown once per file
+        raise UserError("data: there is no readable image")

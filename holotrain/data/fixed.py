@@ -1,4 +1,4 @@
-"""The fixed order in which evaluation reads: every sample once, whichever process it falls to."""
+"""The fixed order in which evaluation reads: every sample exactly once, in one of the processes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,14 +10,14 @@ from holotrain.errors import UserError
 
 
 class FixedBatches(Sampler[list[int]]):
-    """The same batches in the same order always; of several processes, each reads every so-manieth of them.
+    """Always the same batches in the same order. With ``world_size`` processes, each reads every ``world_size``-th of them.
 
-    All read equally many, for sharded layers want all processes at every batch: where the batches do not divide, some are cut
-    in two, or put together, until they do.
+    All processes read the same number of batches, because sharded layers need every process at every batch. If the number of
+    batches is not divisible, some are split in two, or joined, until it is.
 
     Args:
-        batches: indices of each.
-        rank, world_size: which of how many processes this is; None: as torch.distributed says.
+        batches: the indices of each batch.
+        rank, world_size: of this process; None: as torch.distributed says.
 
     Raises:
         UserError: there are fewer samples than processes.
@@ -36,8 +36,8 @@ class FixedBatches(Sampler[list[int]]):
 
 
 def divided(batches: Sequence[np.ndarray], parts: int) -> list[np.ndarray]:
-    """The batches, as many as make a multiple of ``parts``: the largest are cut in two; those of one sample, where there are no
-    others, are put together.
+    """The batches, split or joined so that their number is a multiple of ``parts``: the largest are split in two; if all hold
+    one sample, the last ones are joined.
 
     Raises:
         UserError: there are fewer samples than parts.
@@ -51,10 +51,10 @@ def divided(batches: Sequence[np.ndarray], parts: int) -> list[np.ndarray]:
             keep = len(batches) // parts * parts
             batches[keep - 1 :] = [np.concatenate(batches[keep - 1 :])]
         else:
-            raise UserError(f"data: {len(batches)} samples cannot be dealt out to {parts} processes")
+            raise UserError(f"data: {len(batches)} samples cannot be split among {parts} processes")
     return batches
 
 
 def in_batches(size: int, batch_size: int) -> list[np.ndarray]:
-    """The indices of ``size`` samples in order, ``batch_size`` a batch."""
+    """The indices of ``size`` samples in order, ``batch_size`` in each batch."""
     return np.split(np.arange(size), range(batch_size, size, batch_size))

@@ -1,4 +1,4 @@
-"""Images in folders by class, as ImageNet is laid out."""
+"""Images with one folder for each class, the layout of ImageNet."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ from holotrain.errors import UserError
 
 
 class ImageFolder(ImageDataModule):
-    """``root/train/<class>/*``, ``root/val/<class>/*``, and ``root/test/<class>/*``; without the last, val is the test too.
+    """``root/train/<class>/*``, ``root/val/<class>/*`` and ``root/test/<class>/*``. Without a test folder, val is tested.
 
     Args:
         root: the folder.
-        image_size: pixels along an image after cropping.
+        image_size: height and width after cropping, in pixels.
         on_corrupt: ``"error"`` or ``"skip"``; see :class:`LabelledFiles`.
-        classes: those to keep, by name or number; none: all.
+        classes: the classes to keep, by name or number; empty for all.
         options: those of :class:`ImageDataModule`.
 
     Raises:
-        UserError: a folder is missing, a class is empty, there is one class only, or val and test have classes that train
-            has not.
+        UserError: a folder is missing, a class is empty, there is only one class, or val or test has a class that train does
+            not have.
     """
 
     statistics = IMAGENET
@@ -47,7 +47,7 @@ class ImageFolder(ImageDataModule):
         self.class_names = [self._known[index] for index in chosen_classes(classes, self._known)]
         self.num_classes = len(self.class_names)
         if self.num_classes < 2:
-            raise UserError(f"data.root: {self.root / 'train'} holds one class; at least two are needed to tell apart")
+            raise UserError(f"data.root: {self.root / 'train'} holds one class; at least two are needed")
 
     def geometry(self) -> list[v2.Transform]:
         size = self.image_shape[1]
@@ -68,14 +68,14 @@ class ImageFolder(ImageDataModule):
     def _folder(self, name: str) -> Path:
         folder = self.root / name
         if not folder.is_dir():
-            raise UserError(f"data.root: there is no folder {folder}; images belong into {folder}/<class>/")
+            raise UserError(f"data.root: there is no folder {folder}; put images into {folder}/<class>/")
         return folder
 
     @staticmethod
     def _classes(folder: Path) -> list[str]:
         names = sorted(path.name for path in folder.iterdir() if path.is_dir())
         if not names:
-            raise UserError(f"data.root: there is no class in {folder}; images belong into {folder}/<class>/")
+            raise UserError(f"data.root: there is no class in {folder}; put images into {folder}/<class>/")
         return names
 
     def _samples(self, name: str) -> list[tuple[Path, int]]:
@@ -86,7 +86,7 @@ class ImageFolder(ImageDataModule):
             if found in self._known and found not in label:
                 continue  # a class that was not chosen
             if found not in label:
-                raise UserError(f"data.root: {folder / found} is of a class that {self.root / 'train'} does not have")
+                raise UserError(f"data.root: {folder / found} is a class that {self.root / 'train'} does not have")
             paths = image_paths(folder / found)
             if not paths:
                 raise UserError(f"data.root: there is no image in {folder / found}")

@@ -1,4 +1,4 @@
-"""What every image data set shares: loaders, augmentation, mixing."""
+"""What all image data sets share: loaders, augmentation, mixing."""
 
 from abc import abstractmethod
 from pathlib import Path
@@ -16,26 +16,26 @@ from holotrain.data.loader import Loader, ResumableLoader
 from holotrain.data.seeded import SeededDataset, TransformedDataset
 
 SPLIT_SEED = 0
-"""Parts of a data set that are cut by chance are the same whatever the run's seed."""
+"""Random splits of a data set are the same for every seed of a run."""
 
 
 class ImageDataModule(pl.LightningDataModule):
     """Images and labels in three parts: train, val, test.
 
-    Batches are images (B, C, H, W), float32, normalised, and labels (B,), int64; where MixUp or CutMix is on, training labels
-    are (B, num_classes) probabilities.
+    Batches are images (B, C, H, W), float32, normalised, and labels (B,), int64. With MixUp or CutMix, training labels are
+    (B, num_classes) probabilities.
 
     Args:
-        batch_size: images a batch.
-        num_workers: processes that load beside the training; 0 loads in it.
-        pin_memory: page-locked batches; None: where there is a GPU.
-        augment: random crops, flips or shifts, as suits the data.
-        randaugment_ops, randaugment_magnitude: RandAugment on top; 0 operations for none.
+        batch_size: images in a batch.
+        num_workers: processes that load data; 0 loads in the training process.
+        pin_memory: page-locked batches; None: if there is a GPU.
+        augment: random crops, flips or shifts, depending on the data.
+        randaugment_ops, randaugment_magnitude: RandAugment in addition; 0 operations for none.
         mixup_alpha, cutmix_alpha: Beta parameters of MixUp and CutMix; 0 for none.
-        seed: of the order of batches and of augmentation.
+        seed: for the order of batches and for augmentation.
 
-    A subclass gives ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
-    ``split`` once ``setup`` was called.
+    A subclass defines ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
+    ``split``, which is called after ``setup``.
     """
 
     num_classes: int
@@ -71,11 +71,11 @@ class ImageDataModule(pl.LightningDataModule):
         """The raw (image, label) pairs of ``train``, ``val`` or ``test``."""
 
     def geometry(self) -> list[v2.Transform]:
-        """The random part of the augmentation: what moves pixels."""
+        """The random geometric transforms."""
         return cropped_at_random(self.image_shape[1])
 
     def framing(self) -> list[v2.Transform]:
-        """What brings a raw image to ``image_shape`` without chance; nothing where it has that shape already."""
+        """The deterministic transforms from a raw image to ``image_shape``; empty if it already has that shape."""
         return []
 
     def train_transform(self) -> v2.Compose:
@@ -86,7 +86,7 @@ class ImageDataModule(pl.LightningDataModule):
         return v2.Compose([*self.framing(), *normalised(self.statistics)])
 
     def setup(self, stage: str | None = None) -> None:
-        """Nothing to read, unless a data set says so."""
+        """Reads nothing by default."""
 
     def train_dataloader(self) -> ResumableLoader:
         seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)
@@ -112,10 +112,10 @@ class ImageDataModule(pl.LightningDataModule):
 
 
 def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:
-    """Image files of any size, brought to these channels, size and normalisation: batches (images, paths).
+    """Image files of any size, converted to these channels, this size and normalisation, in batches (images, paths).
 
     Args:
-        loading: DataLoader's own, such as ``num_workers``.
+        loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
         UserError: there is no image at ``path``.
@@ -125,7 +125,7 @@ def image_files(path: Path, channels: int, image_size: int, statistics: Statisti
 
 
 def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Subset, Subset]:
-    """Parts a data set in two, ``fraction`` of every class in the second; the same parts always.
+    """Splits a data set in two, with ``fraction`` of every class in the second part. The split is always the same.
 
     Args:
         labels: (N,) the class of each sample.

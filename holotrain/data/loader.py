@@ -1,4 +1,4 @@
-"""Data loaders that leave the global random state alone, and one that knows where it is."""
+"""Data loaders that do not use the global random state, and one that can save and restore its position."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +13,9 @@ from holotrain.ranks.share import share
 
 
 class Loader(DataLoader):
-    """A DataLoader with a generator of its own, whose workers live on between epochs and whose UserErrors stay one line.
+    """A DataLoader with its own generator and persistent workers, which re-raises a worker's UserError as one line.
 
-    Without a batch sampler of its own it reads in order, and of several processes each its share.
+    Without a batch sampler it reads in order, and with several processes each reads its share.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
@@ -28,27 +28,27 @@ class Loader(DataLoader):
         super().__init__(dataset, **defaults | options)
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: workers start, and the sampler is read, at the first batch. Lightning makes the iterator before it
-        # tells the sampler which epoch it is.
+        # A generator, so that workers start and the sampler is read at the first batch: Lightning creates the iterator before
+        # it tells the sampler the epoch.
         try:
             yield from super().__iter__()
         except UserError as error:
-            # A worker's exception arrives with the worker's whole traceback as its text.
+            # The text of a worker's exception is the worker's whole traceback.
             raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
 
 
 class ResumableLoader(Loader):
-    """A training loader whose position in the epoch can be saved and taken up again.
+    """A training loader whose position in the epoch can be saved and restored.
 
     Lightning stores ``state_dict`` in its checkpoints. It counts the batches that were handed out, not those that workers
-    have ready, so a resumed epoch continues with the next one, for any number of workers.
+    have prefetched, so a resumed epoch continues with the next batch for any number of workers.
 
     Args:
-        dataset: takes keys ``(epoch, index)``, or those that the batch sampler gives.
-        batch_size: samples a batch.
-        seed: of the order of the epochs.
+        dataset: takes keys ``(epoch, index)``, or the keys that the batch sampler gives.
+        batch_size: samples in a batch.
+        seed: for the order of each epoch.
         batch_sampler: draws the batches; None: samples are shuffled into batches of ``batch_size``.
-        options: DataLoader's others, such as ``num_workers`` and ``pin_memory``.
+        options: other options of DataLoader, such as ``num_workers`` and ``pin_memory``.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ResumableLoader(Loader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches were handed out."""
+        """The epoch, and the number of its batches that were handed out."""
         return {"epoch": self._epoch, "batches": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -11,25 +11,25 @@ from holotrain.ranks.share import share
 from holotrain.seeds import mixed_seed
 
 Key = tuple[int, int]
-"""(epoch, index): what a data set is asked for, so that it can seed a sample's augmentation by both."""
+"""(epoch, index): the key of a sample, so that the data set can seed its augmentation with both."""
 
 
 def process_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which share of how many this process reads: as given, or where None as :func:`holotrain.ranks.share.share` says."""
+    """The number of this process's share and the number of shares; where None, as :func:`holotrain.ranks.share.share` says."""
     here, size = share()
     return here if rank is None else rank, size if world_size is None else world_size
 
 
 class ResumableBatchSampler(Sampler[list]):
-    """Batches whose order depends on (seed, epoch) alone, and which can begin in the middle of an epoch.
+    """Batches whose order depends on (seed, epoch) only, and which can start in the middle of an epoch.
 
-    The order knows neither the global random state, nor the number of workers, nor where an epoch was resumed. Lightning
-    calls ``set_epoch``; a loop of your own should too. Several processes that train together each draw their own share of an
-    epoch, of equal length; Lightning's Trainer must be told to leave that alone: ``use_distributed_sampler=False``.
+    The order does not depend on the global random state, on the number of workers or on where an epoch was resumed. Lightning
+    calls ``set_epoch``; your own loop should do so too. In distributed training, each process draws its own share of an epoch,
+    all of equal length. Pass ``use_distributed_sampler=False`` to Lightning's Trainer.
 
     Args:
-        seed: of the order.
-        rank, world_size: which of how many processes this is; None: as torch.distributed says.
+        seed: for the order.
+        rank, world_size: of this process; None: as torch.distributed says.
     """
 
     def __init__(self, seed: int = 0, rank: int | None = None, world_size: int | None = None) -> None:
@@ -40,7 +40,7 @@ class ResumableBatchSampler(Sampler[list]):
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[list]:
-        """This process's batches of an epoch, from number ``start`` on."""
+        """This process's batches of an epoch, starting at batch number ``start``."""
 
     @property
     def sampler(self) -> "ResumableBatchSampler":
@@ -48,12 +48,12 @@ class ResumableBatchSampler(Sampler[list]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch; from its first batch, unless it is the epoch to resume in."""
+        """The next iteration is this epoch. It starts at the first batch, unless ``resume`` set another one for this epoch."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
     def resume(self, epoch: int, start: int) -> None:
-        """The next iteration of ``epoch`` begins at its batch number ``start``; later ones begin at 0."""
+        """The next iteration of ``epoch`` starts at batch number ``start``; later ones start at 0."""
         self.epoch, self.start = epoch, start
 
     def __iter__(self) -> Iterator[list]:
@@ -65,9 +65,9 @@ class EpochBatchSampler(ResumableBatchSampler):
     """Batches of shuffled keys ``(epoch, index)``.
 
     Args:
-        size: samples in the data set; what is left over when they are dealt out to the processes is left out.
-        batch_size: keys a batch; the last batch is dropped where it would be smaller, unless there is no other.
-        seed, rank, world_size: as of :class:`ResumableBatchSampler`.
+        size: samples in the data set; the remainder after an equal split among the processes is left out.
+        batch_size: keys in a batch; a smaller last batch is dropped, unless it is the only one.
+        seed, rank, world_size: see :class:`ResumableBatchSampler`.
 
     Raises:
         UserError: there are fewer samples than processes.
@@ -79,7 +79,7 @@ class EpochBatchSampler(ResumableBatchSampler):
         super().__init__(seed, rank, world_size)
         self.size = size
         if size < self.world_size:
-            raise UserError(f"data: {size} samples cannot be dealt out to {self.world_size} processes")
+            raise UserError(f"data: {size} samples cannot be split among {self.world_size} processes")
         self.share = size // self.world_size
         self.batch_size = min(batch_size, self.share)
 

@@ -1,4 +1,4 @@
-"""Random augmentation that is the same wherever, and after whatever, it is computed."""
+"""Random augmentation that depends on the seed, the epoch and the sample only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from holotrain.data.sampler import Key, mixed_seed
 class SeededDataset(Dataset):
     """Applies a random transform under a random state seeded by (seed, epoch, index).
 
-    So a sample's augmentation does not depend on the number of workers, on the order of computation or on where a run was
-    resumed, and the global random state stays as it was.
+    A sample's augmentation therefore does not depend on the number of workers, on the order of computation or on where a run
+    was resumed, and the global random state does not change.
 
     Args:
         dataset: gives (image, label) by index.
-        transform: of the image; draws from torch's global generator.
-        seed: of the run.
+        transform: for the image; draws from torch's global generator.
+        seed: the run's.
     """
 
     def __init__(self, dataset: Dataset, transform: Callable[[Any], Any], seed: int) -> None:
@@ -41,7 +41,7 @@ class SeededDataset(Dataset):
 
 
 class TransformedDataset(Dataset):
-    """Applies a transform that is not random, by plain index."""
+    """Applies a deterministic transform; indexed by plain integers."""
 
     def __init__(self, dataset: Dataset, transform: Callable[[Any], Any]) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""MNIST, CIFAR-10 and CIFAR-100, as torchvision reads them from their published files."""
+"""MNIST, CIFAR-10 and CIFAR-100, which torchvision reads from the published files."""
 
 import contextlib
 import io
@@ -17,13 +17,13 @@ from holotrain.errors import UserError
 
 
 class TorchvisionData(ImageDataModule):
-    """A data set of torchvision's: its training part, less a fixed share for validation, and its test part.
+    """A data set of torchvision: its training part, of which a fixed share is used for validation, and its test part.
 
     Args:
-        root: folder that holds it, or will.
-        download: fetch it where it is missing.
-        val_fraction: share of every class of the training part that validates.
-        classes: those to keep, by name or number; none: all.
+        root: folder of the files.
+        download: download missing files.
+        val_fraction: share of every class of the training part that is used for validation.
+        classes: the classes to keep, by name or number; empty for all.
         options: those of :class:`ImageDataModule`.
     """
 
@@ -47,7 +47,7 @@ class TorchvisionData(ImageDataModule):
     def prepare_data(self) -> None:
         """
         Raises:
-            UserError: the files are missing and cannot be fetched, or damaged.
+            UserError: the files are damaged, or missing and cannot be downloaded.
         """
         for train in (True, False):
             self._load(train, self.download)
@@ -63,7 +63,7 @@ class TorchvisionData(ImageDataModule):
         self._splits = {name: OfClasses(part, known, kept) for name, (part, known) in parts.items()}
 
     def names_of(self, dataset: Dataset) -> list[str]:
-        """Those of all its classes."""
+        """The names of all classes."""
         return type(self).class_names
 
     def split(self, name: str) -> Dataset:
@@ -71,7 +71,7 @@ class TorchvisionData(ImageDataModule):
 
     def _load(self, train: bool, download: bool) -> Dataset:
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # torchvision narrates its attempts
+            with contextlib.redirect_stdout(io.StringIO()):  # torchvision prints each attempt
                 return self.source(self.root, train=train, download=download)
         except Exception as error:  # a missing, a damaged and an unreachable file each raise differently
             asked = "could not be downloaded" if download else "are missing or damaged, and data.download is false"
@@ -79,7 +79,7 @@ class TorchvisionData(ImageDataModule):
 
 
 class MNIST(TorchvisionData):
-    """70,000 handwritten digits, 28x28, one channel (LeCun et al., 1998). Augmentation shifts; it does not mirror."""
+    """70,000 handwritten digits, 28x28, one channel (LeCun et al., 1998). Augmentation shifts and does not flip."""
 
     source = datasets.MNIST
     files = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"

@@ -1,23 +1,25 @@
-"""Transformers, plain and reversible, and a network that learns by error diffusion. They take plain arguments and know
-nothing of configuration or training.
+"""Transformers, plain and reversible, and a network trained by error diffusion. They take plain arguments and do not depend
+on configuration or training.
 
-The families, each with its published sizes, plain and reversible:
+Families, each plain and reversible, with the published sizes:
 vit, swin, mvit, gpt, roberta
 
-What learns without a backward pass: error_diffusion
+Without a backward pass: error_diffusion
 
-What they are made of: layers
+Parts of the models: layers
 
-What is done with them:
-generation      text from a causal model, its tokens drawn by sampling
-pretrained      published weights under our names
-adapters        fine-tuning of a part: bottleneck adapters, freezing
-int8            weights in a quarter of the memory
-saved           a model in a folder and back (its class found by registry)
-programs        image models as torch.export's programs and as ONNX
+What can be done with a model:
+generation      generate text with a causal model
+sampling        how the next token is drawn
+pretrained      load published weights
+adapters        fine-tune a part: bottleneck adapters, freezing
+int8            quantise weights to a quarter of the memory
+saved           save a model in a folder and load it (registry finds its class)
+programs        export image models with torch.export and to ONNX
 compiling       torch.compile, block by block
-division        which layers tensor parallelism shares out
-divided         a model as one of its ranks has it, for plans
+schedules       set the backward schedule of each block
+division        which layers tensor parallelism splits
+divided         the part of a model that one tensor parallel rank has, for plans
 """
 
 from holotrain.models.adapters import add_adapters, freeze

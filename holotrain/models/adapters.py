@@ -1,4 +1,4 @@
-"""Fine-tuning of a part: bottleneck adapters (Houlsby et al., "Parameter-Efficient Transfer Learning for NLP", 2019), freezing.
+"""Fine-tuning a part: bottleneck adapters (Houlsby et al., "Parameter-Efficient Transfer Learning for NLP", 2019), freezing.
 
 Shapes: B batch, C channels, W width of the bottleneck.
 """
@@ -13,12 +13,12 @@ from holotrain.reversible import ReversibleBlock
 
 
 class Adapted(nn.Module):
-    """A branch of a block, and a bottleneck on what it gives out: ``y = branch(x)``, then ``y + up(gelu(down(y)))``.
+    """A branch of a block, and a bottleneck on its output: ``y = branch(x)``, then ``y + up(gelu(down(y)))``.
 
-    ``up`` starts at zero, so that at first nothing changes. (B, ..., C) -> (B, ..., C).
+    ``up`` starts at zero, so that the outputs do not change at first. (B, ..., C) -> (B, ..., C).
 
     Args:
-        branch: f or g of a block; it stays reachable, its parameters under ``branch.``.
+        branch: f or g of a block; its parameters are under ``branch.``.
         dim, width: C and W.
     """
 
@@ -33,14 +33,14 @@ class Adapted(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """The branch's, for blocks that have it elsewhere."""
+        """The branch's norm, for blocks that apply it elsewhere."""
         return self.branch.norm
 
     def forward(self, x: Tensor, **context: Any) -> Tensor:
         return self._adapted(self.branch(x, **context))
 
     def update(self, x: Tensor, **context: Any) -> Tensor:
-        """The branch without its norm, for blocks that have it elsewhere."""
+        """The branch without its norm, for blocks that apply it elsewhere."""
         return self._adapted(self.branch.update(x, **context))
 
     def _adapted(self, y: Tensor) -> Tensor:
@@ -48,47 +48,46 @@ class Adapted(nn.Module):
 
 
 def add_adapters(model: nn.Module, width: int) -> None:
-    """Puts an adapter on f and g of every block, plain or reversible, in place.
+    """Adds an adapter to f and g of every block, plain or reversible, in place.
 
-    The parameters of the branches are then named ``f.branch.*`` and ``g.branch.*``: load pretrained weights first.
+    This renames the parameters of the branches to ``f.branch.*`` and ``g.branch.*``, so load pretrained weights first.
 
     Args:
-        width: W; the paper takes 8 to 256.
+        width: W; the paper uses 8 to 256.
 
     Raises:
-        ValueError: a width below 1, a model without blocks or with adapters.
+        ValueError: the width is below 1, or the model has no blocks or has adapters already.
     """
     if width < 1:
         raise ValueError(f"the width of adapters must be at least 1, not {width}")
     if adapter_width(model) is not None:
-        raise ValueError(f"this {type(model).__name__} has adapters already")
+        raise ValueError(f"this {type(model).__name__} already has adapters")
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
     if not blocks:
-        raise ValueError(f"a {type(model).__name__} has no blocks to adapt")
+        raise ValueError(f"a {type(model).__name__} has no blocks for adapters")
     for block in blocks:
         block.f, block.g = (_wrapped(branch, width) for branch in (block.f, block.g))
 
 
 def adapter_width(model: nn.Module) -> int | None:
-    """W of the model's adapters; None where it has none."""
+    """W of the model's adapters; None if it has none."""
     return next((module.down.out_features for module in model.modules() if isinstance(module, Adapted)), None)
 
 
 def freeze(model: nn.Module, trained: str = "all") -> None:
-    """Lets a part of the parameters be trained, and no others.
+    """Makes a part of the parameters trainable, and freezes the others.
 
     Args:
-        trained: ``"all"``; ``"head"``, what reads the encoded input; ``"adapters"``, which are trained together with the norms
-            and the head, as in the paper.
+        trained: ``"all"``; ``"head"``, the classifier; ``"adapters"``, the adapters, the norms and the head, as in the paper.
 
     Raises:
-        ValueError: another ``trained``; a model that has no such part.
+        ValueError: another ``trained``, or the model has no such part.
     """
     if trained not in ("all", "head", "adapters"):
         raise ValueError(f"trained must be all, head or adapters, not {trained!r}")
     head = getattr(model, "head", None)
     if trained == "head" and head is None:
-        raise ValueError(f"a {type(model).__name__} has no head of its own to train: it reads words off their embedding")
+        raise ValueError(f"a {type(model).__name__} has no separate head to train: its head is tied to the embedding")
     if trained == "adapters" and adapter_width(model) is None:
         raise ValueError(f"this {type(model).__name__} has no adapters to train; add them first")
     model.requires_grad_(trained == "all")

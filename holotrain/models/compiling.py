@@ -12,11 +12,11 @@ from holotrain.reversible import ReversibleBlock
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compiles the two branches of every block, in place.
 
-    Blocks of a kind share their compiled code, so this takes a fraction of the time of compiling the model whole, works under
-    every backward schedule, and leaves the names in the state_dict as they are.
+    Blocks of the same kind share compiled code, so this takes a fraction of the time of compiling the whole model. It works
+    with every backward schedule and does not change the names in the state_dict.
     """
     for module in model.modules():
-        if isinstance(module, PostNormBlock):  # it calls parts of its branches
+        if isinstance(module, PostNormBlock):  # which calls parts of its branches
             module.compile(**options)
         elif isinstance(module, ReversibleBlock | ResidualBlock | Transition):
             module.f.compile(**options)

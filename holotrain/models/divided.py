@@ -1,7 +1,7 @@
-"""A model as one rank of tensor parallelism has it, and the sums over ranks that it takes part in.
+"""The part of a model that one tensor parallel rank has, and the sums over ranks that it takes part in.
 
-Shoeybi et al., "Megatron-LM", 2019, section 3: of attention a rank has some of the heads, of an MLP some of the hidden layer;
-a sum over ranks ends each branch, and in the backward each branch's input gradient is one.
+Shoeybi et al., "Megatron-LM", 2019, section 3: a rank has some of the heads of attention and a part of the hidden layer of an
+MLP. The output of each branch is a sum over ranks, and so is the gradient of its input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sums:
     """The products whose results are summed over ranks, in the order in which they were computed.
 
     Args:
-        whole: why other layers are computed whole by every rank, a phrase each.
+        whole: a phrase for each kind of layer that every rank computes whole, saying why.
     """
 
     ranks: int
@@ -33,22 +33,22 @@ class Sums:
     def note(self, rows: Tensor, inputs: int, outputs: int, covered: bool) -> None:
         """
         Args:
-            rows: (..., any), what is summed or what that is computed from: it gives rows, dtype and device.
+            rows: (..., any), the result of the product or its input, which gives number of rows and dtype.
             inputs, outputs: features of the product.
-            covered: the weight's gradient follows.
+            covered: whether the weight's gradient is computed next.
         """
         count = rows.numel() // rows.shape[-1]
         self.jobs.append(Job(count, inputs, outputs, ALL_REDUCE, self.ranks, rows.dtype, torch.device("cpu"), covered))
 
 
 def divide(model: nn.Module, ranks: int) -> Sums:
-    """Replaces what can be shared out by one rank's part of it, in place; nothing is sent, but noted.
+    """Replaces layers that can be split by one rank's part of them, in place. Sums over ranks are not computed, only recorded.
 
     Returns:
-        filled while the model runs, forward and backward.
+        the record, which is filled while the model runs forward and backward.
 
     Raises:
-        Indivisible: nothing can be shared out.
+        Indivisible: no layer can be split.
     """
     found = division(model, ranks)
     sums = Sums(ranks, found.whole)
@@ -66,7 +66,7 @@ def divide(model: nn.Module, ranks: int) -> Sums:
 
 
 class _Columns(nn.Linear):
-    """Some of a Linear's outputs: the gradient of its input is a summand."""
+    """Some of a Linear's outputs; the gradient of its input is one term of a sum over ranks."""
 
     def __init__(self, whole: nn.Linear, outputs: int, sums: Sums) -> None:
         super().__init__(whole.in_features, outputs, whole.bias is not None, device=whole.weight.device)
@@ -74,14 +74,14 @@ class _Columns(nn.Linear):
         self.sums = sums
 
     def forward(self, x: Tensor) -> Tensor:
-        # In the precision of the product, as the overlapped layers send it.
+        # In the precision of the product, in which the overlapped layers send it.
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return F.linear(_NoteGradient.apply(x, self.out_features, self.sums), self.weight, self.bias)
 
 
 class _Rows(nn.Linear):
-    """Some of a Linear's inputs: its output is a summand."""
+    """Some of a Linear's inputs; its output is one term of a sum over ranks."""
 
     def __init__(self, whole: nn.Linear, inputs: int, sums: Sums) -> None:
         super().__init__(inputs, whole.out_features, whole.bias is not None, device=whole.weight.device)

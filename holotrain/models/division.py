@@ -1,4 +1,4 @@
-"""Which layers of a model several processes can share out among themselves, by tensor parallelism."""
+"""Which layers of a model tensor parallelism can split."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from holotrain.models.schedules import sequences
 
 
 class Indivisible(ValueError):
-    """A model of which nothing can be shared out among so many."""
+    """No layer of the model can be split among that number of processes."""
 
 
 @dataclass(frozen=True)
 class Division:
     """
     Args:
-        layers: that are shared out: attention by its heads, an MLP by its hidden width.
-        whole: why others are not, a phrase each; every process computes them whole.
+        layers: that are split: attention by its heads, an MLP by its hidden width.
+        whole: a phrase for each kind of layer that every process computes whole, saying why.
     """
 
     layers: list[Attention | MLPBranch]
@@ -30,10 +30,10 @@ class Division:
 def division(model: nn.Module, ranks: int) -> Division:
     """
     Args:
-        ranks: among how many the model is to be shared out.
+        ranks: number of tensor parallel processes.
 
     Raises:
-        Indivisible: nothing can be; says why.
+        Indivisible: no layer can be split; says why.
     """
     layers: list[Attention | MLPBranch] = []
     whole: dict[str, None] = {}  # a set, in order

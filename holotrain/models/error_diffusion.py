@@ -1,4 +1,4 @@
-"""A network that learns images by error diffusion."""
+"""A network for images that is trained by error diffusion."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from holotrain.error_diffusion import ErrorDiffusionNetwork
 
 
 class ImageErrorDiffusion(ErrorDiffusionNetwork):
-    """Every pixel an input. An output for each class; for two classes one, that tells the second from the first.
+    """Every pixel is an input. There is one output for each class; two classes share one output, which is that of the second.
 
     Args:
         image_size: in pixels; the image is square.
         channels: of the image.
-        classes: how many there are to tell apart, at least 2.
+        classes: number of classes, at least 2.
         options: ``width``, ``depth``, ``rule`` and ``u0`` of
             :class:`~holotrain.error_diffusion.ErrorDiffusionNetwork`.
 

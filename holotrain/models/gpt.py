@@ -1,6 +1,6 @@
 """GPT, causal and pre-norm (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019), and RevGPT.
 
-The head is tied to the embedding. Positions are rotary; learned ones, as GPT-2's own weights need them, are an option.
+The head is tied to the embedding. Positions are rotary, or learned for GPT-2's own weights.
 Shapes: B batch, T tokens, C channels, V words.
 """
 
@@ -37,7 +37,7 @@ class GPT(nn.Module):
         dropout: on the embedding, the attention's output and in the MLP.
         attention_dropout: on the attention weights.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
         engine: further options of a reversible model's sequence; a plain one has none.
 
     Raises:
@@ -90,13 +90,13 @@ class GPT(nn.Module):
         """
         Args:
             tokens: (B, T).
-            targets: (B, T), the token that follows each; -100 where none counts.
-            cache: of the tokens before these, which these are added to.
-            positions: (B, T), where each token stands; with a cache.
-            end: one more than the largest of them; with a cache.
+            targets: (B, T), the token that follows each; -100 for those to ignore.
+            cache: of the tokens before these; these are added to it.
+            positions: (B, T), the position of each token; with a cache.
+            end: one more than the largest position; with a cache.
 
         Returns:
-            logits (B, T, V); with ``targets`` the mean cross-entropy, without logits ever standing whole in memory.
+            logits (B, T, V); with ``targets`` the mean cross-entropy, computed without all logits in memory at once.
         """
         hidden = self.hidden(tokens, cache=cache, positions=positions, end=end)
         if targets is None:
@@ -111,7 +111,7 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         end: int | None = None,
     ) -> Tensor:
-        """What the head reads, (B, T, C); arguments as for the call."""
+        """The input of the head, (B, T, C); arguments as in ``forward``."""
         x = self.embedding(tokens, positions)
         context: dict[str, Any] = {}
         if self.rotary is not None:
@@ -135,10 +135,10 @@ class GPT(nn.Module):
 
 
 class RevGPT(GPT):
-    """The reversible GPT: both streams start as the embedding, change places between blocks, and their mean is the output.
+    """The reversible GPT: both streams start as the embedding, swap after every block, and their mean is the output.
 
     Takes the arguments of :class:`GPT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters are its twin's, name for name.
+    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters have the same names and shapes as those of its twin.
     """
 
     def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:

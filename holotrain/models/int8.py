@@ -1,8 +1,8 @@
-"""Weights in int8, for models that are read and no longer trained: a quarter of the memory and of the file.
+"""Weights in int8, for inference: a quarter of the memory and of the file size.
 
-torchao keeps each row of a matrix as int8 and one scale in fp32 (symmetric, weights only); what the layers read and give out
-stays as it was. Matrices of Linear layers and tables of words are quantised; norms, biases, positions and the patches'
-convolution, small all together, are not.
+torchao stores each row of a matrix as int8 with one scale in fp32 (symmetric, weights only); inputs and outputs of layers do
+not change. Linear layers and word embeddings are quantised; norms, biases, positions and the convolution of patches, which
+are small, are not.
 """
 
 from types import ModuleType
@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 
 SCALE = "_scale"
-"""What follows a tensor's name in a file, in the name of its scales."""
+"""Suffix for the name of a tensor's scales in a file."""
 
 
 def quantise(model: nn.Module) -> None:
-    """Quantises a model in place, which then has no gradients: it is for evaluation, prediction and generation.
+    """Quantises a model in place for evaluation, prediction and generation. It cannot be trained afterwards.
 
-    A head that is tied to the embedding reads the same int8 table.
+    A head that is tied to the embedding uses the same int8 table.
 
     Raises:
-        ValueError: torchao is not installed; the model is int8 already, or has no layer that could be.
+        ValueError: torchao is not installed, or the model is int8 already or has no layer to quantise.
     """
     torchao = _torchao()
     if is_quantised(model):
-        raise ValueError(f"this {type(model).__name__} is int8 already")
+        raise ValueError(f"this {type(model).__name__} is already int8")
     if not any(isinstance(module, nn.Linear | nn.Embedding) for module in model.modules()):
-        raise ValueError(f"this {type(model).__name__} has neither Linear layers nor tables of words to quantise")
-    # The compiler's settings are the user's; torchao would change them for the whole process.
+        raise ValueError(f"this {type(model).__name__} has neither Linear layers nor embeddings to quantise")
+    # torchao would otherwise change the compiler's settings for the whole process.
     config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     torchao.quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear | nn.Embedding))
     for module in list(model.modules()):
@@ -38,7 +38,7 @@ def quantise(model: nn.Module) -> None:
 
 
 class Int8Embedding(nn.Embedding):
-    """A table in int8, of which only the rows that are looked up become floating-point numbers."""
+    """An embedding in int8; only the rows that are looked up are converted to floating point."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = self.weight
@@ -51,13 +51,13 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def storage_bytes(model: nn.Module) -> int:
-    """Bytes that the model's parameters and buffers (those of its state_dict) take, scales of int8 weights among them."""
+    """Bytes of the model's parameters and buffers (those of its state_dict), including the scales of int8 weights."""
     parts = [part for tensor in model.state_dict().values() for part in _parts(tensor)]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def unpacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state_dict of plain tensors alone: an int8 weight as its int8 numbers, and its scales under a name of their own."""
+    """A state_dict of plain tensors only: an int8 weight becomes its int8 numbers, and its scales under a separate name."""
     plain = {}
     for name, tensor in weights.items():
         if _is_int8(tensor):
@@ -76,7 +76,7 @@ def packed(plain: dict[str, Tensor]) -> dict[str, Tensor]:
     weights = {name: tensor for name, tensor in plain.items() if not name.endswith(SCALE)}
     for name in weights.keys() & {name.removesuffix(SCALE) for name in plain.keys() - weights.keys()}:
         numbers, scale = plain[name], plain[name + SCALE]
-        rows = [1, numbers.shape[1]]  # what has a scale of its own
+        rows = [1, numbers.shape[1]]  # each row has its own scale
         zero = torch.zeros_like(scale, dtype=torch.int8)
         weights[name] = _torchao().Int8Tensor(numbers, scale, rows, torch.float32, zero_point=zero)
     return weights

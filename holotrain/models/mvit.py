@@ -1,13 +1,13 @@
 """Multi-scale vision transformers: MViTv2 (Li et al., CVPR 2022) and its reversible twin, from the same parts.
 
-Resolution falls and width grows from stage to stage. The first block of every stage but the first does both and cannot be
-reversible; the blocks behind it preserve the shape and are. The reversible model starts both streams of a stage from the
-output of that block, and goes on with their average, so the twins have the same parameters.
+Resolution falls and width grows from stage to stage. The first block of every later stage changes both and cannot be
+reversible; the blocks after it preserve the shape and are reversible. The reversible model starts both streams of a stage from
+the output of that first block and continues with their average, so the twins have the same parameters.
 
 The published Rev-MViT-B (Mangalam et al., "Reversible Vision Transformers", CVPR 2022: C 96, depths 1, 2, 11, 2, 39 M
-parameters, 8.7 GFLOPs) is another model than the ``RevMViT`` of size small, which has the same blocks (35 M, 7.0). In its
-authors' code the streams are joined by concatenation, with a learned fusion before each change of resolution and a head of
-double width; positions are absolute, and queries are not added to what attention returns.
+parameters, 8.7 GFLOPs) is not the same model as the ``RevMViT`` of size small, which has the same blocks (35 M, 7.0). In its
+authors' code the streams are concatenated, with a learned fusion before each change of resolution and a head of double width;
+positions are absolute, and queries are not added to the output of attention.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,17 +40,17 @@ class MViT(nn.Module):
     """The plain MViTv2: no class token, LayerNorm, mean over tokens, linear head.
 
     Args:
-        image_size: in pixels; the image is square. Each side is divided by 4 at the entrance and by 2 before every further
+        image_size: in pixels; the image is square. Each side is divided by 4 by the embedding and by 2 before every further
             stage.
         channels: of the image.
-        classes: how many the head tells apart.
+        classes: number of classes.
         dim, heads: width C and attention heads of the first stage; both double before every further stage.
-        depths: blocks of each stage; of every stage but the first, the first of them lowers the resolution.
+        depths: blocks of each stage; in every stage except the first, the first block lowers the resolution.
         mlp_ratio: width of the MLP's hidden layer over C.
         kv_stride: pooling of keys and values in the first stage; it is halved before every further stage, down to 1.
         dropout: on the attention's output and in the MLP.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
         engine: further options of a reversible model's sequences; a plain one has none.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
@@ -78,9 +78,9 @@ class MViT(nn.Module):
         super().__init__()
         reduction = OverlappingPatches.STRIDE * 2 ** (len(depths) - 1)
         if image_size % reduction:
-            raise ValueError(f"image_size must be a multiple of {reduction} for {len(depths)} stages, but {image_size} is none")
+            raise ValueError(f"image_size must be a multiple of {reduction} for {len(depths)} stages, not {image_size}")
         if min(depths) < 1:
-            raise ValueError(f"every stage needs a block, but depths are {', '.join(map(str, depths))}")
+            raise ValueError(f"every stage needs at least one block, but depths are {', '.join(map(str, depths))}")
         self.embedding = OverlappingPatches(image_size, channels, dim)
         total = sum(depths)
         rates = iter([drop_path * i / max(total - 1, 1) for i in range(total)])
@@ -124,8 +124,8 @@ class RevMViT(MViT):
     """The reversible MViTv2.
 
     Takes the keyword arguments of :class:`MViT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. ``store`` counts the blocks that preserve the shape, through all
-    stages; the others keep their input alone, unless ``backward`` is ``"autograd"``. Its twin is the ``MViT`` of the same
+    :class:`~holotrain.reversible.ReversibleSequence` does. ``store`` counts the blocks that preserve the shape, over all
+    stages; the others store only their input, unless ``backward`` is ``"autograd"``. Its twin is the ``MViT`` with the same
     other arguments.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
@@ -158,7 +158,7 @@ class Transition(nn.Module):
 
 
 class Stage(nn.Module):
-    """A transition, then blocks that preserve the shape. (B, S, S, C) -> (B, S / 2, S / 2, 2C), the first stage without."""
+    """A transition, except in the first stage, then blocks that preserve the shape. (B, S, S, C) -> (B, S / 2, S / 2, 2C)."""
 
     def __init__(self, transition: nn.Module, blocks: ResidualSequence | AveragedStreams) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Stage(nn.Module):
 
 
 def _initialise(model: nn.Module) -> None:
-    """Truncated normal of 0.02 for Linear weights and relative positions, zero for biases; convolutions as PyTorch's own."""
+    """Truncated normal of 0.02 for Linear weights and relative positions, zero for biases; PyTorch's own for convolutions."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)

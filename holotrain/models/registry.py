@@ -1,4 +1,4 @@
-"""Models by the names that configurations and exported files give them."""
+"""Models by the names used in configurations and exported files."""
 
 from typing import Any
 
@@ -27,11 +27,11 @@ MODELS: dict[str, type[nn.Module]] = {
 
 
 def build(kind: str, arguments: dict[str, Any]) -> nn.Module:
-    """A model of that kind, newly initialised.
+    """A newly initialised model of that kind.
 
     Raises:
-        ValueError: an unknown kind, or arguments that cannot be.
+        ValueError: an unknown kind, or invalid arguments.
     """
     if kind not in MODELS:
-        raise ValueError(f"{kind!r} is no kind of model; there are {', '.join(MODELS)}")
+        raise ValueError(f"{kind!r} is not a kind of model; there are {', '.join(MODELS)}")
     return MODELS[kind](**arguments)

@@ -1,9 +1,8 @@
-"""RoBERTa (Liu et al., 2019), an encoder of text, and Rev-RoBERTa, with a head for masked words or one for classes.
+"""RoBERTa (Liu et al., 2019), a text encoder, and Rev-RoBERTa, with a head for masked words or for classes.
 
-The published model is post-norm: a block normalises what it has added up. A reversible block needs pre-norm branches, since
-its streams may not be normalised in between; so Rev-RoBERTa and its twin are pre-norm, and ``norm="post"`` gives the
-published form, for its published weights. Both have the same parameters: post-norm normalises the embedding where pre-norm
-normalises what comes out at the end.
+The published model is post-norm: a block normalises after the addition. A reversible block needs pre-norm branches, because
+normalised streams cannot be rebuilt. So Rev-RoBERTa and its twin are pre-norm, and ``norm="post"`` is the published form, for
+published weights. Both have the same number of parameters: post-norm normalises the embedding, pre-norm the final output.
 Shapes: B batch, T tokens, C channels, V words.
 """
 
@@ -29,14 +28,14 @@ class RoBERTa(nn.Module):
     Args:
         vocab: V, number of words.
         context: the longest sequence, in tokens.
-        classes: a head that tells so many classes apart by a sequence's first token; None: one that tells masked words.
+        classes: number of classes for a classification head on the first token; None: a head for masked words.
         dim, depth, heads: width C, number of blocks, attention heads.
         mlp_ratio: width of the MLP's hidden layer over C.
         norm: ``"pre"``, or ``"post"`` as published.
         dropout: on the embedding, the attention's output, in the MLP and in the head for classes.
         attention_dropout: on the attention weights.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
         engine: further options of a reversible model's sequence; a plain one has none.
 
     Raises:
@@ -79,10 +78,10 @@ class RoBERTa(nn.Module):
         Args:
             tokens: (B, T).
             mask: (B, T), True for tokens, False for padding; None: no padding.
-            targets: (B, T), the word at each masked place, -100 elsewhere; or (B,), the class of each sequence.
+            targets: (B, T), the word at each masked position, -100 elsewhere; or (B,), the class of each sequence.
 
         Returns:
-            logits, (B, T, V) or (B, classes); with ``targets`` the mean cross-entropy over those that count.
+            logits, (B, T, V) or (B, classes); with ``targets`` the mean cross-entropy, without ignored ones.
         """
         attended = {} if mask is None else {"mask": mask[:, None, None, :]}
         hidden = self.norm(self.blocks(self.embedding(tokens), attended))
@@ -90,10 +89,10 @@ class RoBERTa(nn.Module):
 
 
 class RevRoBERTa(RoBERTa):
-    """The reversible RoBERTa: both streams start as the embedding, change places between blocks, and their mean is the output.
+    """The reversible RoBERTa: both streams start as the embedding, swap after every block, and their mean is the output.
 
     Takes the arguments of :class:`RoBERTa`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters are its pre-norm twin's, name for name.
+    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters have the same names as those of its pre-norm twin.
 
     Raises:
         ValueError: ``norm="post"``: normalised streams cannot be rebuilt.
@@ -104,5 +103,5 @@ class RevRoBERTa(RoBERTa):
 
     def _assemble(self, branches: Branches, norm: str, **engine: Any) -> nn.Module:
         if norm == "post":
-            raise ValueError("a reversible RoBERTa is pre-norm: streams that are normalised in between cannot be rebuilt")
+            raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
         return reversible_blocks(branches, **engine)

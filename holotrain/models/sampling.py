@@ -1,4 +1,4 @@
-"""From the logits of a next token to a token."""
+"""Draws a token from the logits of the next token."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ class Sampling:
     """How the next token is drawn. Defaults draw from the model's own distribution.
 
     Args:
-        temperature: logits are divided by it; 0 takes the likeliest token, and nothing is drawn.
-        top_k: draw among so many of the likeliest tokens; None: among all.
+        temperature: logits are divided by it; 0 always takes the likeliest token.
+        top_k: draw among this many of the likeliest tokens; None: among all.
         top_p: draw among the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling, Holtzman et al.,
-            2020); None: among all. After ``top_k``.
+            2020); None: among all. Applied after ``top_k``.
 
     Raises:
         ValueError: a value out of range.
@@ -26,16 +26,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a number from 0 up, not {self.temperature}")
+            raise ValueError(f"temperature must be at least 0 and finite, not {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, not {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What is drawn from: (B, V), for logits (B, V) and a temperature above 0."""
+        """The probabilities (B, V) to draw from, for logits (B, V) and a temperature above 0."""
         logits = logits.float()
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature  # a tiny one would overflow
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature  # else a tiny temperature would overflow
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
@@ -51,7 +51,7 @@ class Sampling:
         """The next tokens, (B,), for logits (B, V).
 
         Raises:
-            ValueError: the logits are not finite, as those of a model that has diverged.
+            ValueError: the logits are not finite, for example because the training has diverged.
         """
         if self.temperature == 0:
             return logits.argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The sequences of blocks in a model, and the schedule of each block's backward."""
+"""The sequences of blocks in a model, and the backward schedule of each block."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from holotrain.reversible import ReversibleSequence
 
 
 def sequences(model: nn.Module) -> list[ReversibleSequence | ResidualSequence]:
-    """The model's runs of blocks, first to last; not those within a block of another."""
+    """The model's sequences of blocks, first to last; not those inside a block of another sequence."""
     found: list[ReversibleSequence | ResidualSequence] = []
     within: set[int] = set()
     for module in model.modules():
@@ -20,13 +20,13 @@ def sequences(model: nn.Module) -> list[ReversibleSequence | ResidualSequence]:
 
 
 def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
-    """Gives every block a schedule of its own.
+    """Sets the schedule of every block.
 
     Args:
-        schedules: one a block, through all sequences, first to last.
+        schedules: one for each block, over all sequences, first to last.
 
     Raises:
-        ValueError: not as many as there are blocks, or one that such blocks cannot have.
+        ValueError: the number of schedules is not that of the blocks, or a block cannot have its schedule.
     """
     runs = sequences(model)
     depth = sum(len(run.blocks) for run in runs)

@@ -1,7 +1,7 @@
 """Swin transformers: a reversible one and its plain twin (Liu et al., ICCV 2021), from the same parts.
 
-Blocks attend within windows of a feature map, every other one within shifted windows; between stages the map halves and its
-channels double. Halving cannot be undone, so the reversible model is reversible stage by stage (PaReprop, arXiv 2306.09342).
+Blocks attend within windows of a feature map, every second block within shifted windows. Between stages the map is halved and
+its channels are doubled. Halving cannot be inverted, so each stage is reversible by itself (PaReprop, arXiv 2306.09342).
 """
 
 from collections.abc import Collection, Sequence
@@ -34,15 +34,15 @@ class Swin(nn.Module):
     Args:
         image_size, patch_size: in pixels; the image is square.
         channels: of the image.
-        classes: how many the head tells apart.
+        classes: number of classes.
         dim: width C of the first stage; it doubles from stage to stage.
         depths, heads: blocks and attention heads of each stage.
-        window: tokens along a window; a map that is no larger is one window.
+        window: tokens along a window; a smaller map is one window.
         mlp_ratio: width of the MLP's hidden layer over the stage's.
         dropout: on the embedding, the attention's output and in the MLP.
         attention_dropout: on the attention weights.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first, through all stages.
-        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first, over all stages.
+        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
         engine: further options of a reversible model's sequences; a plain one has none.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
@@ -71,7 +71,7 @@ class Swin(nn.Module):
     ) -> None:
         super().__init__()
         if not depths or len(depths) != len(heads):
-            raise ValueError(f"depths and heads name one number for each stage, not {list(depths)} and {list(heads)}")
+            raise ValueError(f"depths and heads need one number for each stage, not {list(depths)} and {list(heads)}")
         widths = [dim * 2**stage for stage in range(len(depths))]
         rates = [drop_path * block / max(sum(depths) - 1, 1) for block in range(sum(depths))]
         self.embedding = PatchMap(image_size, patch_size, channels, dim, dropout)
@@ -99,11 +99,11 @@ class RevSwin(Swin):
     """The reversible Swin transformer.
 
     Takes the keyword arguments of :class:`Swin`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does; ``store`` counts blocks through all stages. Its twin is the
-    ``Swin`` of the same other arguments, and has the same parameters but for what two streams need: each stage starts both
-    from its input and fuses them at its end, by a Linear(2C, C) that begins as their average (``stages.*.fusion.project``);
-    the last stage's fusion concatenates, normalises and averages over tokens (``stages.*.fusion.norm``, in place of
-    ``norm``), which doubles the width of ``head``.
+    :class:`~holotrain.reversible.ReversibleSequence` does; ``store`` counts blocks over all stages. Its twin is the ``Swin``
+    with the same other arguments. The parameters differ only where two streams need it: each stage starts both streams from its
+    input and fuses them at its end, by a Linear(2C, C) that starts as their average (``stages.*.fusion.project``). The last
+    stage's fusion concatenates, normalises and averages over tokens (``stages.*.fusion.norm`` instead of ``norm``), which
+    doubles the width of ``head``.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
@@ -154,12 +154,12 @@ class ReversibleStage(nn.Module):
 
 
 def _mergings(widths: list[int]) -> list[nn.Module]:
-    """What precedes the blocks of each stage: the first takes the embedding as it is."""
+    """The layer before the blocks of each stage; the first stage takes the embedding unchanged."""
     return [nn.Identity(), *map(PatchMerging, widths[:-1])]
 
 
 def _stage_branches(dim: int, rates: list[float], hidden: int, dropout: float, attention: dict[str, Any]) -> Branches:
-    """The branches of a stage's blocks, of which every other one shifts its windows; ``rates`` are their drop-paths."""
+    """The branches of a stage's blocks; every second block shifts its windows. ``rates`` are their drop-paths."""
     return [
         (
             AttentionBranch(
@@ -174,7 +174,7 @@ def _stage_branches(dim: int, rates: list[float], hidden: int, dropout: float, a
 def _initialise(module: nn.Module) -> None:
     """As published: truncated normal of 0.02 for weights and relative positions, zero for biases, PyTorch's own for patches.
 
-    To be applied to children first, so that a fusion has the last word on its Linear.
+    Apply it to children first, so that a fusion initialises its Linear last.
     """
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)

@@ -1,8 +1,8 @@
 """Vision transformers: the reversible one of Mangalam et al. (CVPR 2022) and its plain twin, from the same parts.
 
-Both drop the class token and average over tokens; ``pool="class"`` keeps it, as published ViT weights do. The reversible one
-starts both streams from the tokens and fuses them at the end: concatenate, LayerNorm(2C), mean, Linear(2C); that doubles the
-head's width, the one difference in parameters.
+Both average over tokens by default; ``pool="class"`` uses a class token, as published ViT weights do. The reversible one starts
+both streams from the tokens and fuses them at the end: concatenate, LayerNorm(2C), mean, Linear(2C). This doubles the width of
+the head, which is the only difference in parameters.
 """
 
 from typing import Any
@@ -30,14 +30,14 @@ class ViT(nn.Module):
     Args:
         image_size, patch_size: in pixels; the image is square.
         channels: of the image.
-        classes: how many the head tells apart.
+        classes: number of classes.
         dim, depth, heads: width C, number of blocks, attention heads.
         mlp_ratio: width of the MLP's hidden layer over C.
-        pool: what the head reads: ``"mean"`` of all tokens, or a ``"class"`` token that stands before them.
+        pool: input of the head: the ``"mean"`` of all tokens, or a ``"class"`` token that is put before them.
         dropout: on the embedding, the attention's output and in the MLP.
         attention_dropout: on the attention weights.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: how blocks come by their activations in the backward: ``"autograd"`` or ``"checkpoint"``.
+        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
         engine: further options of a reversible model's sequence; a plain one has none.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
@@ -86,7 +86,7 @@ class RevViT(ViT):
     """The reversible vision transformer.
 
     Takes the keyword arguments of :class:`ViT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. Its twin is the ``ViT`` of the same other arguments.
+    :class:`~holotrain.reversible.ReversibleSequence` does. Its twin is the ``ViT`` with the same other arguments.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """

@@ -1,16 +1,16 @@
-"""What is learned: one LightningModule a task, and the optimizers and schedules that tasks share.
+"""Tasks: one LightningModule for each, and the optimizers and schedules that tasks share.
 
 image_classification, sequence_classification   ImageClassifier, SequenceClassifier
 causal_lm, masked_lm   CausalLM, MaskedLM
-task             what every task is
-error_diffusion  ErrorDiffusionClassifier: classes of images, learnt without a backward pass
-classification   what all classifications share
+task             the base class of all tasks
+error_diffusion  ErrorDiffusionClassifier: classifies images, trained without a backward pass
+classification   what all classification tasks share
 language_modelling   what causal and masked modelling share
-masking          which words are masked, and what is shown in their place
+masking          which tokens are masked, and what replaces them
 padding          which tokens of a batch are real
-optimizers       AdamW, SGD and Muon over parameters that decay and parameters that do not
+optimizers       AdamW, SGD and Muon over parameters with and without weight decay
 combined         several optimizers that step as one
-sharded_muon     Muon for matrices that are shared out among processes
+sharded_muon     Muon for matrices that are sharded among processes
 schedules        cosine, multi-step and constant, after a warm-up
 """
 

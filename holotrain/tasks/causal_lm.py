@@ -12,17 +12,17 @@ from holotrain.tasks.language_modelling import LanguageModelling
 
 
 class CausalLM(LanguageModelling):
-    """Trains a model to tell the next token.
+    """Trains a model to predict the next token.
 
     Args:
-        model: tokens (B, T) -> logits (B, T, V); with ``targets`` (B, T) beside them -> their mean cross-entropy.
-        token_bytes: (V,) bytes of text that each token stands for, 0 for special ones: what bits per byte are counted over.
+        model: tokens (B, T) -> logits (B, T, V); with ``targets`` (B, T) in addition -> their mean cross-entropy.
+        token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens, to compute bits per byte.
         options: those of :class:`~holotrain.tasks.task.Task`.
 
-    Batches are dictionaries of ``tokens`` (B, T + 1); where ``lengths`` (B,) stand beside them, what lies behind is padding.
+    Batches are dictionaries of ``tokens`` (B, T + 1) and optionally ``lengths`` (B,); tokens after a row's length are padding.
 
-    Logs ``val/loss`` (nats a token), ``val/perplexity`` and ``val/bits_per_byte``, the same of ``test``. A block is read
-    without what came before it, so these figures are those of a context that grows from 0.
+    Logs ``val/loss`` (nats per token), ``val/perplexity`` and ``val/bits_per_byte``, and the same for ``test``. A block is
+    read without the text before it, so these are the figures of a context that grows from 0.
     """
 
     SUMS = ("nats", "tokens", "bytes")
@@ -59,7 +59,7 @@ class CausalLM(LanguageModelling):
         return {"loss": loss, "perplexity": loss.exp(), "bits_per_byte": sums["nats"] / sums["bytes"] / math.log(2)}
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """How well each text is foretold: ``bits`` (B,) in all, ``bytes`` (B,) of text they stand for."""
+        """The cost of each text under the model: total ``bits`` (B,), and the ``bytes`` (B,) of text."""
         tokens, targets = self.inputs(batch)
         # Text by text: the logits of a batch over a long vocabulary would take gigabytes.
         nats = [
@@ -69,5 +69,5 @@ class CausalLM(LanguageModelling):
         return {"bits": torch.stack(nats) / math.log(2), "bytes": self._bytes(targets).sum(1)}
 
     def _bytes(self, targets: Tensor) -> Tensor:
-        """Of each target that counts: (B, T)."""
+        """The bytes of each target, (B, T); 0 for ignored ones."""
         return self.token_bytes[targets.clamp_min(0)] * (targets != IGNORED)

@@ -1,4 +1,4 @@
-"""What tasks share that tell classes apart: loss, accuracy, predictions."""
+"""What classification tasks share: loss, accuracy, predictions."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ class Classifier(Task):
     """Trains a model that gives logits (B, classes).
 
     Args:
-        model: what is trained.
-        classes: how many there are.
+        model: the model to train.
+        classes: number of classes.
         label_smoothing: in [0, 1).
         options: those of :class:`~holotrain.tasks.task.Task`.
 
-    A subclass says in ``inputs`` what the model and the loss take of a batch: the model's arguments, then the labels, (B,) of
-    class indices or (B, classes) of probabilities.
+    A subclass defines ``inputs``, which takes a batch and returns the model's arguments, then the labels: class indices (B,)
+    or probabilities (B, classes).
 
-    Logs ``val/loss``, ``val/accuracy``, ``test/loss``, ``test/accuracy`` by epoch, and ``..._top5`` beside the accuracies where
-    there are more than ten classes.
+    Logs ``val/loss``, ``val/accuracy``, ``test/loss`` and ``test/accuracy`` per epoch, and with more than ten classes also
+    ``val/accuracy_top5`` and ``test/accuracy_top5``.
     """
 
     def __init__(self, model: nn.Module, classes: int, label_smoothing: float = 0.0, **options: Any) -> None:
@@ -48,15 +48,15 @@ class Classifier(Task):
         return self.criterion(self(*given), labels, self.label_smoothing)
 
     def criterion(self, outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """The mean loss of what the model gives, (B, classes)."""
+        """The mean loss of the model's outputs (B, classes)."""
         return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Of each class, (B, classes): the highest is the likeliest."""
+        """A score of each class, (B, classes); the highest is the likeliest class."""
         return outputs
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """Of each class, (B, classes)."""
+        """The probability of each class, (B, classes)."""
         return outputs.float().softmax(-1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

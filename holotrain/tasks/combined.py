@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 
 class CombinedOptimizer(Optimizer):
-    """What a training loop, a schedule, a gradient scaler and a checkpoint take for one optimizer.
+    """Behaves as one optimizer for training loops, schedules, gradient scalers and checkpoints.
 
     Args:
-        parts: the optimizers, over different parameters. Their parameter groups are this one's, in turn.
+        parts: the optimizers, over different parameters. This optimizer has their parameter groups, one after another.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -21,17 +21,17 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Groups and state are the parts' own, so that who changes a learning rate here changes it there."""
+        """Uses the parts' own groups, so that a learning rate changed here changes there."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """That of all parts; what is added to it is lost, what is changed within is not."""
+        """The state of all parts. Entries added here are lost; changes to existing entries are kept."""
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter
     def state(self, state: dict[Tensor, Any]) -> None:
-        """The parts hold it: Optimizer's own constructor would begin an empty one."""
+        """Ignored, because the parts hold the state; Optimizer's constructor assigns an empty one."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None

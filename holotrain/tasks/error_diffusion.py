@@ -11,15 +11,15 @@ from holotrain.tasks.image_classification import ImageClassifier
 
 
 class ErrorDiffusionClassifier(ImageClassifier):
-    """Trains networks of excitatory and inhibitory cells by half the squared error of their outputs: Kaneko's ED method.
+    """Trains networks of excitatory and inhibitory cells on half the squared error of their outputs: Kaneko's ED method.
 
-    The model's backward gives updates in the place of gradients, and an optimizer steps along them: SGD without momentum is
-    the published method, its learning rate Kaneko's alpha (over the mean of a batch).
+    The model's backward returns updates instead of gradients, and the optimizer applies them. SGD without momentum is the
+    published method; its learning rate is Kaneko's alpha (for the mean over a batch).
 
     Args:
-        model: outputs (B, classes) in (0, 1), each of a network that answers for its class; for two classes (B, 1).
-        classes: how many there are.
-        clamp_signs: set weights to 0, after every step, that have lost the sign of their cells.
+        model: outputs (B, classes) in (0, 1), one network for each class; for two classes (B, 1).
+        classes: number of classes.
+        clamp_signs: after every step, set weights to 0 that have lost the sign of their cells.
         options: those of :class:`~holotrain.tasks.classification.Classifier`.
 
     ``val/loss`` and ``test/loss`` are half the squared error, summed over outputs.
@@ -40,11 +40,11 @@ class ErrorDiffusionClassifier(ImageClassifier):
         return 0.5 * (outputs - targets).square().sum(1).mean()
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """The one output is the second class's."""
+        """A single output is that of the second class."""
         return torch.cat([1 - outputs, outputs], dim=1) if outputs.shape[1] == 1 else outputs
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """Each one's share of their sum, as outputs know nothing of each other."""
+        """Each output divided by their sum, because the outputs are independent of each other."""
         scores = self.scores(outputs.float())
         return scores / scores.sum(1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
 

@@ -10,8 +10,8 @@ from holotrain.tasks.classification import Classifier
 class ImageClassifier(Classifier):
     """Trains any module that maps images (B, channels, height, width) to logits (B, classes).
 
-    Takes the arguments of :class:`~holotrain.tasks.classification.Classifier`. Batches are (images, labels): labels (B,) of
-    class indices, or (B, classes) of probabilities (MixUp, CutMix); in a prediction anything may stand beside the images.
+    Takes the arguments of :class:`~holotrain.tasks.classification.Classifier`. Batches are (images, labels), with class
+    indices (B,) or probabilities (B, classes) (MixUp, CutMix) as labels. For predictions the labels are ignored.
     """
 
     def inputs(self, batch: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""What both kinds of language modelling share: sums over the tokens of an evaluation, and what is reported of them."""
+"""What both kinds of language modelling share: sums over the tokens of an evaluation, and metrics computed from them."""
 
 from abc import abstractmethod
 from typing import Any
@@ -11,17 +11,17 @@ from holotrain.tasks.task import Task
 
 
 class LanguageModelling(Task):
-    """A task whose evaluation is a quotient of sums: nats over tokens, over bytes.
+    """A task whose metrics are quotients of sums: nats per token, nats per byte.
 
-    Means of batches would be wrong, since batches differ in what they hold, and undefined for one that holds no byte.
+    A mean over batches would be wrong, because batches differ in size, and undefined for a batch without any bytes.
     """
 
     SUMS: tuple[str, ...]
-    """What is summed up; the names that ``summed`` gives."""
+    """The names of the sums that ``summed`` returns."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        # In fp64: the sums of a large corpus outgrow what fp32 can add to.
+        # In fp64: the sums of a large corpus are too large to add to in fp32.
         self.sums = nn.ModuleDict(
             {f"{split}_sums": nn.ModuleDict({name: _sum() for name in self.SUMS}) for split in ("val", "test")}
         )

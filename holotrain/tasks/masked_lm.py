@@ -12,18 +12,19 @@ from holotrain.tasks.padding import attended
 
 
 class MaskedLM(LanguageModelling):
-    """Trains a model to tell words that were masked, other ones at every step.
+    """Trains a model to predict masked words, different ones at every step.
 
     Args:
         model: tokens (B, T), mask (B, T), targets (B, T) -> mean cross-entropy of the targets that are not -100.
-        mask_id: the token that masks.
+        mask_id: the mask token.
         ordinary: (V,) True for words, False for special tokens, which are never masked.
         probability: of masking each word.
         options: those of :class:`~holotrain.tasks.task.Task`.
 
     Batches are dictionaries of ``tokens`` (B, T) and ``lengths`` (B,).
 
-    Logs ``val/loss`` (nats a masked word) and ``val/perplexity``, the same of ``test``. There the masks are the same each time.
+    Logs ``val/loss`` (nats per masked word) and ``val/perplexity``, and the same for ``test``. Evaluation always uses the same
+    masks.
     """
 
     SUMS = ("nats", "words")

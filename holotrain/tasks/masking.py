@@ -14,18 +14,18 @@ def masked(
     probability: float = 0.15,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses places to foretell: of each ten eight show the mask, one a random word, one the word itself.
+    """Chooses tokens to predict: of every ten, eight show the mask, one a random word, one the word itself.
 
     Args:
         tokens: (B, T).
-        candidates: (B, T), True where a token may be chosen: no padding, nothing special.
-        mask_id: the token of a masked place.
+        candidates: (B, T), True where a token may be chosen: neither padding nor special tokens.
+        mask_id: the mask token.
         words: (W,) the tokens that a random word is drawn from.
         probability: of choosing each candidate.
         generator: on the tokens' device; None: the global one.
 
     Returns:
-        the tokens to show (B, T), and targets (B, T): the word at each chosen place, -100 elsewhere.
+        the tokens to show (B, T), and targets (B, T): the original word where a token was chosen, -100 elsewhere.
     """
     uniform = {"generator": generator, "device": tokens.device}
     chosen = (torch.rand(tokens.shape, **uniform) < probability) & candidates

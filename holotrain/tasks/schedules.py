@@ -1,6 +1,6 @@
 """Learning-rate schedules over a known number of optimizer steps, each after a linear warm-up.
 
-Each is a function of the step alone, so a training that is resumed with more steps ahead follows the longer schedule.
+Each is a function of the step only, so a training that is resumed with more steps follows the longer schedule.
 """
 
 import math
@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float = 0.0) -> LambdaLR:
-    """Half a cosine from the optimizer's rate down to ``final`` times it.
+    """Half a cosine from the optimizer's learning rate down to ``final`` times that rate.
 
     Args:
         steps: optimizer steps of the whole training.
-        warmup: the part of them, in [0, 1), over which the rate first rises linearly from (almost) nothing.
-        final: the last rate over the highest.
+        warmup: the share of steps, in [0, 1), over which the learning rate first rises linearly from almost zero.
+        final: the last learning rate divided by the highest.
     """
     rise = round(warmup * steps)
 
@@ -30,14 +30,14 @@ def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float =
 def multistep(
     optimizer: Optimizer, steps: int, warmup: float = 0.0, milestones: Sequence[float] = (0.6, 0.8), gamma: float = 0.1
 ) -> LambdaLR:
-    """Multiplies the rate by ``gamma`` at each milestone, given as a part of the training, in (0, 1)."""
+    """Multiplies the learning rate by ``gamma`` at each milestone, given as a share of the training in (0, 1)."""
     return _warmed_up(
         optimizer, round(warmup * steps), lambda step: gamma ** sum(step >= round(part * steps) for part in milestones)
     )
 
 
 def constant(optimizer: Optimizer, steps: int, warmup: float = 0.0) -> LambdaLR:
-    """The optimizer's rate throughout."""
+    """A constant learning rate, the optimizer's."""
     return _warmed_up(optimizer, round(warmup * steps), lambda step: 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Muon for matrices that are shared out among processes."""
+"""Muon for matrices that are sharded among processes."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from holotrain.ranks.tensors import part_like, whole
 
 
 class ShardedMuon(Muon):
-    """torch's Muon, which orthogonalises a matrix that is shared out (FSDP2, tensor parallel) as a whole.
+    """torch's Muon, which also orthogonalises sharded matrices (FSDP2, tensor parallel) as a whole.
 
-    On the parts, each of its ten products of matrices would be a collective in half precision, and the result depend on their
-    number. Here every process gathers an update once, and does what one process alone would. Momentum stays shared out.
+    On shards, each of its ten matrix products would be a collective in half precision, and the result would depend on how many
+    there are. Here every process gathers an update once and computes what a single process would. Momentum stays sharded.
     """
 
     @torch.no_grad()
@@ -33,7 +33,7 @@ class ShardedMuon(Muon):
         held_back = [(p, p.grad) for group in sharded for p in group["params"]]
         for parameter, _ in held_back:
             parameter.grad = None
-        super().step()  # of what is whole
+        super().step()  # for the parameters that are not sharded
         for parameter, grad in held_back:
             parameter.grad = grad
         return loss

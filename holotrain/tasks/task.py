@@ -1,4 +1,4 @@
-"""What every task is: a model, a loss that is logged, an optimizer with its schedule."""
+"""The base class of all tasks: a model, a loss that is logged, an optimizer and a schedule."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,13 +16,14 @@ class Task(pl.LightningModule):
     """Trains a model by back-propagation.
 
     Args:
-        model: what is trained.
-        optimizer: makes the optimizer of a model; None if the module is only evaluated.
-        scheduler: makes the schedule of an optimizer and a number of optimizer steps; it is stepped after each of them.
-        cuda_graph: capture forward and backward once and replay them
-            (:class:`~holotrain.reversible.GraphedStep`): on a CUDA device, without accumulation and without scaled gradients.
+        model: the model to train.
+        optimizer: function of the model that returns the optimizer; None if the module is only evaluated.
+        scheduler: function of the optimizer and the number of optimizer steps that returns the schedule, which is stepped after
+            every optimizer step.
+        cuda_graph: capture forward and backward once and replay them (:class:`~holotrain.reversible.GraphedStep`), on a CUDA
+            device, without accumulation and without scaled gradients.
 
-    Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never); what else, each task says.
+    Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never), and what each task adds.
     """
 
     def __init__(
@@ -41,30 +42,30 @@ class Task(pl.LightningModule):
     @property
     @abstractmethod
     def monitored(self) -> dict[str, str]:
-        """The validation metrics by which a best checkpoint can be chosen, the first by default; and which end is best."""
+        """The validation metrics that can choose the best checkpoint, with ``min`` or ``max`` each; the first is default."""
 
     @abstractmethod
     def inputs(self, batch: Any) -> tuple[Tensor | None, ...]:
-        """What :meth:`loss` takes of a batch in training."""
+        """The arguments of :meth:`loss` for a training batch."""
 
     @abstractmethod
     def loss(self, *inputs: Tensor | None) -> Tensor:
-        """The mean loss of a batch: what is differentiated."""
+        """The mean loss of a batch, which is differentiated."""
 
     def configure_model(self) -> None:
-        """Where the strategy shares parameters out, it does so here."""
+        """Lets the strategy shard the parameters, if it does so."""
         share_out = getattr(self.trainer.strategy, "share_out", None)
         if share_out is not None:
             share_out(self.model)
 
     def log(self, name: str, value: Any, *arguments: Any, batch_size: int | None = None, **options: Any) -> None:
-        # Lightning (2.6) averages sizes over processes as whole numbers, rounded down: means over them come out too large.
+        # Lightning (2.6) averages batch sizes over processes as integers, rounded down, which makes means too large.
         super().log(name, value, *arguments, batch_size=batch_size and float(batch_size), **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs = self.inputs(batch)
         loss = (self._graphed or self.loss)(*inputs)
-        # Lightning's log takes a few per cent of a small model's step: it is called where its value will be read.
+        # Lightning's log takes a few per cent of a small model's step, so it is only called when the value will be read.
         period = self.trainer.log_every_n_steps
         if (period and (self.trainer.global_step + 1) % period == 0) or self.trainer.is_last_batch:
             self.log("train/loss", loss, prog_bar=True, batch_size=len(inputs[0]), sync_dist=True)
@@ -72,7 +73,7 @@ class Task(pl.LightningModule):
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        if self._graphed is None:  # a graphed step has already differentiated
+        if self._graphed is None:  # a graphed step has already run the backward
             super().backward(loss)
 
     def configure_gradient_clipping(
@@ -85,7 +86,7 @@ class Task(pl.LightningModule):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        if self._graphed is None:  # a graphed step overwrites gradients, and Lightning comes here after it
+        if self._graphed is None:  # a graphed step overwrites gradients, and Lightning calls this after it
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def configure_optimizers(self):

@@ -247,7 +247,7 @@ def test_a_synthesis_that_cannot_be_is_named(overrides, words):
 
 def test_sizes_that_do_not_divide_are_named():
     config = configuration("fit", "model.heads=5")
-    with pytest.raises(UserError, match="model: dim must be a multiple of heads, but 96 is none of 5"):
+    with pytest.raises(UserError, match="model: dim must be a multiple of heads, but 96 is not a multiple of 5"):
         build_model(config, build_data(config))
 
 

@@ -49,7 +49,7 @@ def test_few_documents_are_dealt_out_evenly(documents, ranks):
         left_out = documents % ranks if batch_size == 1 else 0
         assert len(set(drawn)) == len(drawn) and len(drawn) >= documents - left_out
         assert all(batch for share in shares for batch in share)
-    with pytest.raises(UserError, match="2 documents cannot be dealt out to 3 processes"):
+    with pytest.raises(UserError, match="2 documents cannot be split among 3 processes"):
         sampler(lengths=LENGTHS[:2], batch_size=1, rank=0, world_size=3)
 
 

@@ -86,10 +86,10 @@ def write(tmp_path, name, content) -> str:
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', {}, r"a\.jsonl:2 is not JSON"),
         ("a.jsonl", b'{"text": "\xff"}\n', {}, r"a\.jsonl:1 is not JSON"),
-        ("a.jsonl", b"[1]\n", {}, r"a\.jsonl:1 is no JSON object"),
+        ("a.jsonl", b"[1]\n", {}, r"a\.jsonl:1 is not a JSON object"),
         ("a.jsonl", b'{"txt": "a", "n": 1}\n', {}, r"a\.jsonl:1 has no field 'text'; it has txt, n\. Did you mean 'txt'"),
-        ("a.jsonl", b'{"text": 5}\n', {}, r"a\.jsonl:1: field 'text' holds no text but 5"),
-        ("a.jsonl", b'{"text": "a", "k": null}\n', {"label": "k"}, r"a\.jsonl:1: field 'k' holds no label but None"),
+        ("a.jsonl", b'{"text": 5}\n', {}, r"a\.jsonl:1: field 'text' is not text: 5"),
+        ("a.jsonl", b'{"text": "a", "k": null}\n', {"label": "k"}, r"a\.jsonl:1: field 'k' is not a label: None"),
         ("a.jsonl", b'{"text": "a"}\n', {"label": "k"}, r"a\.jsonl:1 has no field 'k'"),
         ("a.txt", b"ab\xff", {}, r"a\.txt is not UTF-8: byte 2 is 0xff"),
         ("a.parquet", b"PAR1 no", {}, r"cannot read .*a\.parquet"),
@@ -191,7 +191,7 @@ def test_classes_that_cannot_be_learned_are_refused(tmp_path):
     three = write(tmp_path, "c.jsonl", b'{"text": "c", "k": "x"}\n')
     one_line(lambda: module(tmp_path, one, label="k", val_files=two, test_files=three), "class 'y' is held out, but")
     four = write(tmp_path, "d.jsonl", b'{"text": "d", "k": "x"}\n')
-    one_line(lambda: module(tmp_path, one, label="k", val_files=four, test_files=three), "one class only, 'x'")
+    one_line(lambda: module(tmp_path, one, label="k", val_files=four, test_files=three), "only one class, 'x'")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_classes_that_cannot_be_learned_are_refused(tmp_path):
         ({"files": "a.txt", "max_tokens": 512}, "data.max_tokens: packed blocks are of one length"),
         ({"files": "a.txt", "max_tokens": 9, "layout": "documents"}, "data.max_tokens: 9 is out of range; .* at least 256"),
         ({"files": "a.txt", "vocab_size": 259}, "data.vocab_size: 259 is out of range; it must be at least 260"),
-        ({"files": "a.txt", "tokenizer_json": "{}"}, "tokenizer_json is no tokenizer.json"),
+        ({"files": "a.txt", "tokenizer_json": "{}"}, "tokenizer_json is not a tokenizer.json"),
         ({"files": "a.txt", "cache_dir": "a.txt"}, r"data\.cache_dir: cannot write a\.txt"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_plan_and_its_depth(holotrain):
         (["task.clamp_signs=true"], "task.clamp_signs: model.rule=kaneko never changes a sign"),
         (["model.rule=kanek"], "Did you mean 'kaneko'?"),
         (["model=rev_vit_tiny"], "task=error_diffusion trains error_diffusion, not rev_vit"),
-        (["data.classes=[1]"], "1 alone has nothing to be told from"),
+        (["data.classes=[1]"], "1 is the only class"),
         (["model.depth=0"], "model.depth: 0 is out of range"),
     ],
 )

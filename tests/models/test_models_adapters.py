@@ -83,7 +83,7 @@ def test_what_is_frozen_has_no_gradient_and_stays(name, trained):
     model = model_of(name)
     add_adapters(model, 3)
     if trained == "head" and name.endswith("gpt"):
-        with pytest.raises(ValueError, match="GPT has no head of its own"):
+        with pytest.raises(ValueError, match="GPT has no separate head"):
             freeze(model, trained)
         return
     freeze(awake(model), trained)
@@ -158,8 +158,8 @@ def test_impossible_adapters_are_refused():
         freeze(model, "adapters")
     with pytest.raises(ValueError, match="trained must be all, head or adapters, not 'norms'"):
         freeze(model, "norms")
-    with pytest.raises(ValueError, match="a Linear has no blocks to adapt"):
+    with pytest.raises(ValueError, match="a Linear has no blocks for adapters"):
         add_adapters(nn.Linear(2, 2), 3)
     add_adapters(model, 3)
-    with pytest.raises(ValueError, match="this ViT has adapters already"):
+    with pytest.raises(ValueError, match="this ViT already has adapters"):
         add_adapters(model, 3)

@@ -136,5 +136,5 @@ def test_it_is_done_once_and_takes_torchao(monkeypatch):
     assert not is_quantised(model)
     monkeypatch.undo()
     quantise(model)
-    with pytest.raises(ValueError, match="this ViT is int8 already"):
+    with pytest.raises(ValueError, match="this ViT is already int8"):
         quantise(model)

@@ -195,8 +195,8 @@ def test_relative_positions_do_not_start_from_zero():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"dim": 100, "heads": 3}, "100 is none of 3"),
-        ({"image_size": 48}, "multiple of 32 for 4 stages, but 48"),
+        ({"dim": 100, "heads": 3}, "100 is not a multiple of 3"),
+        ({"image_size": 48}, "multiple of 32 for 4 stages, not 48"),
         ({"kv_stride": 3}, "56x56 tokens cannot be pooled evenly by a kv stride of 3"),
         ({"depths": (2, 0, 2)}, "depths are 2, 0, 2"),
         ({"drop_path": 1.0}, "drop_path"),

@@ -257,7 +257,7 @@ class Program:
 
 def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(ValueError, match="names gone.safetensors, which is not beside it"):
+    with pytest.raises(ValueError, match="names gone.safetensors, which is not in the same folder"):
         read_weights(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[1]")
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
@@ -266,8 +266,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     for name, words in (
         ("nowhere.pt", "there is no file"),
-        ("model.safetensors.index.json", "is no index of weights"),
-        ("cut.safetensors", "no readable safetensors file"),
+        ("model.safetensors.index.json", "is not an index of weights"),
+        ("cut.safetensors", "not a readable safetensors file"),
         ("program.bin", "or holds more than tensors"),
         ("empty.pt", "holds no weights by name"),
         ("folder", "holds none of model.safetensors"),
@@ -280,13 +280,13 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model", "weights", "message"),
     [
-        (lambda: RevGPT(**TEXT), timm_vit, "these weights are of a timm ViT; the model is a RevGPT"),
-        (lambda: RoBERTa(**TEXT), gpt2, "of a Hugging Face GPT-2; the model is a RoBERTa"),
+        (lambda: RevGPT(**TEXT), timm_vit, "these weights are for a timm ViT; the model is a RevGPT"),
+        (lambda: RoBERTa(**TEXT), gpt2, "for a Hugging Face GPT-2; the model is a RoBERTa"),
         (lambda: RevGPT(**TEXT), lambda: ViT(**IMAGE), "of another family than RevGPT, which has no embedding.p"),
         (lambda: ViT(**IMAGE | {"depth": 9}), lambda: timm_vit(**POOLS["mean"]), r"do not fit: 43 of the 115 parameters"),
         (lambda: ViT(**IMAGE | {"dim": 8}), timm_vit, r"embedding.position is \(1, 16, 16\) there and \(1, 16, 8\) in this"),
         (lambda: GPT(**TEXT | {"vocab": 39}), gpt2, r"embedding.word.weight is \(40, 16\) there and \(39, 16\) in this model"),
-        (lambda: ViT(**IMAGE), lambda: nn.Linear(2, 2), r"no model that is known here .*; they begin with weight"),
+        (lambda: ViT(**IMAGE), lambda: nn.Linear(2, 2), r"of no known model .*; the first tensor is weight"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(model, weights, message):
@@ -313,7 +313,7 @@ def test_bert_is_not_taken_for_roberta():
     load_pretrained(other, two)
     assert_equal(one.embedding.position, other.embedding.position)
     bert = {name.removeprefix("roberta."): x for name, x in two.items() if not name.startswith("lm_head.")}
-    with pytest.raises(ValueError, match="no model that is known"):
+    with pytest.raises(ValueError, match="of no known model"):
         load_pretrained(RoBERTa(**TEXT), bert)
 
 

@@ -133,11 +133,11 @@ def cut(name, length):
     [
         (lambda folder: (folder / "config.json").unlink(), "holds no saved model: there is no config.json in it"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
-        (cut("model.safetensors", 5000), "model.safetensors is no readable safetensors file"),
+        (cut("model.safetensors", 5000), "model.safetensors is not a readable safetensors file"),
         (cut("config.json", 30), "config.json is damaged, or of another program"),
         (lambda folder: (folder / "config.json").write_text('{"format": 1}'), "damaged, or of another program"),
         (changed_config(format=2), "is of format 2; this version of holotrain reads format 1"),
-        (changed_config(kind="cnn"), "describes no model that can be built: 'cnn' is no kind of model; there are vit"),
+        (changed_config(kind="cnn"), "describes no model that can be built: 'cnn' is not a kind of model; there are vit"),
         (changed_config(arguments={"depht": 3}), "describes no model that can be built: .*depht"),
         (
             changed_config(arguments=IMAGE | {"dim": 8}),
@@ -209,7 +209,7 @@ def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, kind, options, int8
 
 def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
     model, _ = model_of("rev_vit", exact=12)
-    with pytest.raises(ValueError, match="an exact model does not export as a program"):
+    with pytest.raises(ValueError, match="an exact model cannot be exported as a program"):
         export_program(model, inputs_of(model))
     monkeypatch.setattr("holotrain.models.programs.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):

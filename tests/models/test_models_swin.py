@@ -235,8 +235,8 @@ def test_half_precision_changes_little():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"heads": (3, 5, 12, 24)}, "192 is none of 5"),
-        ({"image_size": 30}, "30 is none of 4"),
+        ({"heads": (3, 5, 12, 24)}, "192 is not a multiple of 5"),
+        ({"image_size": 30}, "30 is not a multiple of 4"),
         ({"depths": (2, 2)}, r"one number for each stage, not \[2, 2\] and \[3, 6, 12, 24\]"),
         ({"depths": (), "heads": ()}, "one number for each stage"),
         ({"window": 0}, "window must be at least 1"),

@@ -180,8 +180,8 @@ def test_cached_logits_are_those_of_the_whole(model_class, positions, static):
 @pytest.mark.parametrize(
     ("model_class", "arguments", "words"),
     [
-        (GPT, {"dim": 15}, "15 is none of 2"),
-        (GPT, {"dim": 6}, "width of a head .dim / heads. is 3, not even"),
+        (GPT, {"dim": 15}, "15 is not a multiple of 2"),
+        (GPT, {"dim": 6}, "even width of a head .dim / heads., not 3"),
         (GPT, {"positions": "none"}, "positions must be rotary or learned"),
         (GPT, {"backward": "reversible"}, "autograd or checkpoint"),
         (RoBERTa, {"norm": "no"}, "norm must be pre or post"),

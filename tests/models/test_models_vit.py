@@ -106,8 +106,8 @@ def test_a_class_token_alone_is_read_by_the_head(model_class):
     ("arguments", "words"),
     [
         ({"pool": "max"}, "pool must be mean or class"),
-        ({"dim": 100, "heads": 3}, "100 is none of 3"),
-        ({"image_size": 30}, "30 is none of 16"),
+        ({"dim": 100, "heads": 3}, "100 is not a multiple of 3"),
+        ({"image_size": 30}, "30 is not a multiple of 16"),
         ({"drop_path": 1.0}, "drop_path"),
         ({"backward": "reversible"}, "autograd or checkpoint"),
     ],

@@ -115,13 +115,13 @@ def test_evaluation_reads_every_sample_once_in_equally_many_batches(size, batch,
 
 
 def test_fewer_samples_than_processes_are_refused():
-    with pytest.raises(UserError, match="2 samples cannot be dealt out to 3"):
+    with pytest.raises(UserError, match="2 samples cannot be split among 3"):
         FixedBatches([np.arange(2)], 0, 3)
 
 
 def test_fewer_samples_to_train_on_than_processes_are_refused():
     assert len(EpochBatchSampler(3, 8, rank=2, world_size=3)) == 1
-    with pytest.raises(UserError, match="2 samples cannot be dealt out to 3"):
+    with pytest.raises(UserError, match="2 samples cannot be split among 3"):
         EpochBatchSampler(2, 8, rank=0, world_size=3)
 
 

@@ -1,15 +1,15 @@
 """Text: from files to batches of token ids.
 
 sets, module   the LightningDataModules: StdlibText, TextFiles, and what they share
-tokenizer      what a tokenizer does; byte_tokenizer, subword_tokenizer: two that do; restored: out of text and names
+tokenizer      the interface; byte_tokenizer, subword_tokenizer: two implementations; restored: from JSON or a name
 sources        which files; readers: the documents in them; parts: which are held out
-tokenise       documents to the folder of their tokens; progress: how far it is
-cache, content folders built once, and hashes of what files hold
-corpus         the tokens of one part, mapped from the disk
+tokenise       from documents to a folder of tokens; progress: a progress bar for it
+cache, content folders that are built once, and hashes of file contents
+corpus         the tokens of one part, memory-mapped
 packed         blocks of equal length, for causal language models
-documents      one by one, for masked language models and classification; buckets: batches of about one length
-loose          files that a user names, to be classified or scored
-batches        data sets that hand out whole batches
+documents      single documents, for masked language models and classification; buckets: batches of similar length
+loose          files that a user names, to classify or score
+batches        data sets that return whole batches
 """
 
 from holotrain.data.text.buckets import BucketBatchSampler, padding

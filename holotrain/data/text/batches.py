@@ -1,4 +1,4 @@
-"""Data sets that hand out whole batches."""
+"""Data sets that return whole batches."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 Batch = dict[str, Any]
-"""``tokens`` (B, T) int64, and what else the layout has."""
+"""``tokens`` (B, T) int64, and the other entries of the layout."""
 
 
 class Batched(Dataset):
-    """A data set that gathers a batch in one step: what a loader passes on is ``__getitems__``'s result."""
+    """A data set that gathers a batch in one step: the loader returns the result of ``__getitems__``."""
 
     @abstractmethod
     def __getitems__(self, keys: Sequence[Any]) -> Batch:
@@ -24,5 +24,5 @@ class Batched(Dataset):
 
 
 def as_it_is(batch: Batch) -> Batch:
-    """Collates what is a batch already."""
+    """A collate function for batches that are complete already."""
     return batch

@@ -1,4 +1,4 @@
-"""Batches of documents of about one length, so that little is padded."""
+"""Batches of documents of similar length, so that there is little padding."""
 
 from collections.abc import Iterator
 
@@ -9,26 +9,26 @@ from holotrain.data.sampler import ResumableBatchSampler, mixed_seed
 from holotrain.errors import UserError
 
 GROWTH = 1.1
-"""The longest document of a bucket is at most so many times its shortest (or one token longer)."""
+"""The longest document of a bucket is at most this many times as long as the shortest (or one token longer)."""
 
 
 class BucketBatchSampler(ResumableBatchSampler):
-    """Batches of shuffled indices, each of documents of neighbouring lengths.
+    """Batches of shuffled indices; the documents of a batch have similar lengths.
 
-    Documents are shuffled within buckets of about one length, cut into batches bucket by bucket, and the batches are shuffled:
-    all a function of (seed, epoch). What does not fill a batch goes first into the next longer bucket, so that only the last
-    batch of the longest is smaller. How many batches there are depends on the lengths alone: every epoch has as many.
+    Documents are shuffled within buckets of similar length, each bucket is cut into batches, and the batches are shuffled. All
+    of this is a function of (seed, epoch). Documents that do not fill a batch go first into the next longer bucket, so only the
+    last batch of the longest bucket is smaller. The number of batches depends on the lengths only, so every epoch has as many.
 
-    Every document comes exactly once an epoch, on one process. Where the batches do not divide among the processes, the
-    largest are halved until they do (only where all hold one document is the rest left out, another one each epoch). At each
-    step all processes have batches of neighbouring lengths: none waits for another.
+    Every document comes exactly once per epoch, in one process. If the number of batches is not divisible by the number of
+    processes, the largest batches are halved until it is. (If all batches hold one document, the remainder is left out, a
+    different one in each epoch.) At each step all processes have batches of similar length, so none waits for the others.
 
     Args:
         lengths: (N,) tokens of each document.
-        batch_size: documents a batch; or
+        batch_size: documents in a batch; or
         max_tokens: ``(longest in the batch) * (documents) <= max_tokens``.
-        bucketing: False: one bucket of all lengths.
-        seed, rank, world_size: as of :class:`~holotrain.data.sampler.ResumableBatchSampler`.
+        bucketing: False puts documents of all lengths into one bucket.
+        seed, rank, world_size: see :class:`~holotrain.data.sampler.ResumableBatchSampler`.
 
     Raises:
         UserError: a document is longer than ``max_tokens``, or there are fewer documents than processes.
@@ -47,7 +47,7 @@ class BucketBatchSampler(ResumableBatchSampler):
         super().__init__(seed, rank, world_size)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         if len(self.lengths) < self.world_size:
-            raise UserError(f"data: {len(self.lengths)} documents cannot be dealt out to {self.world_size} processes")
+            raise UserError(f"data: {len(self.lengths)} documents cannot be split among {self.world_size} processes")
         self._bucket = bucket_of(self.lengths) if bucketing else np.zeros(len(self.lengths), dtype=np.int64)
         self._members = np.bincount(self._bucket)
         longest = np.zeros(len(self._members), dtype=np.int64)
@@ -59,7 +59,7 @@ class BucketBatchSampler(ResumableBatchSampler):
         return len(self._sizes) // self.world_size
 
     def epoch_batches(self, epoch: int) -> list[np.ndarray]:
-        """The batches of all processes, in order of length; ``world_size`` neighbours belong to one step."""
+        """The batches of all processes, sorted by length; each step takes ``world_size`` consecutive ones."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
         order = torch.randperm(len(self.lengths), generator=generator).numpy()
         order = order[: self._sizes.sum()]
@@ -73,7 +73,7 @@ class BucketBatchSampler(ResumableBatchSampler):
             yield batches[step * self.world_size + self.rank].tolist()
 
     def _batch_sizes(self) -> np.ndarray:
-        """Documents of each batch, from the shortest to the longest."""
+        """Number of documents in each batch, from the shortest to the longest."""
         sizes, left = [], 0
         for members, capacity in zip(self._members.tolist(), self._capacity.tolist(), strict=True):
             left += members
@@ -92,7 +92,7 @@ class BucketBatchSampler(ResumableBatchSampler):
 
 
 def bucket_of(lengths: np.ndarray) -> np.ndarray:
-    """The bucket (N,) of each length: buckets are one token wide at first, then grow by ``GROWTH``."""
+    """The bucket (N,) of each length. Buckets are one token wide at first, then grow by a factor of ``GROWTH``."""
     edges = [0]
     while edges[-1] <= lengths.max():
         edges.append(max(edges[-1] + 1, int(edges[-1] * GROWTH)))
@@ -100,10 +100,10 @@ def bucket_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def capacities(longest: np.ndarray, batch_size: int | None, max_tokens: int | None) -> np.ndarray:
-    """How many documents a batch may hold whose longest has so many tokens.
+    """How many documents a batch may hold, given the tokens of its longest document.
 
     Raises:
-        UserError: one does not fit into ``max_tokens``.
+        UserError: a document does not fit into ``max_tokens``.
     """
     if max_tokens is None:
         assert batch_size is not None, "batches are bounded by documents or by tokens"
@@ -114,10 +114,10 @@ def capacities(longest: np.ndarray, batch_size: int | None, max_tokens: int | No
 
 
 def in_order(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
-    """Documents in the order given, as many a batch as ``batch_size`` or ``max_tokens`` allow.
+    """Documents in the given order, as many in a batch as ``batch_size`` or ``max_tokens`` allow.
 
     Raises:
-        UserError: one does not fit into ``max_tokens``.
+        UserError: a document does not fit into ``max_tokens``.
     """
     batches, first = [], 0
     most = batch_size if max_tokens is None else max_tokens // int(lengths.min())
@@ -133,10 +133,10 @@ def in_order(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> li
 
 
 def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
-    """All documents from the shortest to the longest, for evaluation: the same batches always.
+    """All documents from the shortest to the longest, for evaluation. The batches are always the same.
 
     Raises:
-        UserError: one does not fit into ``max_tokens``.
+        UserError: a document does not fit into ``max_tokens``.
     """
     order = np.argsort(lengths, kind="stable")
     return [order[batch] for batch in in_order(lengths[order], batch_size, max_tokens)]
@@ -150,10 +150,10 @@ def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
 def padding(
     lengths: np.ndarray, batch_size: int | None = None, max_tokens: int | None = None, multiple: int = 1, seed: int = 0
 ) -> dict[str, float]:
-    """The share of the tokens of an epoch that pads: in ``bucketed`` batches, and in ``random`` ones of the same settings.
+    """The share of padding among the tokens of an epoch, in ``bucketed`` batches and in ``random`` ones with the same settings.
 
     Args:
-        lengths, batch_size, max_tokens, seed: as of :class:`BucketBatchSampler`.
+        lengths, batch_size, max_tokens, seed: see :class:`BucketBatchSampler`.
         multiple: batches are as wide as their longest document, rounded up to a multiple of this.
     """
     widths = padded(lengths, multiple)

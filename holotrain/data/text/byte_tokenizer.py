@@ -1,4 +1,4 @@
-"""Bytes as tokens: no vocabulary to train, no text that cannot be said."""
+"""Bytes as tokens: there is no vocabulary to train, and every text can be encoded."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ BYTES = 256
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are the bytes of UTF-8; the special ones follow."""
+    """Ids 0 to 255 are the bytes of UTF-8; the special tokens follow."""
 
     vocab_size = BYTES + len(ROLES)
     specials = {role: BYTES + index for index, role in enumerate(ROLES)}

@@ -1,4 +1,4 @@
-"""Folders that are built once: whole, right, and under a name that says what is in them."""
+"""Folders that are built once, checked for damage, and named by a hash of what determines their content."""
 
 import contextlib
 import hashlib
@@ -15,19 +15,19 @@ MANIFEST = "manifest.json"
 
 
 def key_of(content: object) -> str:
-    """A folder's name out of what determines its content, in plain values."""
+    """The name of a folder: a hash of what determines its content, given as plain values."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def built(cache: Path, key: str, build: Callable[[Path], dict], hashes: ContentHashes) -> Path:
-    """The folder ``cache/key``, built where it is missing or damaged.
+    """The folder ``cache/key``, which is built if it is missing or damaged.
 
-    It is built beside its place and renamed when it is whole, so that nothing ever reads half of it. Processes that want the
-    same folder wait for the one that builds it; where the file system has no locks they all build, and the first to finish
-    wins. What builds that were killed have left is removed.
+    It is built under a temporary name and renamed when it is complete, so that no reader sees half of it. Processes that want
+    the same folder wait for the one that builds it. If the file system has no locks, all of them build it, and the first to
+    finish wins. Leftovers of builds that were killed are removed.
 
     Args:
-        build: fills an empty folder and returns what the manifest says beside the names, sizes and hashes of its files.
+        build: fills an empty folder and returns what the manifest holds besides the names, sizes and hashes of the files.
         hashes: remember which files have been checked.
 
     Raises:
@@ -60,16 +60,16 @@ def built(cache: Path, key: str, build: Callable[[Path], dict], hashes: ContentH
 
 
 def manifest_of(folder: Path) -> dict:
-    """What a folder says of itself.
+    """The manifest of a folder.
 
     Raises:
-        OSError, ValueError: it says nothing.
+        OSError, ValueError: it has none that can be read.
     """
     return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
 
 
 def intact(folder: Path, hashes: ContentHashes) -> bool:
-    """Whether all files are there as the manifest says."""
+    """Whether all files of the manifest are there and unchanged."""
     try:
         files = manifest_of(folder)["files"]
         return all((folder / name).stat().st_size == size for name, (size, _) in files.items()) and all(
@@ -80,7 +80,7 @@ def intact(folder: Path, hashes: ContentHashes) -> bool:
 
 
 def sweep(cache: Path) -> None:
-    """Removes what killed builds of other folders have left; a build that is under way holds its lock."""
+    """Removes what killed builds of other folders have left; a build in progress holds its lock."""
     for key in {path.name.split(".")[1] for path in cache.glob(".*.building.*")}:
         with lock(cache / f".{key}.lock", wait=False) as locked:
             if locked:
@@ -88,14 +88,14 @@ def sweep(cache: Path) -> None:
 
 
 def remove(cache: Path, key: str) -> None:
-    """Removes unfinished builds of a folder; its lock must be held."""
+    """Removes unfinished builds of a folder. The caller must hold its lock."""
     for left in cache.glob(f".{key}.building.*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def lock(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock that the system lets go when the process ends; False: not held, or there are none on this file system."""
+    """Holds a lock, which the system releases when the process ends. Yields False if it is not held or not supported here."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -111,7 +111,7 @@ def lock(path: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def _seal(folder: Path, manifest: dict, hashes: ContentHashes) -> None:
-    """Writes the manifest, and everything down to the disk: a file that is there after a power cut is there whole."""
+    """Writes the manifest and flushes all files to the disk, so that a file that exists after a power cut is complete."""
     files = {path.name: [path.stat().st_size, hashes.of(path)] for path in sorted(folder.iterdir())}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest | {"files": files}, file, indent=1)
@@ -123,7 +123,7 @@ def _seal(folder: Path, manifest: dict, hashes: ContentHashes) -> None:
 def _renamed(temporary: Path, folder: Path) -> bool:
     try:
         temporary.rename(folder)
-    except OSError:  # somebody else has put theirs there
+    except OSError:  # another process has put its own folder there
         if not folder.is_dir():
             raise
         return False

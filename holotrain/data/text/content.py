@@ -1,4 +1,4 @@
-"""What files hold, as a hash, without reading unchanged ones again."""
+"""Hashes of file contents, without reading unchanged files again."""
 
 import hashlib
 import json
@@ -7,14 +7,14 @@ from pathlib import Path
 from uuid import uuid4
 
 RACE = 2.0
-"""Seconds: a file changed within them may change again without its time showing it, on file systems with coarse clocks."""
+"""Seconds. On file systems with coarse clocks, a file changed this recently may change again at the same modification time."""
 
 
 class ContentHashes:
-    """BLAKE2b of files, remembered in an index by path, size and time of the last change.
+    """BLAKE2b hashes of files, kept in an index by path, size and modification time.
 
     Args:
-        index: file that keeps the hashes from run to run; one that cannot be read counts as empty.
+        index: file that keeps the hashes between runs; an unreadable one counts as empty.
     """
 
     def __init__(self, index: Path) -> None:
@@ -42,7 +42,7 @@ class ContentHashes:
         return found
 
     def save(self) -> None:
-        """Writes what was learned into the index; of two processes that do so at once, one forgets."""
+        """Writes new hashes into the index. If two processes do so at once, the hashes of one are lost."""
         if not self._new:
             return
         self._known |= self._new

@@ -1,4 +1,4 @@
-"""The tokens of one part, mapped from the disk, not loaded."""
+"""The tokens of one part, memory-mapped."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from holotrain.data.text.tokenise import TOKENIZER
 class Corpus:
     """The documents of a part.
 
-    A worker process maps the files anew: what is pickled is the folder.
+    A worker process maps the files again: only the folder is pickled.
 
     Attributes:
-        tokens: (T,) uint16 or uint32, the documents end to end, an end token after each.
-        offsets: (D + 1,) int64, where each begins, and T.
-        labels: (D,) int64, the class of each or -1; None where there are no classes.
-        bytes: UTF-8 bytes of text, the end tokens not counted.
+        tokens: (T,) uint16 or uint32, all documents, an end token after each.
+        offsets: (D + 1,) int64, where each document begins, and T.
+        labels: (D,) int64, the class of each document or -1; None if there are no classes.
+        bytes: UTF-8 bytes of text, without the end tokens.
     """
 
     def __init__(self, folder: Path, part: str) -> None:
@@ -34,5 +34,5 @@ class Corpus:
 
 
 def stored_tokenizer(folder: Path) -> str:
-    """The JSON of the tokenizer that a folder's tokens are of."""
+    """The JSON of the tokenizer that made a folder's tokens."""
     return (folder / TOKENIZER).read_text(encoding="utf-8")

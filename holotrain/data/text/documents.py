@@ -1,4 +1,4 @@
-"""Documents by themselves, each between a start and an end token, padded to the longest of their batch."""
+"""Single documents, each between a start and an end token, padded to the longest of their batch."""
 
 from collections.abc import Sequence
 
@@ -11,26 +11,26 @@ from holotrain.data.text.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
 SPECIAL = 2
-"""Tokens of a piece that are not the document's: start and end."""
+"""Special tokens of a piece: start and end."""
 
 
 class Pieces(Batched):
     """Documents of at most ``context`` tokens.
 
-    Batches are ``tokens`` (B, T) int64, padded with the pad token to the longest, ``lengths`` (B,) int64, and ``labels`` (B,)
-    int64 where documents are classified.
+    Batches are ``tokens`` (B, T) int64, padded with the pad token to the longest, ``lengths`` (B,) int64, and for
+    classification ``labels`` (B,) int64.
 
     Args:
         corpus: the part.
         tokenizer: gives the special tokens.
-        context: tokens at most, start and end included. Longer documents are cut into pieces, or, where they are classified,
-            cut short.
-        classified: give labels, and leave out documents without one.
+        context: maximum number of tokens, including start and end. Longer documents are cut into pieces; for classification
+            they are cut short.
+        classified: return labels, and leave out documents without one.
         multiple: T is rounded up to a multiple of this.
-        numbered: give ``index`` (B,) too, the place of each in the part.
+        numbered: also return ``index`` (B,), the number of each document in the part.
 
     Attributes:
-        lengths: (N,) int64, tokens of each piece, start and end included.
+        lengths: (N,) int64, tokens of each piece, including start and end.
 
     Raises:
         UserError: no document of the part has a label.
@@ -81,12 +81,12 @@ class Pieces(Batched):
 
 
 def framed(body: np.ndarray, inside: np.ndarray, start_id: int, end_id: int, pad_id: int, multiple: int = 1) -> Batch:
-    """``tokens`` (B, T) and ``lengths`` (B,): start, the body, end, and padding.
+    """``tokens`` (B, T) and ``lengths`` (B,): start, body, end, padding.
 
     Args:
         body: (B, L) ids.
-        inside: (B, L) where a row's own are, from its beginning on.
-        multiple: T is rounded up to a multiple of it.
+        inside: (B, L) True for the ids that belong to a row, which come first in it.
+        multiple: T is rounded up to a multiple of this.
     """
     lengths = inside.sum(1) + SPECIAL
     width = -(-(body.shape[1] + SPECIAL) // multiple) * multiple

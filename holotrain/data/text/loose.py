@@ -1,4 +1,4 @@
-"""Text files that a user names, to be classified or scored: in their own order, each row with its name."""
+"""Text files that a user names, to classify or score: in their own order, each row with its name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +19,9 @@ class LooseFiles(Batched):
     """Rows of token ids, padded to the longest of their batch: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B.
 
     Args:
-        rows: ids of each.
-        names: the file each is of, one after another; a file of rows gives ``FILE:ROW``.
-        pad_id: fills.
+        rows: the ids of each row.
+        names: the file of each row; ``FILE:ROW`` for a file that holds many texts.
+        pad_id: id of the padding.
 
     Attributes:
         paths: the names.
@@ -44,13 +44,13 @@ class LooseFiles(Batched):
 
 
 def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
-    """The file at a path, or all files below it: name and text of each; of files of rows, of each row.
+    """Name and text of the file at a path, or of all files below it; for .jsonl and .parquet, of each row.
 
     Args:
-        text: field or column that holds the text, of files of rows.
+        text: field or column that holds the text, in .jsonl and .parquet.
 
     Raises:
-        UserError: there is none, or one cannot be read.
+        UserError: there is no file, or one cannot be read.
     """
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
@@ -69,28 +69,28 @@ def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
 
 
 def scored_rows(ids: np.ndarray, context: int, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """A text as packed blocks of at most ``context + 1`` tokens, an end token before and after it: all of it is a target."""
+    """A text as packed blocks of at most ``context + 1`` tokens, with an end token before and after. All of it is a target."""
     whole = np.concatenate([[tokenizer.end_id], ids, [tokenizer.end_id]]).astype(np.int64)
     return [whole[first : first + context + 1] for first in range(0, len(whole) - 1, context)]
 
 
 def framed_rows(ids: np.ndarray, context: int, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """A text with start and end, cut short to ``context`` tokens."""
+    """A text between start and end token, cut short to ``context`` tokens."""
     return [np.concatenate([[tokenizer.start_id], ids[: context - 2], [tokenizer.end_id]]).astype(np.int64)]
 
 
 def text_files(
     path: Path, tokenizer: Tokenizer, context: int, packed: bool, batch_size: int, text: str = "text", **loading: Any
 ) -> Loader:
-    """Text files, each a document, in the order of their names: ``tokens`` (B, T), ``lengths`` (B,), ``names``.
+    """Text files, each a document, sorted by name: ``tokens`` (B, T), ``lengths`` (B,), ``names``.
 
     Args:
-        path: a file or a folder; of .jsonl and .parquet each row is a document, named ``FILE:ROW``.
+        path: a file or a folder; in .jsonl and .parquet each row is a document, named ``FILE:ROW``.
         context: tokens that the model sees.
-        packed: a text is all targets, after an end token that begins it, in blocks of at most ``context + 1``; otherwise it is
-            cut short, as texts are that are classified.
-        text: field or column that holds the text, of files of rows.
-        loading: DataLoader's own, such as ``num_workers``.
+        packed: all tokens of a text are targets, in blocks of at most ``context + 1``; False: a text is cut short, as for
+            classification.
+        text: field or column that holds the text, in .jsonl and .parquet.
+        loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
         UserError: there is no text at ``path``, or it cannot be read.

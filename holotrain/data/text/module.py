@@ -1,4 +1,4 @@
-"""What every text data set shares: the cache of its tokens, the tokenizer, and loaders of either layout."""
+"""What all text data sets share: the cache of tokens, the tokenizer, and the loaders of both layouts."""
 
 import contextlib
 from abc import abstractmethod
@@ -29,7 +29,7 @@ from holotrain.data.text.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
 FORMAT = 1
-"""Of the cache's folders; one more whenever the same settings would write something else."""
+"""Version of the cache's folders. Increase it whenever the same settings would write something else."""
 
 LAYOUTS = ("packed", "documents")
 
@@ -38,33 +38,34 @@ class TextDataModule(pl.LightningDataModule):
     """Text in three parts: train, val, test, tokenised once into a folder of ``cache_dir``.
 
     Args:
-        layout: ``"packed"``: documents end to end in blocks of equal length, for causal language models; ``"documents"``: each
-            by itself, batched with others of its length, for masked ones and for classification.
-        context: tokens of a block that a model sees, or at most of a document, its special tokens included.
-        batch_size: blocks or documents a batch.
-        max_tokens: of documents, in the place of ``batch_size``: a batch's longest times its number at most.
-        bucketing: documents of about one length share a batch; False: random ones do.
+        layout: ``"packed"``: documents are joined and cut into blocks of equal length, for causal language models;
+            ``"documents"``: single documents, batched by length, for masked language models and classification.
+        context: tokens of a block that a model sees, or the maximum for a document, including its special tokens.
+        batch_size: blocks or documents in a batch.
+        max_tokens: for documents, instead of ``batch_size``: the maximum of a batch's longest document times their number.
+        bucketing: documents of similar length share a batch; False: random ones do.
         pad_to_multiple_of: documents are padded to the longest in their batch, rounded up to a multiple of this.
         tokenizer: ``"byte"``, ``"bpe"`` (trained on the training documents) or the path of a tokenizer.json.
-        vocab_size: ids of a ``"bpe"``, special ones included.
-        tokenizer_json: a tokenizer as its ``to_json`` gave it, of a checkpoint say; it goes before ``tokenizer``.
-        unit: what a document is: ``"file"`` (of files of rows: a row), ``"paragraph"`` or ``"line"``.
-        val_fraction, test_fraction: held out of the files (of the documents, where there are few files), the same ones always.
+        vocab_size: number of ids of a ``"bpe"``, including special tokens.
+        tokenizer_json: a tokenizer as ``to_json`` returned it, for example from a checkpoint; it overrides ``tokenizer``.
+        unit: what a document is: ``"file"`` (a row, in files of rows), ``"paragraph"`` or ``"line"``.
+        val_fraction, test_fraction: share of the files (of the documents, if there are few files) that is held out. It is
+            always the same one.
         cache_dir: folder for tokens.
-        num_workers: processes that load beside the training; 0 loads in it.
-        pin_memory: page-locked batches; None: where there is a GPU.
-        seed: of the order of batches.
+        num_workers: processes that load data; 0 loads in the training process.
+        pin_memory: page-locked batches; None: if there is a GPU.
+        seed: for the order of batches.
 
     Attributes:
-        tokenizer, vocab_size: known at once, those of a ``"bpe"`` after ``prepare_data``.
-        class_names, num_classes: known after ``prepare_data``; [] and 0 where documents have no labels.
+        tokenizer, vocab_size: known at once; for a ``"bpe"``, after ``prepare_data``.
+        class_names, num_classes: known after ``prepare_data``; [] and 0 if documents have no labels.
 
     Raises:
         UserError: an option is out of range, or there is no such tokenizer.
     """
 
     text_field = "text"
-    """Field or column that holds the text, of files of rows."""
+    """Field or column that holds the text, in files of rows."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def manifest(self) -> dict:
-        """What the cache's folder says of itself: ``parts``, ``classes``, ``skipped`` and the rest."""
+        """The manifest of the cache's folder: ``parts``, ``classes``, ``skipped`` and more."""
         assert self._folder is not None, "text is read by prepare_data"
         return manifest_of(self._folder)
 
@@ -147,11 +148,11 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Of each part: ``documents``, ``tokens`` (an end token a document included) and ``bytes`` of text."""
+        """For each part: the number of ``documents``, ``tokens`` (with an end token per document) and ``bytes`` of text."""
         return self.manifest["parts"]
 
     def prepare_data(self) -> None:
-        """Tokenises what is not in the cache yet.
+        """Tokenises the text, if it is not in the cache yet.
 
         Raises:
             UserError: there is no text, some of it cannot be read, a part would be empty, or the cache cannot be written.
@@ -177,13 +178,13 @@ class TextDataModule(pl.LightningDataModule):
         except OSError as error:
             raise UserError(f"data.cache_dir: cannot write {error.filename or self.cache} ({error.strerror})") from error
         self._tokenizer = tokenizer_from_json(stored_tokenizer(self._folder))
-        if self._given is None:  # whoever comes with the tokenizer that was trained finds the same tokens
+        if self._given is None:  # so that a run that is given the trained tokenizer finds the same tokens
             also = self.cache / key_of([*identity[:-1], self._tokenizer.fingerprint])
             with contextlib.suppress(OSError):  # there already, or a file system without links
                 also.symlink_to(self._folder.name)
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens what ``prepare_data`` has built, here or in another process."""
+        """Opens the folder that ``prepare_data`` built, here or in another process."""
         if self._folder is None:
             self.prepare_data()
 
@@ -194,14 +195,14 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def padding(self) -> dict[str, float]:
-        """The share of the training's tokens that pads: ``bucketed``, and in ``random`` batches; {} for packed blocks."""
+        """The share of padding in training, in ``bucketed`` and in ``random`` batches; {} for packed blocks."""
         if self.layout == "packed":
             return {}
         return padding(self._pieces("train").lengths, self.batch_size, self.max_tokens, self.multiple, self.seed)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest training document, start, end and what it is padded to included."""
+        """Tokens of the longest training document, including start, end and padding."""
         return int(padded(self._pieces("train").lengths, self.multiple).max())
 
     def train_dataloader(self) -> ResumableLoader:
@@ -220,7 +221,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._evaluation("test")
 
     def predict_dataloader(self) -> Loader:
-        """The test part; documents come with ``index`` (B,), their place in it, for they are read by length."""
+        """The test part; documents come with ``index`` (B,), their number in it, because they are sorted by length."""
         return self._evaluation("test", numbered=True)
 
     def _evaluation(self, part: str, numbered: bool = False) -> Loader:
@@ -238,7 +239,7 @@ class TextDataModule(pl.LightningDataModule):
         return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
     def _tokenizer_key(self) -> Any:
-        """What the cache's key says of the tokenizer: its fingerprint, or how it will be trained."""
+        """The tokenizer's part of the cache's key: its fingerprint, or how it will be trained."""
         return self._given.fingerprint if self._given is not None else self.recipe
 
     def _made_tokenizer(self, texts: Iterator[str]) -> Tokenizer:

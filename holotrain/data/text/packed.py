@@ -1,4 +1,4 @@
-"""Documents end to end, cut into blocks of equal length: no padding, for causal language models."""
+"""Joined documents, cut into blocks of equal length without padding, for causal language models."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,13 +15,13 @@ from holotrain.errors import UserError
 class PackedBlocks(Batched):
     """Blocks of ``context + 1`` tokens; inputs are all but the last, targets all but the first.
 
-    Training keys ``(epoch, index)`` cut the corpus elsewhere in every epoch: at an offset that is a function of (seed, epoch).
-    What lies before the first block and after the last, less than two blocks together, waits for another epoch.
+    With training keys ``(epoch, index)``, the first block of each epoch starts at another offset, a function of (seed, epoch).
+    What lies before the first block and after the last, less than two blocks in total, is left out in that epoch.
 
     Args:
         corpus: the part.
         context: tokens that a model sees.
-        seed: of the offsets.
+        seed: for the offsets.
 
     Raises:
         UserError: the corpus is shorter than one block.
@@ -41,7 +41,7 @@ class PackedBlocks(Batched):
         return self._blocks
 
     def offset(self, epoch: int) -> int:
-        """Where the first block of an epoch begins."""
+        """The offset of the first block of an epoch."""
         return mixed_seed(self.seed, epoch) % self._offsets
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
@@ -51,9 +51,9 @@ class PackedBlocks(Batched):
 
 
 class PackedInOrder(Batched):
-    """The blocks of a part from its first token to its last: every token but the first is a target exactly once.
+    """The blocks of a part from its first token to its last. Every token except the first is a target exactly once.
 
-    The last block is shorter where the corpus does not divide; ``batches`` keeps it in a batch of its own.
+    The last block may be shorter; ``batches`` puts it into a batch of its own.
 
     Args:
         corpus: the part.
@@ -67,7 +67,7 @@ class PackedInOrder(Batched):
         return -(-(len(self.corpus.tokens) - 1) // self.context)
 
     def batches(self, batch_size: int) -> list[np.ndarray]:
-        """All blocks in order, ``batch_size`` a batch."""
+        """All blocks in order, ``batch_size`` in each batch."""
         full = (len(self.corpus.tokens) - 1) // self.context
         cuts = [*range(0, full, batch_size), full, len(self)]
         return [np.arange(first, last) for first, last in pairwise(cuts) if first < last]
@@ -79,5 +79,5 @@ class PackedInOrder(Batched):
 
 
 def gathered(corpus: Corpus, starts: np.ndarray, length: int) -> Batch:
-    """``tokens`` (B, length) int64 from each start (B,) on."""
+    """``tokens`` (B, length) int64, beginning at each start (B,)."""
     return {"tokens": torch.from_numpy(corpus.tokens[starts[:, None] + np.arange(length)].astype(np.int64))}

@@ -1,4 +1,4 @@
-"""Which files or documents are held out: a function of their names or contents alone, not of machine, order or seed."""
+"""Which files or documents are held out: a function of their names or contents only, not of machine, order or seed."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ from holotrain.data.text.sources import SourceFile
 PARTS = ("train", "val", "test")
 
 FEW = 20
-"""With fewer files, documents are held out instead, where a file has several."""
+"""With fewer files than this, documents are held out instead, if files hold several."""
 
 
 def whole_files(files: Sequence[SourceFile], unit: str) -> bool:
-    """Whether files are held out whole: there are enough of them, or each is one document."""
+    """Whether whole files are held out: there are enough files, or each is one document."""
     drawn = [file for file in files if file.part is None]
     return len(drawn) >= FEW or (unit == "file" and not any(file.path.suffix in ROWS for file in drawn))
 
 
 def held_out_files(files: Sequence[SourceFile], val_fraction: float, test_fraction: float) -> list[str]:
-    """The part of each file: as it says itself, else drawn by a hash of its name, evenly from every group.
+    """The part of each file: its own if it has one, otherwise chosen by a hash of its name, evenly from every group.
 
-    Within a group the files with the lowest hashes test and those with the highest validate, so a file that is added moves
-    one other at most. A fraction above 0 holds out one file at least.
+    Within a group the files with the lowest hashes are used for the test and those with the highest for validation, so adding
+    a file moves at most one other. A fraction above 0 holds out at least one file.
     """
     parts = [file.part or "train" for file in files]
     drawn = sorted((index for index, file in enumerate(files) if file.part is None), key=lambda index: files[index].group)
@@ -45,7 +45,7 @@ def held_out_files(files: Sequence[SourceFile], val_fraction: float, test_fracti
 
 
 def held_out_document(text: str, val_fraction: float, test_fraction: float) -> str:
-    """The part of a document, drawn by a hash of its text: equal ones never lie on both sides."""
+    """The part of a document, chosen by a hash of its text, so that equal documents are always in the same part."""
     place = _fraction(text.encode("utf-8", errors="replace"))
     return "test" if place < test_fraction else "val" if place < test_fraction + val_fraction else "train"
 

@@ -1,19 +1,19 @@
-"""How far a long reading is, for whoever watches."""
+"""Progress of reading large files."""
 
 import sys
 import time
 from types import TracebackType
 
 EVERY = 10.0
-"""Seconds between two lines where no terminal is watching."""
+"""Seconds between two lines if the output is not a terminal."""
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line now and then, and none for what is done sooner.
+    """A progress bar on a terminal; elsewhere a line every ``EVERY`` seconds.
 
     Args:
         what: is being done.
-        total: bytes to do.
+        total: number of bytes.
     """
 
     def __init__(self, what: str, total: int) -> None:
@@ -25,7 +25,7 @@ class Progress:
         return self
 
     def advance(self, size: int) -> None:
-        """So many bytes more are done."""
+        """Adds ``size`` bytes to what is done."""
         self.done += size
         if sys.stdout.isatty():
             self._draw()

@@ -1,4 +1,4 @@
-"""Files to documents, one after another: plain text, .jsonl, .parquet. No file that has parts is held whole."""
+"""Reads documents from files one after another: plain text, .jsonl, .parquet. Large files are read in pieces."""
 
 import json
 import re
@@ -12,27 +12,27 @@ from holotrain.errors import UserError
 
 UNITS = ("file", "paragraph", "line")
 ROWS = (".jsonl", ".ndjson", ".parquet")
-"""Files that hold many texts."""
+"""Extensions of files that hold many texts."""
 
 BLOCK = 2**24
-"""Bytes of a plain text that are decoded together."""
+"""Bytes of a plain text file that are decoded at once."""
 
 BLANK = re.compile(r"\n(?:[ \t\r\f\v]*\n)+")
 """What separates paragraphs."""
 
 Document = tuple[str, str | None]
-"""A text and its label, if it has any."""
+"""A text and its label, or None."""
 
 
 @dataclass
 class Reader:
-    """Reads documents from files by their extension.
+    """Reads documents from files; the extension says how.
 
     Args:
-        unit: what a document is: a ``file`` (of rows: a row) whole, its ``paragraph``s, between blank lines, or its ``line``s.
-        text: field or column that holds the text, of files of rows.
+        unit: what a document is: a ``file`` (a row, in files of rows), a ``paragraph`` between blank lines, or a ``line``.
+        text: field or column that holds the text, in files of rows.
         label: field or column that holds the label; None: there is none.
-        on_error: ``"error"`` raises a UserError for what cannot be read; ``"skip"`` leaves it out (a text file whole, a row
+        on_error: ``"error"`` raises a UserError for what cannot be read; ``"skip"`` leaves it out (a whole text file, or a row
             of .jsonl) and counts it in ``skipped``.
     """
 
@@ -46,8 +46,8 @@ class Reader:
         """The documents of a file that are not blank.
 
         Raises:
-            UserError: the file cannot be read, is not UTF-8, a line of it is not JSON, a field or column is missing, or
-                pyarrow is, which reads .parquet.
+            UserError: the file cannot be read or is not UTF-8, a line is not JSON, a field or column is missing, or pyarrow,
+                which reads .parquet, is not installed.
         """
         try:
             for text, label in self._texts(path):
@@ -60,14 +60,14 @@ class Reader:
             self._bad(f"cannot read {path} ({error.strerror or error})")
 
     def _texts(self, path: Path) -> Iterator[tuple[str | Iterable[str], str | None]]:
-        """The texts of a file with their labels; a plain one in blocks."""
+        """The texts of a file with their labels; plain text comes in blocks."""
         if path.suffix in (".jsonl", ".ndjson"):
             yield from self._json_lines(path)
         elif path.suffix == ".parquet":
             yield from self._parquet(path)
         else:
             if self.on_error == "skip":
-                for _ in decoded(path):  # read twice, for a file is left out whole
+                for _ in decoded(path):  # read twice, because the whole file is left out
                     pass
             yield decoded(path), None
 
@@ -94,7 +94,7 @@ class Reader:
                     self._bad(f"{path}:{number} is not JSON ({error})")
                     continue
                 if not isinstance(row, dict):
-                    self._bad(f"{path}:{number} is no JSON object")
+                    self._bad(f"{path}:{number} is not a JSON object")
                     continue
                 missing = next((name for name in self._fields() if name not in row), None)
                 if missing is None:
@@ -129,9 +129,9 @@ class Reader:
     def _row(self, row: dict[str, Any], place: str) -> Iterator[Document]:
         label = None if self.label is None else row[self.label]
         if not isinstance(row[self.text], str):
-            self._bad(f"{place} {self.text!r} holds no text but {row[self.text]!r:.40}")
+            self._bad(f"{place} {self.text!r} is not text: {row[self.text]!r:.40}")
         elif self.label is not None and not isinstance(label, str | int):
-            self._bad(f"{place} {self.label!r} holds no label but {label!r:.40}")
+            self._bad(f"{place} {self.label!r} is not a label: {label!r:.40}")
         else:
             yield row[self.text], None if label is None else str(label)
 
@@ -142,7 +142,7 @@ class Reader:
 
 
 class NotUTF8(Exception):
-    """The byte at a place in a file is none of UTF-8's."""
+    """A byte at some place in a file is not valid UTF-8."""
 
     def __init__(self, place: int, byte: int) -> None:
         super().__init__(place, byte)
@@ -150,10 +150,10 @@ class NotUTF8(Exception):
 
 
 def decoded(path: Path) -> Iterator[str]:
-    """A text file in blocks that end with a line.
+    """A text file in blocks of whole lines.
 
     Raises:
-        NotUTF8: it holds other bytes.
+        NotUTF8: it is not UTF-8.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Tokenizers by name, and out of the text they were stored as."""
+"""Tokenizers by name, and from the JSON they were stored as."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,18 @@ from holotrain.errors import UserError
 
 
 def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
-    """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Text is read; nothing in it is executed.
+    """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Nothing in the text is executed.
 
     Args:
-        where: what holds the text, for messages.
+        where: the origin of the text, for messages.
 
     Raises:
-        UserError: it is no tokenizer.
+        UserError: the text is not a tokenizer.
     """
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise UserError(f"data.tokenizer: {where} is no tokenizer.json ({error})") from error
+        raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
     if content == json.loads(ByteTokenizer().to_json()):
         return ByteTokenizer()
     from holotrain.data.text.subword_tokenizer import SubwordTokenizer
@@ -30,10 +30,10 @@ def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
 
 
 def known_tokenizer(name: str) -> Tokenizer | None:
-    """``byte``, or the path of a tokenizer.json; None for ``bpe``, which documents must be there to train.
+    """The tokenizer ``byte``, or that of a tokenizer.json at a path; None for ``bpe``, which needs documents to be trained.
 
     Raises:
-        UserError: there is no such file, or it holds no tokenizer.
+        UserError: there is no such file, or it is not a tokenizer.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -45,6 +45,6 @@ def known_tokenizer(name: str) -> Tokenizer | None:
     try:
         return tokenizer_from_json(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise UserError(f"data.tokenizer: {path} is no tokenizer.json (not UTF-8 at byte {error.start})") from error
+        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json (not UTF-8 at byte {error.start})") from error
     except OSError as error:
         raise UserError(f"data.tokenizer: cannot read {path} ({error.strerror})") from error

@@ -13,8 +13,8 @@ class StdlibText(TextDataModule):
     """Source code of the running Python's standard library: 30 MB of text that every machine has.
 
     Args:
-        classes: label documents with their package, of so many packages with the most files, and leave the others out where
-            the layout is ``documents``; 0: no labels, and all documents.
+        classes: number of packages, those with the most files, that serve as labels. With the layout ``documents``, other
+            documents are left out. 0: no labels, and all documents.
         options: those of :class:`TextDataModule`.
     """
 
@@ -32,11 +32,11 @@ class TextFiles(TextDataModule):
 
     Args:
         files: patterns of files; ``**`` stands for folders of any depth.
-        val_files, test_files: patterns of the files that validate and test, which are not trained on; a part that has none is
-            drawn from ``files``.
-        text: field or column that holds the text, of .jsonl and .parquet.
-        label: field or column that holds the class; ``"folder"``: the name of the folder a file lies in; None: no labels.
-        on_error: ``"error"`` ends with a line about what cannot be read; ``"skip"`` leaves it out and counts it in the
+        val_files, test_files: patterns of the files for validation and test, which are not trained on; without a pattern, the
+            part is held out from ``files``.
+        text: field or column that holds the text, in .jsonl and .parquet.
+        label: field or column that holds the class; ``"folder"``: the name of a file's folder; None: no labels.
+        on_error: ``"error"`` stops with one line about what cannot be read; ``"skip"`` leaves it out and counts it in the
             cache's manifest.
         options: those of :class:`TextDataModule`.
     """

@@ -1,4 +1,4 @@
-"""Where text comes from: the files of the standard library, or those that globs name."""
+"""Where text comes from: the files of the standard library, or files that globs name."""
 
 import glob
 import re
@@ -18,10 +18,10 @@ class SourceFile:
     """A file of a corpus.
 
     Attributes:
-        path: where it is.
-        name: its path below the corpus's root, with slashes: the same on every machine.
-        group: its package or folder, a class of its own where classes are folders.
-        part: ``train``, ``val`` or ``test`` where the user says so; None: it is drawn.
+        path: of the file.
+        name: its path below the corpus's root, with slashes, so that it is the same on every machine.
+        group: its package or folder, which is its class if classes are folders.
+        part: ``train``, ``val`` or ``test`` if the user chose it; None: it is chosen by a hash.
     """
 
     path: Path
@@ -35,7 +35,7 @@ class Source(ABC):
 
     Attributes:
         reader: reads the files.
-        settings: all, besides the files, that the documents depend on, in plain values.
+        settings: everything besides the files that the documents depend on, in plain values.
     """
 
     reader: Reader
@@ -46,14 +46,14 @@ class Source(ABC):
 
     @abstractmethod
     def files(self) -> list[SourceFile]:
-        """The files, in order of their names.
+        """The files, sorted by name.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no file.
         """
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
-        """The documents of a file and their labels, as they are read.
+        """The documents of a file and their labels, one after another.
 
         Raises:
             UserError: as :meth:`Reader.documents` does.
@@ -65,9 +65,9 @@ class StandardLibrary(Source):
     """Python's own modules: the .py files of the running interpreter's standard library that are UTF-8.
 
     Args:
-        unit: as of :class:`Reader`.
-        classes: label documents with their package, of so many packages with the most files; others have no label. No
-            package are modules that lie in no folder, nor ``test``, which is about all the others. 0: no labels.
+        unit: as in :class:`Reader`.
+        classes: number of packages, those with the most files, that serve as labels; other documents have no label. Modules
+            outside of a folder are not a package, nor is ``test``, which is about all the others. 0: no labels.
     """
 
     def __init__(self, unit: str = "file", classes: int = 0) -> None:
@@ -104,14 +104,14 @@ class StandardLibrary(Source):
 
 
 class Globbed(Source):
-    """Files that patterns name.
+    """Files that match patterns.
 
     Args:
         files: patterns; ``**`` stands for folders of any depth.
-        val_files, test_files: patterns of the files that validate and test. A file that several patterns name tests before it
-            validates, and validates before it trains.
+        val_files, test_files: patterns of the files for validation and test. If a file matches several patterns, test comes
+            first, then validation, then training.
         reader: reads them.
-        label: ``"folder"``: the name of the folder a file lies in; a field or column that the reader gives; or None.
+        label: ``"folder"``: the name of a file's folder; a field or column that the reader returns; or None.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class Globbed(Source):
 
 
 def matches(option: str, pattern: str) -> list[tuple[Path, str]]:
-    """The files that a pattern names, with their names below the part of it that has no wildcard.
+    """The files that match a pattern, with their names below the part of it that has no wildcard.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such file.
     """
     whole = Path(pattern).expanduser()
     if whole.is_dir():

@@ -1,4 +1,4 @@
-"""Subwords: byte-level BPE trained on the documents at hand, or any tokenizer.json, by the tokenizers library."""
+"""Subwords: byte-level BPE trained on the training documents, or any tokenizer.json, with the tokenizers library."""
 
 import json
 import os
@@ -20,11 +20,11 @@ NAMES = {
     "end": ("</s>", "[SEP]", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
     "mask": ("<mask>", "[MASK]", "<|mask|>"),
 }
-"""What special tokens are called in tokenizers that people share; the first name is the one that is added."""
+"""Common names of special tokens; the first one is used if a token has to be added."""
 
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 ASKED = os.environ.get(PARALLELISM)
-"""What the user wants of the library's threads."""
+"""The user's own setting for the library's threads."""
 
 SMALLEST = 256 + len(ROLES)
 """A byte-level vocabulary without a single merge."""
@@ -33,22 +33,22 @@ SMALLEST = 256 + len(ROLES)
 class SubwordTokenizer(Tokenizer):
     """A tokenizer of the tokenizers library.
 
-    Its special tokens are found by their usual names and added where they are missing. Text that spells one
+    Its special tokens are found by their usual names and added if they are missing. Text that spells one
     (``<s>``) is ordinary text.
 
     Args:
         text: the contents of a tokenizer.json.
-        where: what holds them, for messages.
+        where: the origin of the text, for messages.
 
     Raises:
-        UserError: it is no tokenizer, or all names of a special token are taken by ordinary ones.
+        UserError: it is not a tokenizer, or all names of a special token are ordinary tokens.
     """
 
     def __init__(self, text: str, where: str = "tokenizer.json") -> None:
         try:
             self._encoder = Encoder.from_str(text)
         except Exception as error:  # the library raises Exception itself
-            raise UserError(f"data.tokenizer: {where} is no tokenizer.json ({error})") from error
+            raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
         self._encoder.no_padding()
         self._encoder.no_truncation()
         self._encoder.encode_special_tokens = True
@@ -57,14 +57,14 @@ class SubwordTokenizer(Tokenizer):
 
     @classmethod
     def trained(cls, texts: Iterable[str], vocab_size: int) -> "SubwordTokenizer":
-        """Byte-level BPE (Sennrich et al., 2016; Radford et al., 2019): a function of the multiset of the texts.
+        """Byte-level BPE (Sennrich et al., 2016; Radford et al., 2019). The order of the texts does not matter.
 
         Args:
             texts: read once, one after another.
-            vocab_size: ids, special ones included; fewer where the texts do not have as many pairs to merge.
+            vocab_size: number of ids, including special tokens; fewer if the texts do not have enough pairs to merge.
 
         Raises:
-            UserError: ``vocab_size`` is less than the bytes and the special tokens.
+            UserError: ``vocab_size`` is smaller than the number of bytes and special tokens.
         """
         if vocab_size < SMALLEST:
             raise UserError(f"data.vocab_size: {vocab_size} is out of range; bytes and special tokens alone are {SMALLEST}")
@@ -95,7 +95,7 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """As of :class:`Tokenizer`. Exact for byte-level tokenizers; others count the text as they normalise it."""
+        """See :class:`Tokenizer`. Exact for byte-level tokenizers; others count the text as they normalise it."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         added = self._encoder.get_added_tokens_decoder()
         byte_level = '"ByteLevel"' in json.dumps(json.loads(self._encoder.to_str())["decoder"])
@@ -110,7 +110,7 @@ class SubwordTokenizer(Tokenizer):
         return self._encoder.to_str()
 
     def _special(self, names: Sequence[str], where: str) -> int:
-        """The id of the special token that has one of these names, added if there is none."""
+        """The id of the special token with one of these names, which is added if there is none."""
         special = {token.content: index for index, token in self._encoder.get_added_tokens_decoder().items() if token.special}
         for name in names:
             if name in special:
@@ -124,7 +124,7 @@ class SubwordTokenizer(Tokenizer):
 
 
 def spelled(token: str) -> str:
-    """The text of a token that is not byte-level: of WordPiece (##), of SentencePiece (U+2581 for a space, <0x0A>)."""
+    """The text of a token that is not byte-level: WordPiece (##), SentencePiece (U+2581 for a space, <0x0A>)."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return "?"  # one byte
     return token.removeprefix("##").replace("\u2581", " ")
@@ -132,9 +132,9 @@ def spelled(token: str) -> str:
 
 @contextmanager
 def parallelism() -> Iterator[None]:
-    """The library's threads, inside; outside they count as refused, where the user has not said otherwise.
+    """Enables the library's threads inside, and disables them outside unless the user has chosen otherwise.
 
-    Else the library warns on standard error in every worker process that a loader forks later.
+    Otherwise the library prints a warning in every worker process that a loader forks later.
     """
     os.environ[PARALLELISM] = ASKED or "true"
     try:

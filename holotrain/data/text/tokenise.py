@@ -1,4 +1,4 @@
-"""A source to the folder of its tokens: read, held out, encoded and written as it streams by."""
+"""From a source to a folder of tokens: documents are read, split into parts, encoded and written one after another."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -16,18 +16,18 @@ TOKENIZER = "tokenizer.json"
 UNLABELLED = -1
 
 BATCH = 2**20
-"""Characters that are encoded together."""
+"""Characters that are encoded at once."""
 
 Reading = tuple[str, str, str | None]
 """A document's part, text and label."""
 
 
 class Documents:
-    """The documents of a source with the parts they belong to.
+    """The documents of a source and the parts that they belong to.
 
     Args:
         files: those of the source.
-        val_fraction, test_fraction: held out; a part that has files of its own has no others.
+        val_fraction, test_fraction: shares that are held out; a part that has its own files gets no others.
     """
 
     def __init__(self, source: Source, files: list[SourceFile], val_fraction: float, test_fraction: float) -> None:
@@ -38,7 +38,7 @@ class Documents:
         self._parts = held_out_files(files, *self.fractions) if self.by_file else [file.part for file in files]
 
     def read(self, only: str | None = None, progress: Progress | None = None) -> Iterator[Reading]:
-        """All documents, or those of one part, in order of their files' names.
+        """All documents, or those of one part, sorted by the names of their files.
 
         Raises:
             UserError: as :meth:`Source.documents` does.
@@ -54,21 +54,21 @@ class Documents:
 
 
 def tokenised(documents: Documents, tokenizer: Callable[[Iterator[str]], Tokenizer], folder: Path) -> dict:
-    """Writes tokens, offsets, labels and the tokenizer into a folder; returns what its manifest says.
+    """Writes tokens, offsets, labels and the tokenizer into a folder; returns the manifest.
 
-    ``PART.bin`` holds the documents of a part end to end, an end token after each; ``PART.offsets.npy`` (D + 1,) where each
-    begins; ``PART.labels.npy`` (D,) the class of each, -1 for none, where there are classes.
+    ``PART.bin`` holds all documents of a part, an end token after each; ``PART.offsets.npy`` (D + 1,) where each begins;
+    ``PART.labels.npy`` (D,), if there are classes, the class of each, or -1.
 
     Args:
-        tokenizer: makes the tokenizer from the texts of the training documents; it need not read them.
+        tokenizer: makes the tokenizer from the texts of the training documents, which it may ignore.
 
     Raises:
-        UserError: a part is empty, or the classes are not those of a classification; or as the source does.
+        UserError: a part is empty, or the classes cannot be used for classification; or as the source raises.
     """
     total = sum(file.path.stat().st_size for file in documents.files)
     with Progress("reading for the vocabulary", total) as progress:
         known = tokenizer(text for _, text, _ in documents.read("train", progress))
-    documents.source.reader.skipped = 0  # what training the tokenizer met is met again
+    documents.source.reader.skipped = 0  # the documents are read again now, and counted again
     labels: dict[str | None, int] = {None: UNLABELLED}
     writers = {part: Writer(folder, part, known) for part in PARTS}
     with Progress("tokenising", total) as progress:
@@ -111,7 +111,7 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Encodes and writes what is waiting."""
+        """Encodes and writes the documents that were added since the last call."""
         ids, lengths = self.tokenizer.encode_batch(self._waiting)
         ends = np.cumsum(lengths)
         np.insert(ids, ends, self.tokenizer.end_id).tofile(self._file)
@@ -120,10 +120,10 @@ class Writer:
         self._waiting, self._size = [], 0
 
     def finish(self, classes: list[int]) -> dict[str, int]:
-        """Writes the rest; returns how many documents, tokens and bytes of text there are.
+        """Writes the rest; returns the number of documents, tokens and bytes of text.
 
         Args:
-            classes: the labels that documents were added with, in the order of the classes; empty: there are none.
+            classes: the labels that documents were added with, in the order of the classes; empty if there are none.
         """
         self.flush()
         self._file.close()
@@ -148,14 +148,14 @@ def _check_parts(counts: dict[str, int], documents: Documents) -> None:
 
 
 def _classes(labels: dict[str, int], writers: dict[str, Writer]) -> dict[str, int]:
-    """The labels in order (of numbers, where all are), each with what documents were given in its place."""
+    """The sorted labels (as numbers, if all are numbers), each with the index that its documents were given."""
     if not labels:
         return {}
     trained = set(writers["train"].labels)
     for label, index in labels.items():
         if index not in trained:
-            raise UserError(f"data.label: class {label!r} is held out, but there is no document of it to train on")
+            raise UserError(f"data.label: class {label!r} is held out, but no training document has it")
     if len(labels) < 2:
-        raise UserError(f"data.label: there is one class only, {next(iter(labels))!r}; at least two are needed to tell apart")
+        raise UserError(f"data.label: there is only one class, {next(iter(labels))!r}; at least two are needed")
     numbers = all(label.lstrip("-").isdecimal() for label in labels)
     return dict(sorted(labels.items(), key=lambda item: (int(item[0]) if numbers else 0, item[0])))

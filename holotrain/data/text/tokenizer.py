@@ -1,4 +1,4 @@
-"""What every tokenizer does: text to token ids and back, and how many bytes of text a token stands for."""
+"""The interface of tokenizers: text to token ids and back, and how many bytes of text a token stands for."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 ROLES = ("pad", "start", "end", "mask")
-"""The special tokens that tasks need: filling, the head of a document (bos, cls), its end (eos, sep), a masked place."""
+"""The special tokens that tasks need: padding, the start of a document (bos, cls), its end (eos, sep), a masked position."""
 
 
 class Tokenizer(ABC):
     """Text to token ids, and back.
 
     Attributes:
-        vocab_size: how many ids there are, special ones included.
-        specials: the id of each of ``pad``, ``start``, ``end`` and ``mask``; text never encodes to one of them.
+        vocab_size: number of ids, including special tokens.
+        specials: the ids of ``pad``, ``start``, ``end`` and ``mask``; text never encodes to one of them.
     """
 
     vocab_size: int
@@ -39,43 +39,43 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest of uint16 and uint32 that holds every id."""
+        """uint16 if it holds every id, otherwise uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that encode alike."""
+        """A hash that is equal for tokenizers that encode in the same way."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The ids (T,) of a text, without special ones; bytes are taken as UTF-8."""
+        """The ids (T,) of a text, without special tokens; bytes are read as UTF-8."""
         return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts end to end (T,), of ``dtype``, and how many each has (N,), int64."""
+        """The concatenated ids of all texts (T,), of ``dtype``, and the number of ids of each text (N,), int64."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids (T,), special ones left out; bytes that are no UTF-8 come out as U+FFFD."""
+        """The text of ids (T,), without special tokens; bytes that are not UTF-8 become U+FFFD."""
 
     @property
     @abstractmethod
     def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int64: the UTF-8 bytes each id stands for, 0 for special ones.
+        """(vocab_size,) int64: the number of UTF-8 bytes that each id stands for, 0 for special tokens.
 
-        Bits per byte of a text are the sum of its tokens' losses (nats) over ``ln 2 * byte_lengths[targets].sum()``.
+        Bits per byte of a text are the sum of its tokens' losses (nats) divided by ``ln 2 * byte_lengths[targets].sum()``.
         """
 
     def bytes_of(self, ids: Sequence[int] | np.ndarray) -> int:
-        """The UTF-8 bytes that ids stand for, special ones counted as 0."""
+        """The number of UTF-8 bytes that ids stand for; special tokens count as 0."""
         return int(self.byte_lengths[np.asarray(ids, dtype=np.int64)].sum())
 
     @abstractmethod
     def to_json(self) -> str:
-        """All of it as text, for a file or a checkpoint; :func:`~holotrain.data.text.tokenizer_from_json` reads it."""
+        """The tokenizer as JSON, for a file or a checkpoint; :func:`~holotrain.data.text.tokenizer_from_json` reads it."""
 
 
 def utf8(text: str | bytes) -> bytes:
-    """The UTF-8 of a text; half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes ``?``."""
+    """A text in UTF-8. Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes ``?``."""
     return text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")

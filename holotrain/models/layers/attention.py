@@ -1,4 +1,4 @@
-"""Multi-head self-attention, the one that ViT, RoBERTa and GPT share.
+"""Multi-head self-attention, shared by ViT, RoBERTa and GPT.
 
 Shapes: B batch, T tokens, C channels, H heads, D = C / H head width, S tokens that are attended to.
 """
@@ -12,10 +12,10 @@ from holotrain.models.layers.rotary import Rotation, rotated
 
 
 def with_one_kernel(bias: Tensor) -> Tensor:
-    """A learned bias (of the scores), marked so that attention takes the same kernel with a graph and without one.
+    """Marks a learned bias of the scores so that attention uses the same kernel with and without a graph.
 
-    PyTorch chooses another kernel for a bias that requires grad, which rounds differently. A training's forward that stores
-    nothing must take that of its recomputation, or what is rebuilt is off by their difference (4% of a gradient in bf16).
+    PyTorch chooses another kernel, which rounds differently, for a bias that requires grad. A training forward that stores
+    nothing must use the same kernel as its recomputation. Otherwise gradients are off by the difference (4% in bf16).
     """
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         bias.requires_grad_()
@@ -29,11 +29,11 @@ class Attention(nn.Module):
         dim, heads: C, H.
         dropout: on the output.
         attention_dropout: on the attention weights.
-        causal: a token sees itself and those before it.
-        layer: its number in the model, by which it finds its place in a :class:`KVCache`.
+        causal: a token sees itself and the tokens before it.
+        layer: its number in the model, which is its index in a :class:`KVCache`.
 
     Raises:
-        ValueError: ``dim`` is no multiple of ``heads``.
+        ValueError: ``dim`` is not a multiple of ``heads``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if dim % heads:
-            raise ValueError(f"dim must be a multiple of heads, but {dim} is none of {heads}")
+            raise ValueError(f"dim must be a multiple of heads, but {dim} is not a multiple of {heads}")
         self.heads = heads
         self.attention_dropout = attention_dropout
         self.causal = causal
@@ -61,9 +61,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """
         Args:
-            mask: True where a query sees a key, broadcast to (B, H, T, S). With one, ``causal`` is for the mask to say.
+            mask: True where a query sees a key, broadcast to (B, H, T, S). It replaces ``causal``.
             rotation: of rotary positions.
-            cache: of what came before ``x``; the mask is then the cache's.
+            cache: keys and values of the tokens before ``x``; the mask is then the cache's.
         """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         if rotation is not None:

@@ -1,6 +1,6 @@
 """The two residual branches of a transformer block: pre-norm attention and pre-norm MLP.
 
-Plain and reversible transformers are built from these same modules; they differ in how a block adds them up.
+Plain and reversible transformers use the same branches and differ in how a block adds them.
 Shapes: B batch, T tokens, C channels.
 """
 
@@ -16,7 +16,7 @@ class DropPath(nn.Module):
     """Stochastic depth (Huang et al., 2016): drops whole samples of a residual branch in training.
 
     Args:
-        probability: of dropping; the samples that stay are scaled by 1 / (1 - probability). In eval nothing is dropped.
+        probability: of dropping; the remaining samples are scaled by 1 / (1 - probability). Nothing is dropped in eval mode.
     """
 
     def __init__(self, probability: float = 0.0) -> None:
@@ -41,7 +41,7 @@ class AttentionBranch(nn.Module):
 
     Args:
         norm: of C channels.
-        attention: (B, T, C) -> (B, T, C); keyword arguments of the call are handed to it.
+        attention: (B, T, C) -> (B, T, C); keyword arguments of the call are passed to it.
     """
 
     def __init__(self, norm: nn.Module, attention: nn.Module, drop_path: float = 0.0) -> None:
@@ -63,8 +63,8 @@ class MLPBranch(nn.Module):
 
     Args:
         dim, hidden: C, and the width between the two layers.
-        eps: of the norm; published weights expect their own.
-        gelu: ``"none"`` for the function itself, ``"tanh"`` for the approximation that GPT-2 was trained with.
+        eps: of the norm; published weights need the value they were trained with.
+        gelu: ``"none"`` for the exact function, ``"tanh"`` for the approximation that GPT-2 was trained with.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear layer's output, in pieces: logits over a long vocabulary never stand whole in memory.
+"""Cross-entropy of a linear layer's output, in pieces: logits over a long vocabulary are never in memory as a whole.
 
-The gradient with respect to logits, softmax(logits) - one_hot(target), needs nothing but the logits themselves. So each piece
-of rows computes its logits, its loss and its gradients at once and forgets the logits, and nothing is computed twice.
+The gradient with respect to logits, softmax(logits) - one_hot(target), needs only the logits. So each piece of rows computes
+its logits, its loss and its gradients at once and frees the logits. Nothing is computed twice.
 Shapes: N tokens, C channels, V words.
 """
 
@@ -10,26 +10,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORED = -100
-"""The target of a token that does not count, as in torch.nn.functional.cross_entropy."""
+"""The target of a token to ignore, as in torch.nn.functional.cross_entropy."""
 
 PIECE = 2**24
-"""Logits that stand at once: 64 MiB in fp32."""
+"""Number of logits in memory at once: 64 MiB in fp32."""
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, piece: int = PIECE
 ) -> Tensor:
-    """The mean cross-entropy of ``hidden @ weight.T + bias`` against ``targets``; NaN where no target counts.
+    """The mean cross-entropy of ``hidden @ weight.T + bias`` against ``targets``; NaN if all targets are ignored.
 
-    Under autocast products are computed in its precision, softmax and sums in fp32.
+    Under autocast, products are computed in its precision, softmax and sums in fp32.
 
     Args:
         hidden: (N, C).
         weight, bias: (V, C), (V,).
-        targets: (N,) of class indices; -100 does not count.
-        piece: logits to hold at once, at least one row of V.
+        targets: (N,) of class indices; -100 is ignored.
+        piece: number of logits in memory at once, at least one row of V.
 
-    Once differentiable.
+    Second derivatives are not supported.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -48,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, piece: int, differentiated: bool
     ) -> Tensor:
-        # Parameters ask for gradients under no_grad too.
+        # Parameters require gradients under no_grad too.
         wanted = ctx.needs_input_grad[:3] if differentiated else (False, False, False)
         accumulated = torch.promote_types(hidden.dtype, torch.float32)
         loss = hidden.new_zeros((), dtype=accumulated)
@@ -80,6 +80,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
-        # Scaled here, after the products: divided by N first, half-precision gradients would vanish.
+        # Scaled here, after the products: half-precision gradients divided by N first would underflow.
         scaled = (None if gradient is None else gradient * grad.to(gradient.dtype) for gradient in ctx.gradients)
         return *scaled, None, None, None

@@ -1,4 +1,4 @@
-"""The two streams of a reversible model made one: at its end, and between its runs of blocks."""
+"""Fusion of the two streams of a reversible model into one, at its end and between its sequences of blocks."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ class TwoStreamFusion(nn.Module):
 
 
 class LearnedFusion(nn.Module):
-    """Concatenates the two streams and projects them linearly. 2 x (..., C) -> (..., C); at first it is their average."""
+    """Concatenates the two streams and projects them linearly, initially to their average. 2 x (..., C) -> (..., C)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""Keys and values of the tokens that a causal model has read, so that the next token costs one token's work."""
+"""Keys and values of the tokens that a causal model has read, so that only the new token has to be computed."""
 
 import torch
 from torch import Tensor
 
 
 class KVCache:
-    """Buffers for every layer's keys and values, allocated once and written by index.
+    """Buffers for the keys and values of every layer, allocated once and written by index.
 
     Sequences of a batch may differ in length: a token is written to the slot of its own position, and a query sees the slots up
-    to its position. What a padded prompt leaves behind its end is never seen before it is written over.
+    to its position. Entries for the padding of a prompt are overwritten before any query sees them.
 
     Args:
         layers, batch, heads, length, width: L, B, H, S (slots: tokens of prompt and answer together), D.
@@ -16,8 +16,8 @@ class KVCache:
 
     Attributes:
         keys, values: (L, B, H, S, D).
-        end: slots that a query may see, an upper bound; attention reads no further. ``static`` keeps it at S, for compiled code
-            and graphs, which want shapes that stay.
+        end: upper bound of the slots that a query may see; attention reads no further. ``static`` keeps it at S, for compiled
+            code and graphs, which need constant shapes.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class KVCache:
         return self.keys.shape[3]
 
     def seen_from(self, positions: Tensor, end: int) -> Tensor:
-        """Makes the first ``end`` slots readable and says which of them each query sees: (B, 1, T, slots).
+        """Makes the first ``end`` slots readable and returns which of them each query sees: (B, 1, T, slots).
 
         Args:
-            positions: (B, T), of the tokens to come.
+            positions: (B, T), of the next tokens.
 
         Raises:
             ValueError: there are fewer slots.

@@ -1,4 +1,4 @@
-"""From an image to tokens."""
+"""From images to tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ class Patches(nn.Module):
     (B, channels, image_size, image_size) -> (B, dim, S, S) with S = image_size / patch_size.
 
     Raises:
-        ValueError: the image size is no multiple of the patch size; an image of another size at the call.
+        ValueError: the image size is not a multiple of the patch size; an image of another size at the call.
     """
 
     def __init__(self, image_size: int, patch_size: int, channels: int, dim: int) -> None:
         super().__init__()
         if image_size % patch_size:
-            raise ValueError(f"image_size must be a multiple of patch_size, but {image_size} is none of {patch_size}")
+            raise ValueError(f"image_size must be a multiple of patch_size, but {image_size} is not a multiple of {patch_size}")
         self.image_size = image_size
         self.project = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
 
@@ -27,12 +27,12 @@ class Patches(nn.Module):
 
 
 class PatchEmbedding(Patches):
-    """Patches in a row, each with a learned absolute position.
+    """A sequence of patches, each with a learned absolute position.
 
     (B, channels, image_size, image_size) -> (B, T, dim) with T = (image_size / patch_size)^2. Raises as :class:`Patches`.
 
     Args:
-        class_token: put a learned token before the patches, with a position of its own; there are then T + 1.
+        class_token: put a learned token with its own position before the patches, which makes T + 1 tokens.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PatchEmbedding(Patches):
 
 
 class PatchMap(Patches):
-    """Patches as a map, normalised; they learn no position. (B, channels, image_size, image_size) -> (B, S, S, dim)."""
+    """A normalised map of patches without positions. (B, channels, image_size, image_size) -> (B, S, S, dim)."""
 
     def __init__(self, image_size: int, patch_size: int, channels: int, dim: int, dropout: float = 0.0) -> None:
         super().__init__(image_size, patch_size, channels, dim)
@@ -65,7 +65,7 @@ class PatchMap(Patches):
 class PatchMerging(nn.Module):
     """Merges 2 x 2 tokens into one of twice the width: LayerNorm(4C), Linear(4C, 2C). (B, S, S, C) -> (B, S / 2, S / 2, 2C).
 
-    A map of odd size is padded with zeros first (Liu et al., ICCV 2021).
+    A map of odd size is first padded with zeros (Liu et al., ICCV 2021).
     """
 
     def __init__(self, dim: int) -> None:
@@ -75,13 +75,13 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-        # The four by columns, then by rows: published weights expect them so.
+        # The four tokens in the order that published weights expect: by columns, then by rows.
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
         return self.project(self.norm(x))
 
 
 class OverlappingPatches(nn.Module):
-    """A convolution of 7x7 pixels every four: patches that overlap. (B, channels, I, I) -> (B, I / 4, I / 4, dim).
+    """Overlapping patches: a 7x7 convolution with stride 4. (B, channels, I, I) -> (B, I / 4, I / 4, dim).
 
     Raises:
         ValueError: an image of another size than ``image_size`` x ``image_size`` at the call.

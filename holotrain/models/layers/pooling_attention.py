@@ -1,8 +1,8 @@
-"""Attention among fewer tokens: the multi-scale attention of MViTv2 (Li et al., CVPR 2022, sections 3.1 and 4.1).
+"""Attention among pooled tokens: the multi-scale attention of MViTv2 (Li et al., CVPR 2022, sections 3.1 and 4.1).
 
-Queries, keys and values are pooled by a strided depth-wise convolution, so keys are few where tokens are many, and a block
-whose queries are pooled lowers the resolution of what it returns. Positions enter as two terms of each query, one for the
-distance in height and one for that in width, and the pooled queries are added to what attention returns.
+Queries, keys and values are pooled by a strided depth-wise convolution. So there are few keys for many tokens, and a block that
+pools its queries lowers the resolution of its output. Relative positions add two terms for each query, one for the distance in
+height and one for the distance in width. The pooled queries are added to the output of attention.
 
 Shapes: B batch, S height and width of the square map of tokens, C channels, N heads, D = C / N head width.
 """
@@ -16,7 +16,7 @@ from holotrain.models.layers.branches import DropPath
 
 
 class Pool(nn.Module):
-    """Depth-wise 3x3 convolution, one for all heads, and LayerNorm. (B, N, D, S, S) -> (B, N, S / stride, S / stride, D)."""
+    """Depth-wise 3x3 convolution, shared by all heads, and LayerNorm. (B, N, D, S, S) -> (B, N, S / stride, S / stride, D)."""
 
     def __init__(self, dim: int, stride: int) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class PoolingAttention(nn.Module):
     """Multi-head attention with pooled queries, keys and values. (B, S, S, C) -> (B, S / stride_q, S / stride_q, C_out).
 
     Args:
-        dim, dim_out: channels of the input and of all that follows.
-        heads: they divide ``dim_out``.
-        size: S of the input; the tables of relative positions are made for it.
-        stride_q, stride_kv: of the pooling of queries, and of keys and values; they divide ``size``.
+        dim, dim_out: channels of the input, and of queries, keys, values and output.
+        heads: a divisor of ``dim_out``.
+        size: S of the input, for which the tables of relative positions are made.
+        stride_q, stride_kv: strides of pooling queries, and of pooling keys and values; divisors of ``size``.
         dropout: on the output.
 
     Raises:
@@ -47,7 +47,7 @@ class PoolingAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dim_out % heads:
-            raise ValueError(f"dim must be a multiple of heads, but {dim_out} is none of {heads}")
+            raise ValueError(f"dim must be a multiple of heads, but {dim_out} is not a multiple of {heads}")
         for name, stride in (("q", stride_q), ("kv", stride_kv)):
             if size % stride:
                 raise ValueError(f"{size}x{size} tokens cannot be pooled evenly by a {name} stride of {stride}")
@@ -74,7 +74,7 @@ class PoolingAttention(nn.Module):
         return self.dropout(self.project(x.transpose(1, 2).flatten(2))).unflatten(1, (size, size))
 
     def _position_bias(self, q: Tensor) -> Tensor:
-        """Each pooled query with the embeddings of its distances to the keys, on the logits: (B, N, queries^2, keys^2)."""
+        """The products of each pooled query with the embeddings of its distances to the keys: (B, N, queries^2, keys^2)."""
         h = torch.einsum("bnyxd,ykd->bnyxk", q, self.height_position[self.distance])
         w = torch.einsum("bnyxd,xkd->bnyxk", q, self.width_position[self.distance])
         bias = (h.unsqueeze(-1) + w.unsqueeze(-2)).flatten(4, 5).flatten(2, 3)
@@ -84,7 +84,7 @@ class PoolingAttention(nn.Module):
 def _distances(queries: int, keys: int) -> Tensor:
     """Rows of the table of relative positions: (queries, keys), counted from the most negative distance.
 
-    The coarser side's steps are stretched to the finer one's.
+    The steps of the coarser side are stretched to those of the finer side.
     """
     stretch_q, stretch_k = max(keys / queries, 1), max(queries / keys, 1)
     q = torch.arange(queries)[:, None] * stretch_q
@@ -95,7 +95,7 @@ def _distances(queries: int, keys: int) -> Tensor:
 class DownsamplingAttention(nn.Module):
     """The attention half of a block that halves the resolution and doubles the width. (B, S, S, C) -> (B, S / 2, S / 2, 2C).
 
-    The residual path cannot be the identity: it is projected, from the normalised input, and pooled by its maximum.
+    The residual path cannot be the identity: the normalised input is projected and max-pooled.
     """
 
     def __init__(self, dim: int, heads: int, size: int, stride_kv: int, dropout: float = 0.0, drop_path: float = 0.0) -> None:

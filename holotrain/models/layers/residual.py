@@ -1,4 +1,4 @@
-"""Residual blocks that store: the plain twin of the reversible sequence."""
+"""Plain residual blocks: the twin of the reversible sequence."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from holotrain.reversible.schedules import schedules_of
 
 
 class ResidualBlock(nn.Module):
-    """``x = x + f(x)``, then ``x = x + g(x)``; keyword arguments are handed to f and g as a reversible block does."""
+    """``x = x + f(x)``, then ``x = x + g(x)``; keyword arguments are passed to f and g as in a reversible block."""
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
@@ -33,15 +33,15 @@ class PostNormBlock(ResidualBlock):
 
 
 class ResidualSequence(nn.Module):
-    """Residual blocks in a row.
+    """A sequence of residual blocks.
 
     Args:
         blocks: the blocks, first to last.
-        backward: ``"autograd"`` stores everything, ``"checkpoint"`` stores what lies between blocks; or a list, one a block. A
-            plain attribute, which may be changed between calls.
+        backward: ``"autograd"`` stores all activations, ``"checkpoint"`` only those between blocks; or a list with one for each
+            block. It is a plain attribute and may be changed between calls.
 
     Raises:
-        ValueError: another ``backward``: what is not reversible cannot be rebuilt from its output.
+        ValueError: another ``backward``, because these blocks cannot be rebuilt from their output.
     """
 
     SCHEDULES = ("autograd", "checkpoint")
@@ -74,7 +74,7 @@ class ResidualSequence(nn.Module):
 
 
 def _named(number: int) -> dict:
-    """Lets the recomputation have a name in a trace. The compiler, which recomputes by rules of its own, takes no contexts."""
+    """Names the recomputation in a trace. The compiler, which recomputes by its own rules, does not support contexts."""
     if torch.compiler.is_compiling():
         return {}
     return {"context_fn": lambda: (nullcontext(), in_trace("recompute", number))}

@@ -1,10 +1,10 @@
-"""Rotary positions: attention that depends on how far apart two tokens are (Su et al., "RoFormer", 2021)."""
+"""Rotary positions: attention that depends on the distance between two tokens (Su et al., "RoFormer", 2021)."""
 
 import torch
 from torch import Tensor, nn
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine of each position's angles, (..., T, D / 2): what queries and keys are turned by."""
+"""Cosine and sine of the angles by which the queries and keys at each position are rotated, (..., T, D / 2)."""
 
 
 class RotaryPositions(nn.Module):
@@ -22,7 +22,7 @@ class RotaryPositions(nn.Module):
     def __init__(self, length: int, width: int, base: float = 10_000.0) -> None:
         super().__init__()
         if width % 2:
-            raise ValueError(f"rotary positions turn channels in pairs: the width of a head (dim / heads) is {width}, not even")
+            raise ValueError(f"rotary positions need an even width of a head (dim / heads), not {width}")
         frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
         self.register_buffer("cosine", angles.cos().float(), persistent=False)
@@ -31,7 +31,7 @@ class RotaryPositions(nn.Module):
     def forward(self, positions: Tensor) -> Rotation:
         """
         Args:
-            positions: (T,), of one sequence like all others, or (B, T).
+            positions: (T,), the same for all sequences, or (B, T).
         """
         if positions.ndim == 1:
             return self.cosine[positions], self.sine[positions]
@@ -39,7 +39,7 @@ class RotaryPositions(nn.Module):
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turns queries or keys, (B, H, T, D); channel i is paired with channel i + D / 2."""
+    """Rotates queries or keys, (B, H, T, D); channel i is paired with channel i + D / 2."""
     cosine, sine = rotation
     first, second = x.float().chunk(2, dim=-1) if x.dtype.itemsize < 4 else x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)

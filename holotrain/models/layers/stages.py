@@ -1,18 +1,18 @@
-"""Several runs of blocks in one model: how options that count blocks of the whole model fall on each run."""
+"""Models with several sequences of blocks: options that count blocks of the whole model, converted to each sequence."""
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 
 def stored_by_stage(store: int | Collection[int], depths: Sequence[int]) -> list[list[int]]:
-    """The blocks of each stage that keep their activations, by their indices within the stage.
+    """The blocks of each stage that store their activations, by their indices within the stage.
 
     Args:
-        store: how many of the model's last blocks, or their indices, counted from 0 through all stages.
+        store: how many of the model's last blocks, or their indices, counted from 0 over all stages.
         depths: blocks of each stage.
 
     Raises:
-        ValueError: ``store`` names a block that is not there.
+        ValueError: ``store`` names a block that does not exist.
     """
     total = sum(depths)
     stored = set(range(total - store, total) if isinstance(store, int) else store)

@@ -1,4 +1,4 @@
-"""One stream into two and back: reversible blocks in the place of residual ones."""
+"""Reversible blocks with one stream as input and output, to replace residual blocks."""
 
 from torch import Tensor
 
@@ -6,9 +6,9 @@ from holotrain.reversible import ReversibleSequence
 
 
 class AveragedStreams(ReversibleSequence):
-    """Reversible blocks between one stream and one stream: both start as the input, and their mean is the output.
+    """Reversible blocks with one stream as input and output: both streams start as the input, and their mean is the output.
 
-    So what stands around the blocks, and every parameter's name, is what it is around a plain ``ResidualSequence``.
+    The layers around the blocks and the names of all parameters are the same as with a plain ``ResidualSequence``.
     Takes the arguments of :class:`~holotrain.reversible.ReversibleSequence`.
     """
 

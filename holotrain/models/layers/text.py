@@ -1,4 +1,4 @@
-"""What the transformers of text share: tokens to embeddings, the blocks, and their reversible form."""
+"""What transformers for text share: token embeddings, and the blocks in plain and reversible form."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from holotrain.reversible import ReversibleBlock
 
 
 class TokenEmbedding(nn.Module):
-    """Looks tokens up, and adds a learned position to each. (B, T) -> (B, T, dim).
+    """Embeds tokens and adds a learned position to each. (B, T) -> (B, T, dim).
 
     Args:
         vocab: number of words.
         context: the longest sequence, in tokens.
-        positions: learn them; False where attention knows them otherwise.
-        norm: what the sum is normalised by, if anything.
+        positions: learn them; False if attention gets positions in another way.
+        norm: applied to the sum, if given.
 
     Raises:
         ValueError: a longer sequence, at the call.
@@ -62,14 +62,14 @@ def plain_blocks(branches: Branches, backward: str, post_norm: bool = False) -> 
 def reversible_blocks(branches: Branches, **engine: Any) -> AveragedStreams:
     """The branches as reversible blocks; ``engine`` as :class:`~holotrain.reversible.ReversibleSequence` takes it.
 
-    The streams change places from block to block, so that attention reads what attention wrote: without it, a model of text
-    needs far more steps than its plain twin.
+    The streams swap after every block, so that attention reads what attention wrote. Without this, a model for text needs far
+    more steps than its plain twin.
     """
     return AveragedStreams((ReversibleBlock(f, g, exchange=True) for f, g in branches), **engine)
 
 
 def initialise(model: nn.Module, depth: int) -> None:
-    """Normal of 0.02, biases zero; what ends a branch by sqrt(2 depth) less, since so many branches add up (GPT-2)."""
+    """Normal of 0.02, biases zero; in the last layer of each branch divided by sqrt(2 depth), as in GPT-2."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             ends_a_branch = name.rpartition(".")[2] in ("project", "narrow")

@@ -1,6 +1,6 @@
-"""What reads an encoded text: heads for masked words and for classes.
+"""Heads for masked words and for classes.
 
-Each takes the encoding (B, T, C), the embedding's weight (V, C), to which the head for words is tied, and targets, if any.
+Each takes the encoding (B, T, C), the embedding's weight (V, C), to which the head for words is tied, and optional targets.
 """
 
 import torch
@@ -11,7 +11,7 @@ from holotrain.models.layers.cross_entropy import IGNORED, linear_cross_entropy
 
 
 class MaskedWordHead(nn.Module):
-    """Linear, GELU, LayerNorm, then the transposed embedding and a bias a word: RoBERTa's language-modelling head."""
+    """Linear, GELU, LayerNorm, then the transposed embedding and a bias for each word: RoBERTa's language-modelling head."""
 
     def __init__(self, dim: int, vocab: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class MaskedWordHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab))
 
     def forward(self, hidden: Tensor, words: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V), or the mean cross-entropy at the places whose target counts; 0 where none does."""
+        """Logits (B, T, V), or the mean cross-entropy over the targets that are not ignored; 0 if all are."""
         if targets is not None:
             counted = targets != IGNORED
             hidden, targets = hidden[counted], targets[counted]  # the others need no logits
@@ -33,7 +33,7 @@ class MaskedWordHead(nn.Module):
 
 
 class ClassHead(nn.Module):
-    """Reads the first token: Linear, tanh, Linear, with dropout before each: RoBERTa's classification head."""
+    """RoBERTa's classification head on the first token: Linear, tanh, Linear, with dropout before each Linear."""
 
     def __init__(self, dim: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention within windows of a feature map, every other time shifted by half a window (Liu et al., ICCV 2021).
+"""Attention within windows of a feature map, shifted by half a window in every second block (Liu et al., ICCV 2021).
 
 Shapes: B batch, S x S the feature map, N windows of T = window^2 tokens, C channels, H heads, D = C / H head width.
 """
@@ -11,7 +11,7 @@ from holotrain.models.layers.attention import with_one_kernel
 
 
 def into_windows(x: Tensor, window: int, heads: int) -> Tensor:
-    """(B, S, S, C) -> (B, N * H, T, D): every window's every head is a head of its own."""
+    """(B, S, S, C) -> (B, N * H, T, D): each head of each window becomes a separate head."""
     x = x.unflatten(3, (heads, -1)).unflatten(2, (-1, window)).unflatten(1, (-1, window))
     return x.permute(0, 1, 3, 5, 2, 4, 6).flatten(4, 5).flatten(1, 3)
 
@@ -24,7 +24,7 @@ def out_of_windows(x: Tensor, window: int, heads: int) -> Tensor:
 
 
 def shifted_window_mask(size: int, window: int, shift: int) -> Tensor:
-    """Which tokens of a window must not see each other, since only the cyclic shift made them neighbours.
+    """Which tokens of a window must not see each other, because only the cyclic shift made them neighbours.
 
     Args:
         size: of the feature map, a multiple of ``window``.
@@ -39,7 +39,7 @@ def shifted_window_mask(size: int, window: int, shift: int) -> Tensor:
 
 
 class RelativePositionBias(nn.Module):
-    """A learned number for each head and each step, across and down, from one token of a window to another. () -> (H, T, T)."""
+    """A learned number for each head and each relative position of two tokens in a window. () -> (H, T, T)."""
 
     def __init__(self, window: int, heads: int) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class RelativePositionBias(nn.Module):
 class WindowAttention(nn.Module):
     """Multi-head self-attention within windows, with a relative position bias. (B, S, S, C) -> (B, S, S, C).
 
-    A map that is no multiple of the window is padded with zeros below and to the right, which its tokens see, as in the
-    published models. A window as large as the map or larger shrinks to it, and is not shifted.
+    If the size of the map is not a multiple of the window, it is padded with zeros below and to the right. Tokens see the
+    padding, as in the published models. A window that is not smaller than the map becomes the whole map and is not shifted.
 
     Args:
         dim, heads: C and H.
@@ -68,7 +68,7 @@ class WindowAttention(nn.Module):
         dropout, attention_dropout: on the output and on the attention weights.
 
     Raises:
-        ValueError: ``dim`` is no multiple of ``heads``; a window of less than one token.
+        ValueError: ``dim`` is not a multiple of ``heads``; a window of less than one token.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WindowAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dim % heads:
-            raise ValueError(f"dim must be a multiple of heads, but {dim} is none of {heads}")
+            raise ValueError(f"dim must be a multiple of heads, but {dim} is not a multiple of {heads}")
         if window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
         self.heads = heads
@@ -110,11 +110,11 @@ class WindowAttention(nn.Module):
         return self.dropout(self.project(x))
 
     def _added(self, q: Tensor) -> Tensor:
-        """What is added to the scores, (1, N * H, T, T), for N * H heads: one for the whole batch, so it stays small."""
+        """The bias of the scores for N * H heads, (1, N * H, T, T), shared by the whole batch to save memory."""
         bias = self.bias()[None]
         if self.mask is None:
             bias = bias.expand(q.shape[1] // self.heads, -1, -1, -1)
         else:
             bias = bias.masked_fill(self.mask, float("-inf"))
-        bias = bias.flatten(0, 1)[None].to(q.dtype)  # of four dimensions, or attention's fast kernels do not take it
+        bias = bias.flatten(0, 1)[None].to(q.dtype)  # attention's fast kernels need four dimensions
         return with_one_kernel(bias) if self.training else bias

@@ -1,11 +1,11 @@
-"""Published weights under our names.
+"""Loads published weights.
 
-files                 weights read from local files
-loading               into a model, with an account of what went where
-fitting               what differs between two models of one family: sizes of positions, where the norms stand
+files                 reads weights from local files
+loading               loads them into a model, and reports what was loaded
+fitting               adapts weights to another model of the family: sizes of positions, places of norms
 
-One recipe a source, each of which recognises its weights by their names and renames them:
-timm_vit, timm_swin, timm_mvit, huggingface_roberta, huggingface_gpt2, ours; names: what renames for them
+One module for each source, which recognises weights by their names and renames them:
+timm_vit, timm_swin, timm_mvit, huggingface_roberta, huggingface_gpt2, ours; names: renaming by patterns
 """
 
 from holotrain.models.pretrained.files import read_weights

@@ -1,4 +1,4 @@
-"""Weights read from local files, running nothing that stands in them."""
+"""Reads weights from local files, without running any code in them."""
 
 import json
 from pathlib import Path
@@ -12,16 +12,16 @@ from holotrain.ranks.shards import Sharded, is_folder, load, read
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
 WITHIN = ("state_dict", "model")
-"""Where training programs keep the weights in a checkpoint that holds more: Lightning and ours; DeiT, Swin."""
+"""Keys of the weights in checkpoints that hold more: Lightning and ours; DeiT, Swin."""
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a file by their names, on the CPU.
+    """The tensors of a file by name, on the CPU.
 
     Args:
         path: a ``.safetensors`` file; the index of a sharded one (``model.safetensors.index.json``); a torch file, which may be
-            a checkpoint that keeps them under ``state_dict`` or ``model``; a folder that holds one of them under the name
-            that Hugging Face gives it; or a checkpoint in shards.
+            a checkpoint with the weights under ``state_dict`` or ``model``; a folder with one of these under Hugging Face's
+            names; or a sharded checkpoint.
 
     Raises:
         ValueError: there is no such file, or it cannot be read as weights.
@@ -48,18 +48,18 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no readable safetensors file; it is damaged, truncated or not one at all") from error
+        raise ValueError(f"{path} is not a readable safetensors file; it is damaged, truncated or of another kind") from error
 
 
 def _sharded(path: Path) -> dict[str, Tensor]:
     try:
         shards = set(json.loads(path.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index of weights: it maps no names to files") from error
+        raise ValueError(f"{path} is not an index of weights: it maps no names to files") from error
     weights = {}
     for shard in sorted(shards):
         if not (path.parent / shard).is_file():
-            raise ValueError(f"{path} names {shard}, which is not beside it")
+            raise ValueError(f"{path} names {shard}, which is not in the same folder")
         weights |= _safetensors(path.parent / shard)
     return weights
 
@@ -67,7 +67,7 @@ def _sharded(path: Path) -> dict[str, Tensor]:
 def _torch_file(path: Path) -> dict[str, Tensor]:
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises a different kind for every way in which a file can be damaged
+    except Exception as error:  # torch raises many kinds of exceptions for damaged files
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
     return _weights(held, path)
 

@@ -1,4 +1,4 @@
-"""Weights for a model of the same family whose sizes or norms differ; names are ours on both sides.
+"""Adapts weights to a model of the same family whose sizes or norms differ. Both use our names.
 
 Shapes: T tokens of an image, S x S its patches, C channels.
 """
@@ -19,11 +19,11 @@ WORD_BIAS = "head.bias"
 
 
 def fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The weights as the model takes them.
+    """The weights, adapted to the model.
 
-    ViT: positions for its image size and class token. Text: the first positions, where it reads shorter sequences; words that
-    were added to the vocabulary, such as a tokenizer's special ones, as the model has them.
-    RoBERTa: norms of a post-norm model where a pre-norm one, or a reversible one, wants them.
+    ViT: positions are resized to its image size and class token. Text: the first positions are used for shorter sequences, and
+    words that were added to the vocabulary, such as special tokens, keep the model's values.
+    RoBERTa: norms of a post-norm model are moved to where a pre-norm or reversible one has them.
     """
     own = dict(model.named_parameters())
     if isinstance(model, RoBERTa) and "embedding.norm.weight" in weights and "embedding.norm.weight" not in own:
@@ -42,14 +42,14 @@ def fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def image_positions(given: Tensor, own: Tensor, given_class: bool, own_class: bool) -> Tensor:
-    """Learned positions of an image's patches for another number of them, bicubically interpolated as timm does.
+    """Learned positions of patches, resized to another number of patches by bicubic interpolation as in timm.
 
     Args:
-        given, own: (1, S^2, C), or (1, 1 + S^2, C) with a class token's first; ``own`` says what is wanted.
-        given_class, own_class: whether that one is there. Where it is wanted and not given, it stays ``own``'s.
+        given, own: (1, S^2, C), or (1, 1 + S^2, C) with the class token's position first; ``own`` has the wanted shape.
+        given_class, own_class: whether they hold a class token's position. If only ``own`` does, it keeps its value.
 
     Returns:
-        as ``own``, if ``given`` are of a square image; otherwise as they were given.
+        positions in the shape of ``own`` if ``given`` is of a square image; otherwise ``given``.
     """
     patches, wanted = given[:, int(given_class) :], own.shape[1] - own_class
     across, wanted_across = round(patches.shape[1] ** 0.5), round(wanted**0.5)
@@ -65,15 +65,15 @@ def image_positions(given: Tensor, own: Tensor, given_class: bool, own_class: bo
 
 
 def pre_norm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norms of a post-norm RoBERTa where a pre-norm one has them.
+    """Moves the norms of a post-norm RoBERTa to where a pre-norm one has them.
 
-    In post-norm a branch reads what the norm behind the previous branch gives out: attention of block i the one of block
-    i - 1's MLP (of the first block: the embedding's), the MLP the one of its block's attention. So each branch takes that norm
-    along as its own, and the last one is the final norm: every branch reads inputs normalised as it was trained to.
+    In post-norm, the input of a branch is the output of the norm after the previous branch: for attention in block i, the norm
+    of block i - 1's MLP (in the first block, the embedding's); for the MLP, the norm of the attention in its block. So each
+    branch takes over that norm as its own, and the last norm becomes the final one. Every branch then reads inputs that are
+    normalised as in training.
 
-    The outputs are not the same all the same: post-norm also normalises what is added to, so there the residual stream is small
-    again at every step, while in pre-norm it grows, and so a branch's share in it differs. The weights are a start for
-    fine-tuning, not a model.
+    The outputs still differ: post-norm also normalises the residual stream, so the stream is small again after every branch,
+    while in pre-norm it grows and the share of each branch differs. The weights are a start for fine-tuning.
     """
     norm_of_a_block = re.compile(r"blocks\.blocks\.(\d+)\.([fg])\.norm\.(\w+)")
     last = max(int(found[1]) for found in map(norm_of_a_block.fullmatch, weights) if found)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from holotrain.models.pretrained.names import renamed_by
 
-# In a name of theirs -> in ours. Indices of blocks stay as they are.
+# A part of their names -> the same in ours. Indices of blocks do not change.
 _RENAMED = (
     (r"^wte\.", "embedding.word."),
     (r"^wpe\.weight$", "embedding.position"),
@@ -32,14 +32,14 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under the names of :class:`~holotrain.models.GPT`.
 
     Raises:
-        ValueError: the head is not tied to the embedding, as ours is.
+        ValueError: the head is not tied to the embedding; ours is.
     """
     weights = _bare(weights)
     head = weights.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, weights["wte.weight"]):
-        raise ValueError("the head of these GPT-2 weights is not tied to the embedding, as a GPT's is here")
+        raise ValueError("the head of these GPT-2 weights is not tied to the embedding; in holotrain it always is")
     return {
-        # GPT-2 multiplies by its matrices from the other side.
+        # GPT-2's matrices are transposed.
         renamed_by(_RENAMED, name): tensor.T if re.search(r"\.c_\w+\.weight$", name) else tensor
         for name, tensor in weights.items()
         if not name.endswith(_MASKS)
@@ -47,5 +47,5 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names that the model without its head gives them."""
+    """With the names of the model without its head."""
     return {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}

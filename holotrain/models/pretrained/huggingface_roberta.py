@@ -5,7 +5,7 @@ from torch import Tensor
 
 from holotrain.models.pretrained.names import renamed_by
 
-# In a name of theirs -> in ours. Indices of blocks stay as they are; a block's norms follow its sums.
+# A part of their names -> the same in ours. Indices of blocks do not change; a block's norms follow its sums.
 _RENAMED = (
     (r"^embeddings\.word_embeddings\.", "embedding.word."),
     (r"^embeddings\.position_embeddings\.weight$", "embedding.position"),
@@ -29,11 +29,11 @@ _SEGMENT = "embeddings.token_type_embeddings.weight"
 _DROPPED = ("embeddings.position_ids", "embeddings.token_type_ids", "lm_head.decoder.weight", "lm_head.decoder.bias")
 
 OFFSET = 2
-"""Rows before that of the first token: RoBERTa counts positions on from its padding token, which is word 1."""
+"""Rows before that of the first token: RoBERTa starts to count positions after its padding token, which is word 1."""
 
 
 def recognises(weights: dict[str, Tensor]) -> bool:
-    """Whether these are a state_dict of RoBERTa, with a head or not. BERT has the same names, but two segments."""
+    """Whether these are a state_dict of RoBERTa, with or without a head. BERT has the same names, but two segments."""
     named = any(name.startswith(("roberta.", "lm_head.")) for name in weights)
     weights = _bare(weights)
     if not {_WORD, _POSITION, _SEGMENT, "encoder.layer.0.attention.self.query.weight"} <= weights.keys():
@@ -44,15 +44,15 @@ def recognises(weights: dict[str, Tensor]) -> bool:
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under the names of a post-norm :class:`~holotrain.models.RoBERTa`.
 
-    The first segment's embedding, which every token has added, is folded into the positions.
+    The embedding of the first segment, which is added to every token, is added to the positions.
 
     Raises:
-        ValueError: the head for masked words is not tied to the embedding, as ours is.
+        ValueError: the head for masked words is not tied to the embedding; ours is.
     """
     weights = _bare(weights)
     head = weights.get("lm_head.decoder.weight", weights[_WORD])
     if not torch.equal(head, weights[_WORD]):
-        raise ValueError("the head of these RoBERTa weights is not tied to the embedding, as a RoBERTa's is here")
+        raise ValueError("the head of these RoBERTa weights is not tied to the embedding; in holotrain it always is")
     weights[_POSITION] = weights[_POSITION][OFFSET:] + weights.pop(_SEGMENT)[:1]
     for name in list(weights):
         if ".attention.self.query." in name:
@@ -62,5 +62,5 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names that the encoder without a head gives them."""
+    """With the names of the encoder without a head."""
     return {name.removeprefix("roberta."): tensor for name, tensor in weights.items()}

@@ -1,4 +1,4 @@
-"""Weights into a model, with an account of what went where."""
+"""Loads weights into a model, and reports what was loaded."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,12 +17,12 @@ from holotrain.models.vit import ViT
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights come from.
+    """A kind of weights.
 
     Args:
-        name: for people.
-        recipe: a module that ``recognises`` such weights and gives them as ``renamed``.
-        model: the class of models, plain and reversible, that they are for.
+        name: for messages.
+        recipe: a module with the functions ``recognises`` and ``renamed``.
+        model: the class of the models, plain and reversible, that they are for.
     """
 
     name: str
@@ -42,16 +42,15 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of each tensor, by our names.
+    """A report of what happened to each tensor, by our names.
 
     Args:
-        source: whose weights they are.
-        loaded: what the model took over.
-        missing: what the weights lack, so that it stays as initialised, such as a reversible model's fusions.
-        unexpected: what the model has no place for.
-        head: the model's head, where it stays as initialised, since the weights have none or another: of other classes, of
-            another width.
-        resized: what was loaded in another size: positions of another image size, or of shorter texts.
+        source: the kind of weights.
+        loaded: tensors that the model took over.
+        missing: tensors that the weights do not have, which stay as initialised, such as a reversible model's fusions.
+        unexpected: tensors that the model does not have.
+        head: the model's head, if it stays as initialised because the weights have none or one of another shape.
+        resized: tensors that were loaded in another size: positions of another image size or of shorter texts.
     """
 
     source: str
@@ -62,7 +61,7 @@ class Loaded:
     resized: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For people: how many tensors were taken over, and by name the rest, a whole module by its own."""
+        """A line for people: the number of tensors that were loaded, and the names of all others."""
         parts = {
             "new": (*self.missing, *self.head),
             "left out": self.unexpected,
@@ -73,18 +72,18 @@ class Loaded:
 
 
 def load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> Loaded:
-    """Gives a model weights of its family, in place; adapters are to be added afterwards.
+    """Loads weights of its family into a model, in place. Add adapters afterwards.
 
-    The branches of plain and reversible models have the same names, so each takes the weights of the other. A head is taken
-    over whole or, where any of it has another shape, not at all.
+    The branches of plain and reversible models have the same names, so each can load the weights of the other. A head is loaded
+    completely or, if any part of it has another shape, not at all.
 
     Raises:
-        ValueError: weights of an unknown source or of another family; a tensor of another shape, outside the head; hardly
-            anything fits. The model is then as it was.
+        ValueError: the weights are of an unknown source or of another family, a tensor outside the head has another shape, or
+            fewer than half of the parameters fit. The model is then unchanged.
     """
     source = _source(weights)
     if not isinstance(model, source.model):
-        raise ValueError(f"these weights are of {source.name}; the model is a {type(model).__name__}")
+        raise ValueError(f"these weights are for {source.name}; the model is a {type(model).__name__}")
     own = dict(model.named_parameters())
     renamed = source.recipe.renamed(weights)
     given = fitted(renamed, model)
@@ -99,7 +98,7 @@ def load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> Loaded:
         if given[name].shape != own[name].shape:
             there, here = tuple(given[name].shape), tuple(own[name].shape)
             raise ValueError(f"these weights are of another size: {name} is {there} there and {here} in this model")
-    # Blocks of all families have the same names, so it is the embedding that tells whether weights of ours fit.
+    # Blocks of all families have the same names, so the embedding decides whether weights of ours fit.
     if 2 * len(loaded) < len(own) or not any(name.startswith("embedding.") for name in loaded):
         raise ValueError(
             f"these weights, of {source.name}, do not fit: {len(loaded)} of the {len(own)} parameters of this "
@@ -123,7 +122,7 @@ def _source(weights: dict[str, Tensor]) -> Source:
         if source.recipe.recognises(weights):
             return source
     known, first = ", ".join(source.name for source in SOURCES), next(iter(weights), "nothing")
-    raise ValueError(f"these weights are of no model that is known here ({known}); they begin with {first}")
+    raise ValueError(f"these weights are of no known model ({known}); the first tensor is {first}")
 
 
 def _shapes(tensors: dict[str, Tensor], names: list[str]) -> dict[str, torch.Size]:

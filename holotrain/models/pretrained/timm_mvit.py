@@ -1,4 +1,4 @@
-"""Weights of timm's MViTv2 under the names of ours."""
+"""Weights of timm's MViTv2, renamed to ours."""
 
 import re
 
@@ -34,7 +34,7 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under the names of :class:`~holotrain.models.MViT`.
 
     Raises:
-        ValueError: a tensor that our design has no place for: a class token, a width that grows in the MLP (mvitv2_large).
+        ValueError: a tensor that our model does not have: a class token, a width that grows in the MLP (mvitv2_large).
     """
     return {_renamed(name): tensor for name, tensor in weights.items()}
 

@@ -1,4 +1,4 @@
-"""Swin weights of timm (``swin_*_patch4_window7_224``) and of the authors' repository, which names them nearly alike."""
+"""Swin weights of timm (``swin_*_patch4_window7_224``) and of the authors' repository, whose names are almost the same."""
 
 import re
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from holotrain.models.pretrained.names import renamed_by
 
-# In a name of timm's -> in ours. Indices of stages and blocks stay as they are.
+# A part of timm's names -> the same in ours. Indices of stages and blocks do not change.
 _RENAMED = (
     (r"^patch_embed\.proj\.", "embedding.project."),
     (r"^patch_embed\.norm\.", "embedding.norm."),
@@ -31,8 +31,8 @@ def recognises(weights: dict[str, Tensor]) -> bool:
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under the names of :class:`~holotrain.models.Swin`; buffers that follow from the sizes are left out."""
-    # The authors count a merging with the stage before it, timm and we with the one behind.
+    """The same tensors under the names of :class:`~holotrain.models.Swin`, without buffers that follow from the sizes."""
+    # The authors count a merging with the stage before it, timm and we with the stage after it.
     behind = "layers.0.downsample.reduction.weight" in weights
     return {_our_name(name, behind): tensor for name, tensor in weights.items() if not name.endswith(_DERIVED)}
 

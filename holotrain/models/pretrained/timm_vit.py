@@ -4,7 +4,7 @@ from torch import Tensor
 
 from holotrain.models.pretrained.names import renamed_by
 
-# In a name of timm's -> in ours. Indices of blocks stay as they are.
+# A part of timm's names -> the same in ours. Indices of blocks do not change.
 _RENAMED = (
     (r"^patch_embed\.proj\.", "embedding.project."),
     (r"^cls_token$", "embedding.class_token"),
