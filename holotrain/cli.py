@@ -1,7 +1,7 @@
-"""``python -m holotrain COMMAND [overrides]``: reads the command line, lets Hydra compose, hands over to the command.
+"""``python -m holotrain COMMAND [overrides]``: reads the command line, lets Hydra compose the configuration, runs the command.
 
-Exit status: 0; 1 for a defect of ours (with its traceback); 2 for a mistake of the user's (with one line); 128 + n where signal
-n ended the run.
+Exit status: 0; 1 for a defect of holotrain (with a traceback); 2 for a mistake of the user (with one line); 128 + n if signal n
+ended the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         if place is not None and not place.is_main:
             from holotrain.commands.together import TOGETHER, follow
 
-            # Of what one process does, the others need know nothing.
+            # The main process alone runs the commands that need one process.
             return follow(place) if argv[0] in TOGETHER and not {"--help", "-h"} & set(argv) else 0
         if argv[0] in FOLDER_COMMANDS:
             return _of_folders(*argv)
@@ -85,10 +85,10 @@ def _help(arguments: Arguments) -> int:
 
 
 class Ended(BaseException):
-    """A signal ended a run, and with it the sweep that it may be part of. No Exception, so that Hydra lets it through.
+    """A signal ended a run and the sweep that the run belongs to. Not an Exception, because Hydra would catch that.
 
     Args:
-        status: of the run.
+        status: exit status of the run.
     """
 
     def __init__(self, status: int) -> None:
@@ -100,7 +100,7 @@ class Launch:
     """One start of the command line: a single run, or every job of a sweep.
 
     Args:
-        place: this process's among several that a launcher started, of which it is the main one.
+        place: position of this process among those that torchrun or srun started; it is the main one. None: no such launcher.
     """
 
     def __init__(self, arguments: Arguments, place: Place | None = None) -> None:
@@ -113,14 +113,14 @@ class Launch:
         self.statuses = [0]
 
     def run(self) -> int:
-        """Lets Hydra call ``job`` once, or once a combination. Returns the worst exit status.
+        """Lets Hydra call ``job`` once, or once per combination of a sweep. Returns the worst exit status.
 
         Raises:
-            UserError: the configuration cannot be composed, a folder cannot be written.
+            UserError: the configuration cannot be composed, or a folder cannot be written.
         """
         arguments = self.arguments
         sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *arguments.overrides]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come out of Hydra as they are, for us to explain
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explained` turns them into one line
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
         try:
             with jobs_told(self._note):
@@ -136,7 +136,7 @@ class Launch:
         finally:
             if self.place is not None:
                 self.together.close()
-        if arguments.multirun and self.jobs and arguments.command != "plan":  # which leaves no summary
+        if arguments.multirun and self.jobs and arguments.command != "plan":  # plan leaves no summary
             from holotrain.commands.sweep import show_sweep
 
             show_sweep(self.jobs)
@@ -144,12 +144,12 @@ class Launch:
 
     @cached_property
     def together(self) -> Together:
-        from holotrain.commands.together import Together  # which needs torch
+        from holotrain.commands.together import Together  # imports torch
 
         return Together(self.place)
 
     def _note(self, overrides: list[str], returned: tuple[Path, list[str], int] | None) -> None:
-        """Notes a job of a sweep, which its launcher may have run in another process."""
+        """Records a job of a sweep. The launcher may have run it in another process."""
         if returned is None:
             print(f"holotrain: a job of the sweep ended without a result: {' '.join(overrides)}", file=sys.stderr)
             self.statuses.append(1)
@@ -158,7 +158,7 @@ class Launch:
             self.statuses.append(status)
 
     def job(self, config: DictConfig) -> tuple[Path, list[str], int]:
-        """One run: its folder, its overrides and its exit status. Its mistakes end it, not the sweep that it may be part of."""
+        """One run. Returns its folder, overrides and exit status. A mistake ends the run, not the sweep that it belongs to."""
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
@@ -169,7 +169,7 @@ class Launch:
             from holotrain.commands.quiet import quieten
             from holotrain.commands.run import Run
 
-            together = self.together  # Lightning is imported, and can be silenced
+            together = self.together  # imports Lightning, which can now be silenced
             quieten()
             choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
             choices = (self.origin.choices if self.origin else {}) | choices
@@ -184,14 +184,14 @@ class Launch:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         self.statuses.append(status)
-        gc.collect()  # a trainer refers to itself, and must not stand in the memory of a sweep's next job
-        # A mistake is told at once: whoever asks for what has not been needed waits for torch.
+        gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
+        # Only asked if it exists: creating it would import torch, and the message of a mistake would be late.
         if status > 128 or ("together" in vars(self) and self.together.broken):
             raise Ended(status)
         return folder, overrides, status
 
     def _varied(self, overrides: list[str]) -> list[str]:
-        """What a sweep varies: what the command line gives several values, and what comes from a sweep's own file."""
+        """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
         if not self.arguments.multirun:
             return []
         given = {word.key_or_group: word for word in OverridesParser.create().parse_overrides(self.arguments.overrides)}

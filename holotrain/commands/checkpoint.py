@@ -1,4 +1,4 @@
-"""Checkpoints on their way in and out of a run."""
+"""Reading a checkpoint into a run, and writing the configuration of a run into its checkpoints."""
 
 from dataclasses import replace
 from itertools import zip_longest
@@ -22,7 +22,7 @@ from holotrain.ranks.shards import read_all
 
 
 class KeepConfiguration(pl.Callback):
-    """Lets the run's configuration travel inside its checkpoints."""
+    """Writes the configuration of the run into its checkpoints."""
 
     def __init__(self, config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> None:
         self.stamp = checkpointed.stamp(config, choices, description)
@@ -34,15 +34,15 @@ class KeepConfiguration(pl.Callback):
 def check_origin(config: RunConfig, path: Path) -> None:
     """
     Raises:
-        UserError: the checkpoint is of another task than the configuration.
+        UserError: the checkpoint and the configuration are of different tasks.
     """
     kept = checkpointed.load(path)[checkpointed.KEY]["config"]
     if kept["task"]["kind"] != config.task.kind:
-        raise UserError(f"task={config.task.kind}: {path} is of task={kept['task']['kind']}")
+        raise UserError(f"task={config.task.kind}: {path} was trained with task={kept['task']['kind']}")
 
 
 def chosen_before(config: RunConfig, path: Path) -> RunConfig:
-    """The configuration of a run that goes on, what it left open filled in as it was when it began."""
+    """The configuration of a resumed run. What was chosen automatically keeps the values that were chosen at the start."""
     kept = checkpointed.load(path)[checkpointed.KEY]["config"]
     if config.batch_is_open:
         config = config.with_batch(kept["data"][config.batch_option[0].removeprefix("data.")])
@@ -54,21 +54,21 @@ def chosen_before(config: RunConfig, path: Path) -> RunConfig:
 def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -> None:
     """
     Raises:
-        UserError: the data's classes, set up, are not those that the checkpoint tells apart.
+        UserError: the classes of the data are not those of the checkpoint.
     """
     described = checkpointed.load(path)[checkpointed.KEY]["description"]
     there, here = described.get("class_names"), class_names(config, data)
     if there != here:
         unlike = next(((a, b) for a, b in zip_longest(there or (), here or ()) if a != b), (there, here))
-        raise UserError(f"data: {path} tells other classes apart: {unlike[0]!r} there is {unlike[1]!r} in these data")
+        raise UserError(f"data: {path} has other classes: {unlike[0]!r} there is {unlike[1]!r} in these data")
 
 
 def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
-    """The tokenizer that a run must read text with, as ``to_json`` gave it: that of the checkpoint or the pretrained weights
-    that it begins with. None: the configuration's own.
+    """The tokenizer of the checkpoint or of the pretrained weights that a run starts from, as text of ``to_json``. None: the
+    tokenizer of the configuration.
 
     Raises:
-        UserError: the configuration asks for another one than the checkpoint's; either cannot be read.
+        UserError: the configuration names another tokenizer than the checkpoint, or one of the files cannot be read.
     """
     if not isinstance(config.data, TextDataConfig):
         return None
@@ -76,9 +76,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         kept = checkpointed.load(path)[checkpointed.KEY]
         asked, there = config.data.tokenizer, kept["config"]["data"]["tokenizer"]
         if asked != there:
-            raise UserError(
-                f"data.tokenizer={asked}: {path} was trained with {there or 'byte'}, and brings its tokenizer along"
-            )
+            raise UserError(f"data.tokenizer={asked}: {path} was trained with {there or 'byte'}; leave the option out")
         return kept["description"]["tokenizer"]
     if config.data.tokenizer is not None or not config.model.pretrained:
         return None
@@ -87,12 +85,12 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return (begun_with / "tokenizer.json").read_text(encoding="utf-8")
     try:
         return checkpointed.load(begun_with)[checkpointed.KEY]["description"].get("tokenizer")
-    except UserError:  # other weights than ours bring no tokenizer
+    except UserError:  # weights of other programs have no tokenizer
         return None
 
 
 def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint or an exported folder, without its data: with its weights, and what describes it.
+    """The model of a checkpoint or of an exported folder, with its weights, and its description. No data are needed.
 
     Raises:
         UserError: it cannot be read.
@@ -117,10 +115,10 @@ def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def in_int8(model: nn.Module, wanted: bool) -> None:
-    """Quantises the model, in place, if the command's option ``int8`` says so.
+    """Quantises the model in place if ``wanted``, the option ``int8`` of the command.
 
     Raises:
-        UserError: torchao is not installed; the model is int8 already.
+        UserError: torchao is not installed, or the model is already int8.
     """
     if wanted:
         with described_by("int8"):
@@ -128,10 +126,10 @@ def in_int8(model: nn.Module, wanted: bool) -> None:
 
 
 def load_weights(task: pl.LightningModule, path: Path) -> None:
-    """Gives the task a checkpoint's weights (their average, where the run kept one), or those of an exported folder.
+    """Loads the weights of a checkpoint (their average, if the run kept one) or of an exported folder into the task.
 
     Raises:
-        UserError: the checkpoint cannot be read, or is of another model.
+        UserError: the checkpoint cannot be read, or holds another model.
     """
     if checkpointed.is_exported(path):
         with described_by("ckpt_path"):
@@ -149,39 +147,43 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
 def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -> None:
     """
     Raises:
-        UserError: the checkpoint cannot be read, or is of another model or optimizer, so that training cannot continue.
+        UserError: training cannot continue from the checkpoint: it cannot be read, or holds another model or optimizer.
     """
     if checkpointed.is_exported(path):
-        raise UserError(f"ckpt_path: {path} holds weights alone; begin with them by model.pretrained={path}")
+        raise UserError(f"ckpt_path: {path} holds only weights; start from them with model.pretrained={path}")
     checkpoint = checkpointed.load(path)
     model = checkpoint[checkpointed.KEY]["config"]["model"]
     for option in [name for name in ("trained", "adapters") if name in model and hasattr(config.model, name)]:
         kept, wanted = model[option], getattr(config.model, option)
         if kept != wanted:
-            raise UserError(f"model.{option}={wanted}: {path} was trained with {kept}; begin anew by model.pretrained={path}")
+            raise UserError(
+                f"model.{option}={wanted}: {path} was trained with {kept}; start a new training with model.pretrained={path}"
+            )
     check_weights(task, checkpoint["state_dict"], path)
     for group in ("optimizer", "scheduler"):
         kept, wanted = checkpoint[checkpointed.KEY]["config"][group]["kind"], getattr(config, group).kind
         if kept != wanted:
-            raise UserError(f"{group}={wanted}: {path} was trained with {group}={kept}, and continues with its state alone")
+            raise UserError(f"{group}={wanted}: {path} was trained with {group}={kept} and can only continue with it")
     kept = checkpoint[checkpointed.KEY]["config"].get("synthesis", {"kind": "none"})["kind"]
     if kept != config.synthesis.kind:
-        raise UserError(f"synthesis={config.synthesis.kind}: {path} was trained with synthesis={kept}, and continues with that")
+        raise UserError(
+            f"synthesis={config.synthesis.kind}: {path} was trained with synthesis={kept} and can only continue with it"
+        )
     if kept != "none":
         check_synthesis_continues(config.synthesis, task, checkpoint["callbacks"])
     if checkpoint["epoch"] > config.trainer.max_epochs > 0:
-        raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is of epoch {checkpoint['epoch']} already")
+        raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is already at epoch {checkpoint['epoch']}")
     if "optimizer_states" not in checkpoint:
-        raise UserError(f"ckpt_path: {path} holds weights alone; a training cannot continue from it")
+        raise UserError(f"ckpt_path: {path} holds only weights; training cannot continue from it")
 
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
     """
     Raises:
-        UserError: the weights are not those of the module. The message names the first that differs.
+        UserError: the names or shapes of the weights do not match. The message names the first that differs.
     """
     expected = module.state_dict()
     for name in [*expected, *weights]:
         here, there = (tuple(s[name].shape) if name in s else "none" for s in (expected, weights))
         if here != there:
-            raise UserError(f"ckpt_path: {path} is of another model: {name} is {there} there and {here} in this one")
+            raise UserError(f"ckpt_path: {path} holds another model: {name} is {there} there and {here} in this one")

@@ -1,4 +1,4 @@
-"""The command line taken apart: a command, Hydra's flags, overrides. Flags may stand anywhere; Hydra wants them first."""
+"""Splits the command line into a command, flags of Hydra and overrides. Flags may stand anywhere; Hydra needs them first."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -8,7 +8,7 @@ from holotrain.checks import did_you_mean
 from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, ReportConfig
 from holotrain.errors import UserError
 
-# Hydra's flags, by whether a value follows. --experimental-rerun is missing on purpose: it unpickles a file.
+# Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
 VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"}
 BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
 HELP = {"--help", "-h"}
@@ -17,7 +17,7 @@ VERBATIM = {
     *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
     *("data.root", "data.files", "data.val_files", "data.test_files", "data.cache_dir", "data.tokenizer", "model.pretrained"),
 }
-"""Overrides whose values are paths or text: Hydra's grammar would trip over signs that those may well hold."""
+"""Overrides whose values are paths or text. They may contain characters that have a meaning in Hydra's grammar."""
 
 
 @dataclass
@@ -26,12 +26,12 @@ class Arguments:
     flags: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    """the overrides as they were given, before signs in paths and texts were escaped for Hydra"""
+    """the overrides as given, before paths and texts are escaped for Hydra"""
 
     help: bool = False
 
     primary: str = ""
-    """name of the primary configuration: that of the command, or what a checkpoint holds"""
+    """name of the primary configuration: that of the command, or that of a checkpoint"""
 
     def __post_init__(self) -> None:
         self.primary = self.primary or self.command
@@ -50,7 +50,7 @@ class Arguments:
         return None
 
     def value(self, key: str) -> str | None:
-        """The value of the last override of ``key``, unquoted; None where there is none."""
+        """The value of the last override of ``key``, unquoted; None if there is none."""
         for word in reversed(self.words):
             name, equals, value = word.lstrip("+").partition("=")
             if equals and name == key:
@@ -65,21 +65,21 @@ def _verbatim(override: str) -> str:
     if key != "prompt":
         if value == "~" or value.startswith("~/"):
             value = str(Path(value).expanduser())
-        # Commas are a sweep's, brackets a list's, and quotes and interpolations what the user wrote them for.
+        # Commas, brackets, quotes and interpolations keep their meaning: sweeps, lists, and what the user quotes.
         if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$[":
             return f"{key}={value}"
-    # Backslashes before a quote, and the quotes, are the grammar's; what looks like an interpolation is OmegaConf's.
+    # Hydra's grammar reads quotes and the backslashes before them; OmegaConf reads interpolations.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
     return f"{key}='{literal(escaped)}'"
 
 
 def literal(text: str) -> str:
-    """Text that OmegaConf takes as it is, whatever looks like an interpolation in it."""
+    """Escapes interpolations, so that OmegaConf resolves the result to ``text``."""
     return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
 
 
 def parse(argv: list[str]) -> Arguments:
-    """Takes the command line apart.
+    """Splits the command line.
 
     Raises:
         UserError: an unknown command or flag, a flag without its value, a word that is no override.
@@ -87,7 +87,7 @@ def parse(argv: list[str]) -> Arguments:
     command, *rest = argv
     if command not in COMMANDS:
         commands = [*COMMANDS, *FOLDER_COMMANDS]
-        raise UserError(f"{command!r} is no command; there are {', '.join(commands)}.{did_you_mean(command, commands)}")
+        raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
     arguments = Arguments(command)
     words = iter(rest)
     for word in words:
@@ -102,9 +102,9 @@ def parse(argv: list[str]) -> Arguments:
                 raise UserError(f"{word} needs a value")
             arguments.flags += [word, value]
         elif word.startswith("-"):
-            raise UserError(f"{word!r} is no flag.{did_you_mean(flag, VALUED | BARE | HELP)}")
+            raise UserError(f"{word!r} is not a flag.{did_you_mean(flag, VALUED | BARE | HELP)}")
         elif "=" not in word and not word.startswith("~"):
-            raise UserError(f"{word!r} is no override: write group=option or key=value")
+            raise UserError(f"{word!r} is not an override; write group=option or key=value")
         else:
             arguments.words.append(word)
             arguments.overrides.append(_verbatim(word))
@@ -114,7 +114,7 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def parse_folders(command: str, words: list[str]) -> ReportConfig | None:
-    """Takes the command line of a command of ``FOLDER_COMMANDS`` apart; None where it asks for help.
+    """Splits the command line of a command of ``FOLDER_COMMANDS``; None if it asks for help.
 
     Raises:
         UserError: no folder, an unknown flag or option, an option without a value.
@@ -127,15 +127,15 @@ def parse_folders(command: str, words: list[str]) -> ReportConfig | None:
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            raise UserError(f"{name!r} is no flag of {command}.{did_you_mean(name, HELP)}")
+            raise UserError(f"{name!r} is not a flag of {command}.{did_you_mean(name, HELP)}")
         if name in options and equals:
             if not value:
                 raise UserError(f"{name}: a value is needed")
             setattr(config, name, str(Path(value).expanduser()))
         elif equals and name.isidentifier() and not Path(word).exists():
-            raise UserError(f"{name!r} is no option of {command}; there is {', '.join(options)}.{did_you_mean(name, options)}")
+            raise UserError(f"{name!r} is not an option of {command}; use {', '.join(options)}.{did_you_mean(name, options)}")
         else:
             config.runs.append(word)
     if not config.runs:
-        raise UserError(f"{command} needs the folder of a run or sweep: holotrain {command} runs/fit/sweeps/...")
+        raise UserError(f"{command} needs the folder of a run or sweep; for example holotrain {command} runs/fit/sweeps/...")
     return config

@@ -269,7 +269,7 @@ MISTAKES = [
     (["fit", "a=["], "a=["),
     (["fit", "--hlp"], "Did you mean '--help'?"),
     (["fit", "--config-dir", "nowhere"], "no folder nowhere"),
-    (["fit", "word"], "no override"),
+    (["fit", "word"], "not an override"),
     (["fit", "data=digits,cifar10"], "add -m"),
     (["fit", "output_dir=/proc/nothing"], "cannot write to /proc/nothing"),
     (["fit", "output_dir=occupied"], "cannot write to"),
@@ -277,7 +277,7 @@ MISTAKES = [
     (["fit", "-m", "optimizer.lr=1e-3,banana"], "optimizer.lr"),
     (["test"], "give ckpt_path="),
     (["predict", "ckpt_path=text.ckpt"], "not a readable checkpoint"),
-    (["fit", "--experimental-rerun", "x"], "no flag"),
+    (["fit", "--experimental-rerun", "x"], "not a flag"),
 ]
 
 
