@@ -1,9 +1,9 @@
 """The most memory that one operation on a CPU may hold in addition to its tensors: an upper bound, from shapes alone.
 
 PyTorch gives a matrix product in half precision to oneDNN if the CPU has instructions for it. oneDNN copies operands into the
-layout that its kernels read: on CPUs with AMX the whole weight, on all of them blocks for each thread. It takes this memory from
-PyTorch's allocator. How much depends on the CPU, on the number of threads and on oneDNN's heuristics, so a plan has an upper
-bound of it. The bound follows what oneDNN may book (``init_aux_values`` and ``init_scratchpad`` in
+layout that its kernels read: on CPUs with AMX the whole weight, on all of them blocks for each thread. It takes this memory
+from PyTorch's allocator. How much depends on the CPU, on the number of threads and on oneDNN's heuristics, so a plan has an
+upper bound of it. The bound follows what oneDNN may book (``init_aux_values`` and ``init_scratchpad`` in
 src/cpu/x64/matmul/brgemm_matmul_utils.cpp) and what PyTorch reorders before (``matmul_forward`` in ideep).
 
 Convolutions and fused attention have scratch in every precision and on every CPU.
