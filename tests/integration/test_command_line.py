@@ -304,12 +304,12 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
         (["test", "ckpt_path=foreign.ckpt"], "not written by holotrain"),
         (["fit", f"ckpt_path={checkpoint}", "model.dim=32"], "another model"),
         (["fit", f"ckpt_path={checkpoint}", "model=vit_tiny"], "another model"),
-        (["test", f"ckpt_path={checkpoint}", "data=fake", "data.num_classes=3"], "tells other classes apart"),
+        (["test", f"ckpt_path={checkpoint}", "data=fake", "data.num_classes=3"], "has other classes"),
         (["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"], "trained with optimizer=sgd"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis=none"], "trained with synthesis=associative"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis.ema=0.5"], "synthesis: the state belongs to another synthesis: ema"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis.exclude=['*norm*']"], "another synthesis: parameters is"),
-        (["fit", "ckpt_path=late.ckpt"], "trainer.max_epochs=2: late.ckpt is of epoch 7 already"),
+        (["fit", "ckpt_path=late.ckpt"], "trainer.max_epochs=2: late.ckpt is already at epoch 7"),
     ]:
         status, _, err = holotrain(*words)
         assert status == 2 and expected in err, (words, err)

@@ -177,7 +177,7 @@ def test_other_classes_than_the_checkpoints_are_refused(holotrain, trained):
     Path("texts/fruit").rename("texts/zebra")
     for command in (["test"], ["validate"], ["fit"]):
         status, _, err = holotrain(*command, f"ckpt_path={checkpoint}")
-        assert status == 2 and "tells other classes apart: 'fruit' there is 'metal' in these data" in err
+        assert status == 2 and "has other classes: 'fruit' there is 'metal' in these data" in err
     status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "texts=texts/metal")  # its own names, without any data
     rows = list(csv.DictReader((only(Path("runs/predict")) / "predictions.csv").open()))
     assert status == 0 and {row["class"] for row in rows} <= {"fruit", "metal"}
@@ -234,7 +234,7 @@ def test_an_export_is_measured_as_its_checkpoint_is(holotrain, trained):
     for change, word in (
         ("model.dim=32", "another model"),
         ("data.context=12", "another model"),
-        ("task=causal_lm", "is of task=masked_lm"),
+        ("task=causal_lm", "was trained with task=masked_lm"),
     ):
         status, _, err = holotrain("test", "ckpt_path=exported", change)
         assert status == 2 and word in err and err.count("\n") == 1
@@ -384,9 +384,9 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
         (["generate", "prompt=a", "temperature=-1"], "temperature: -1.0 is out of range"),
         (["generate", "prompt=a", "top_p=2"], "top_p: 2.0 is out of range"),
         (["generate", "prompt=a", "top_k=0"], "top_k: 0 is out of range"),
-        (["fit", "data.tokenizer=bpe"], "was trained with byte, and brings its tokenizer along"),
+        (["fit", "data.tokenizer=bpe"], "was trained with byte; leave the option out"),
         (["test", "data.context=12", "model.positions=learned"], "another model"),
-        (["fit", "task=masked_lm"], "is of task=causal_lm"),
+        (["fit", "task=masked_lm"], "was trained with task=causal_lm"),
         (["fit", "model.adapters=4"], "model.adapters=4: "),
         (["test", "trainer.val_check_interval=0"], "to skip validation, set trainer.limit_val_batches=0"),
         (["predict", "images=texts"], "give texts=..."),
