@@ -68,7 +68,7 @@ class TrainerConfig:
     """time after which it ends all the same, as DD:HH:MM:SS"""
 
     accumulate_grad_batches: int = 1
-    """batches whose gradients add up to one optimizer step"""
+    """batches whose gradients add up to one optimizer step; validations and signals wait for it"""
 
     gradient_clip_val: float | None = 1.0
     """largest norm (or value) of the gradient, after unscaling; null: none"""
