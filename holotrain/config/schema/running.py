@@ -65,7 +65,7 @@ class TrainerConfig:
     """maximum training time, as DD:HH:MM:SS; null: no limit"""
 
     accumulate_grad_batches: int = 1
-    """number of batches whose gradients are accumulated per optimizer step"""
+    """number of batches whose gradients are accumulated per optimizer step; validations and signals wait for the step"""
 
     gradient_clip_val: float | None = 1.0
     """maximum norm (or absolute value) of the gradient; null: no clipping"""
