@@ -10,7 +10,6 @@ import shutil
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from data_files import write_cifar, write_folder, write_mnist
 from readme_blocks import Line
@@ -100,6 +99,11 @@ class Small:
     def value(self, key: str) -> str | None:
         found = [word.partition("=")[2] for word in self.words if word.partition("=")[0] == key]
         return found[-1] if found else None
+
+    @property
+    def shows(self) -> bool:
+        """Whether it trains nothing and reads no more than runs: help, versions, configurations, reports."""
+        return self.words[:1] == ("report",) or bool({"--help", "--version", "--cfg"} & set(self.words)) or not self.words
 
     @property
     def before(self) -> list["Small"]:
@@ -232,9 +236,7 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
 PACKAGES = ("json", "email", "html", "logging", "urllib", "http", "xml", "unittest", "concurrent", "sqlite3")
 
 
-def shorten_the_standard_library(folder: Path, monkeypatch) -> None:
-    """A few packages of it, copied to a folder, in the place of all."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
+def copy_of_the_standard_library(folder: Path) -> None:
+    """A few packages of it."""
     for name in PACKAGES:
-        shutil.copytree(stdlib / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    monkeypatch.setattr("holotrain.data.text.sources.sysconfig", SimpleNamespace(get_path=lambda name: str(folder)))
+        shutil.copytree(Path(sysconfig.get_path("stdlib")) / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
