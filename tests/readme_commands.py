@@ -44,8 +44,8 @@ DATA = {
     "cifar100": ["data.batch_size=8", "data.download=false"],
     "fake": ["data.image_size=32", "data.num_classes=4", "data.train_size=16", "data.val_size=8", "data.batch_size=4"],
     "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
-    "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=256"],
-    "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=256"],
+    "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
+    "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
 }
 """Options that make a model or data set small. Where the line has a value of its own, it keeps it."""
 
@@ -159,6 +159,8 @@ def made_small(line: Line) -> Small:
         always |= PROCESSES
     kept = [word for word in words if word.partition("=")[0] not in always]
     small = [option for option in options if option.partition("=")[0] not in given]
+    if "backward.blocks" in given:  # one for each block of the model's own depth
+        small = [option for option in small if not option.startswith("model.depth")]
     if given.get("sweep") == "error_diffusion":  # 54 jobs
         small += ["hydra.sweeper.params={model.rule:'kaneko,article',model.depth:'1',model.width:'4',seed:'0'}"]
     return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), tuple(launcher), several, gpu)

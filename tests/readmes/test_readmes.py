@@ -35,9 +35,8 @@ for readme in readmes():
 OURS = {words: line for words, line in LINES.items() if ours(line) is not None}
 OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
 ALONE = {words: line for words, line in OURS.items() if not (made_small(line).processes or made_small(line).gpu)}
-FIRST = {line.readme: words for words, line in reversed(ALONE.items())}.values()
-SOON = {words for words, line in ALONE.items() if line.readme == "README.md" or words in FIRST or made_small(line).shows}
-"""Lines that are run each time: those of the first page, the first of every other. The rest is checked, and is run as slow."""
+SOON = {words for words, line in ALONE.items() if line.readme == "README.md" or made_small(line).shows}
+"""Lines that are run each time: those of the first page. The others are composed and checked, and run as slow tests."""
 
 
 def named(lines: dict[str, Line]) -> list:
