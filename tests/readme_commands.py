@@ -10,7 +10,6 @@ import shutil
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from data_files import write_cifar, write_folder, write_mnist
 from readme_blocks import Line
@@ -45,8 +44,8 @@ DATA = {
     "cifar100": ["data.batch_size=8", "data.download=false"],
     "fake": ["data.image_size=32", "data.num_classes=4", "data.train_size=16", "data.val_size=8", "data.batch_size=4"],
     "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
-    "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=256"],
-    "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=256"],
+    "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
+    "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
 }
 """Options that make a model or data set small. Where the line has a value of its own, it keeps it."""
 
@@ -102,6 +101,11 @@ class Small:
         return found[-1] if found else None
 
     @property
+    def shows(self) -> bool:
+        """Whether it trains nothing and reads no more than runs: help, versions, configurations, reports."""
+        return self.words[:1] == ("report",) or bool({"--help", "--version", "--cfg"} & set(self.words)) or not self.words
+
+    @property
     def before(self) -> list["Small"]:
         """What must have been run for this one to begin: what ``resume`` resumes, what wrote the ``pretrained`` weights."""
         if self.value("resume") == "true":
@@ -155,6 +159,8 @@ def made_small(line: Line) -> Small:
         always |= PROCESSES
     kept = [word for word in words if word.partition("=")[0] not in always]
     small = [option for option in options if option.partition("=")[0] not in given]
+    if "backward.blocks" in given:  # one for each block of the model's own depth
+        small = [option for option in small if not option.startswith("model.depth")]
     if given.get("sweep") == "error_diffusion":  # 54 jobs
         small += ["hydra.sweeper.params={model.rule:'kaneko,article',model.depth:'1',model.width:'4',seed:'0'}"]
     return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), tuple(launcher), several, gpu)
@@ -232,9 +238,7 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
 PACKAGES = ("json", "email", "html", "logging", "urllib", "http", "xml", "unittest", "concurrent", "sqlite3")
 
 
-def shorten_the_standard_library(folder: Path, monkeypatch) -> None:
-    """A few packages of it, copied to a folder, in the place of all."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
+def copy_of_the_standard_library(folder: Path) -> None:
+    """A few packages of it."""
     for name in PACKAGES:
-        shutil.copytree(stdlib / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    monkeypatch.setattr("holotrain.data.text.sources.sysconfig", SimpleNamespace(get_path=lambda name: str(folder)))
+        shutil.copytree(Path(sysconfig.get_path("stdlib")) / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import yaml
 from made_once import made_once
 from readme_blocks import ROOT, Block, Line, anchors, blocks, commands, links, readmes
-from readme_commands import BENCHES, Small, lay_out, made_small, ours, shorten_the_standard_library, write_texts
+from readme_commands import BENCHES, Small, copy_of_the_standard_library, is_text, lay_out, made_small, ours, write_texts
 from small_run import SMALL
 
 READMES = [str(path.relative_to(ROOT)) for path in readmes()]
@@ -34,9 +35,8 @@ for readme in readmes():
 OURS = {words: line for words, line in LINES.items() if ours(line) is not None}
 OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
 ALONE = {words: line for words, line in OURS.items() if not (made_small(line).processes or made_small(line).gpu)}
-FIRST = {line.readme: words for words, line in reversed(ALONE.items())}
-SOON = {words for words, line in ALONE.items() if line.readme == "README.md" or words in FIRST.values()}
-"""Lines of ours that are run each time; the others are composed and checked, and run under ``slow``."""
+SOON = {words for words, line in ALONE.items() if line.readme == "README.md" or made_small(line).shows}
+"""Lines that are run each time: those of the first page. The others are composed and checked, and run as slow tests."""
 
 
 def named(lines: dict[str, Line]) -> list:
@@ -137,6 +137,14 @@ def trained(tmp_path_factory) -> dict[str, Path]:
     return {"image": train("image", *SMALL), "text": train("text", *SMALL, "task=causal_lm", *files)}
 
 
+def write_configuration(line: Line, folder: Path) -> None:
+    """The YAML files that the line's README shows."""
+    for block in blocks(ROOT / line.readme, "yaml"):
+        if block.file and "--config-dir" in line.words:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text)
+
+
 @pytest.fixture
 def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
     """A line made small, in a folder with the files that it names; the training that must come before it is done."""
@@ -145,13 +153,11 @@ def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
         small = made_small(line)
         for name, value in line.environment:
             monkeypatch.setenv(name, value)
-        if not {"--help", "--version", "--cfg"} & set(small.words):
-            shorten_the_standard_library(tmp_path_factory.getbasetemp() / "stdlib", monkeypatch)
+        if not small.shows or small.words[:1] == ("report",):
+            stdlib = made_once(tmp_path_factory, "readme_stdlib", copy_of_the_standard_library)
+            monkeypatch.setattr("holotrain.data.text.sources.sysconfig", SimpleNamespace(get_path=lambda name: str(stdlib)))
             lay_out(small, tmp_path, trained, monkeypatch)
-            for block in blocks(ROOT / line.readme, "yaml"):
-                if block.file and "--config-dir" in small.words:
-                    (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
-                    (tmp_path / block.file).write_text(block.text)
+            write_configuration(line, tmp_path)
             for earlier in small.before:
                 run(earlier)
             if (weights := small.value("model.pretrained")) and (tmp_path / "others/exported").exists():
@@ -178,15 +184,32 @@ def run(holotrain):
 
 
 @pytest.mark.parametrize("line", named({words: line for words, line in OURS.items() if words not in SOON}))
-def test_commands_are_composed_and_checked(line, prepared, run, monkeypatch):
-    """Up to where a run would begin. What stands in the first page, and first in each other, is run by the next test."""
-    if made_small(line).launcher:
+def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
+    """The first and the last job, where there are several. Lines of ``SOON`` are run instead."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    from holotrain.config.arguments import parse
+    from holotrain.config.checkpointed import typed
+    from holotrain.config.composition import composed
+    from holotrain.config.register import register
+
+    monkeypatch.chdir(tmp_path)
+    small = made_small(line)
+    if small.launcher:
         from torch.distributed.run import get_args_parser
 
         asked = get_args_parser().parse_args(list(line.words[1:]))
         assert asked.module and asked.training_script == "holotrain"
-    monkeypatch.setattr("holotrain.commands.together.Together.run", lambda self, command, config, run: 0)
-    run(prepared(line, lambda earlier: None))
+    write_configuration(line, tmp_path)
+    # A checkpoint would bring its task along.
+    arguments = parse([*small.words, *(["task=causal_lm"] if is_text(small) and not small.value("task") else [])])
+    register(resume=False)
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments.overrides), None)
+    for overrides in {tuple(jobs[0]), tuple(jobs[-1])}:
+        config = composed(arguments.command, list(overrides), arguments.config_dir)
+        typed(arguments.command, OmegaConf.to_container(config, resolve=True))
 
 
 @pytest.mark.parametrize(
