@@ -41,7 +41,7 @@ def supported(x: Tensor) -> bool:
 
 
 def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """Like :meth:`~holotrain.overlap.sending.Sender.sum`."""
+    """As :meth:`~holotrain.overlap.sending.Sender.sum`."""
     tiles = tiles_of(cut, 1, len(x), matrix.shape[1])
 
     def collective(rows: slice) -> Work:
@@ -51,7 +51,7 @@ def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: l
 
 
 def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """Like :meth:`~holotrain.overlap.sending.Sender.shares`; the rows of a group are contiguous over all ranks."""
+    """As :meth:`~holotrain.overlap.sending.Sender.shares`; a group's rows of all ranks lie side by side in what is computed."""
     ranks, rows, _ = x.shape
     tiles = tiles_of(cut, ranks, rows, matrix.shape[1])
     computed = x.new_empty(ranks * rows, matrix.shape[1])
@@ -85,9 +85,9 @@ def _signalled(x, matrix, bias, out, cut, tiles, collective) -> list[Work]:
     with torch.cuda.device(x.device):
         ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
-        aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
+        aside.wait_stream(ambient)  # for the zeros: older counts in that memory would be taken for signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
-        # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
+        # Before anything waits for it: where streams share a hardware queue, it would otherwise be stuck behind the waiting.
         launch(x, matrix, bias, out, _on_device(tiles, x.device), counts, programs)
         works = []
         with torch.cuda.stream(aside):
@@ -136,7 +136,7 @@ def _require_success(status: int) -> None:
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # first on free SMs
+    return torch.cuda.Stream(device, priority=-1)  # first at what SMs are free
 
 
 @cache

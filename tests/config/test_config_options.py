@@ -226,7 +226,7 @@ def test_the_options_of_a_synthesis_reach_it():
         ),
         (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis.exclude: 'haed' matches no parameter"),
         (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: it leaves no parameter"),
-        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 selects nothing"),
+        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 takes nothing"),
         (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis: block_length=100000000: it is longer"),
         (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile has no effect with mode='shared'"),
     ],
