@@ -107,7 +107,10 @@ def primary(arguments: Arguments, start: Origin) -> str:
         brought.add("backward")
     groups = [group for group in (*KINDS, *PLAIN) if group not in (*brought, "task", "trainer")]
     groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
-    kept = dict(start.config)
+    kept, logger = dict(start.config), None
+    if command != "fit":  # what a training told W&B or MLflow, an evaluation does not unless it is asked to
+        logger = "tensorboard"
+        del kept["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
         kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
     own = OmegaConf.to_container(OmegaConf.structured(COMMANDS[command]))
@@ -116,7 +119,7 @@ def primary(arguments: Arguments, start: Origin) -> str:
             "_hydra",
             {"trainer": "default"},
             "_self_",
-            *({group: None} for group in groups),
+            *({group: logger if group == "logger" else None} for group in groups),
             {"override hydra/hydra_logging": "none"},
             {"override hydra/job_logging": "none"},
         ],

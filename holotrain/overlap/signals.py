@@ -43,7 +43,12 @@ def supported(x: Tensor) -> bool:
 
 
 def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
+<<<<<<< HEAD
     """Like :meth:`~holotrain.overlap.sending.Sender.sum`."""
+=======
+    """As :meth:`~holotrain.overlap.sending.Sender.sum`."""
+    tiles = tiles_of(cut, 1, len(x), matrix.shape[1])
+>>>>>>> 0ad6f520f2955dd93c10a19d80a225abc5008d6d
 
     def collective(rows: slice) -> Work:
         return link.all_reduce(out[rows])
@@ -52,7 +57,7 @@ def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: l
 
 
 def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """Like :meth:`~holotrain.overlap.sending.Sender.shares`; the rows of a group are contiguous over all ranks."""
+    """As :meth:`~holotrain.overlap.sending.Sender.shares`; a group's rows of all ranks lie side by side in what is computed."""
     ranks, rows, _ = x.shape
     computed = x.new_empty(ranks * rows, matrix.shape[1])
 
@@ -85,11 +90,18 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
     with torch.cuda.device(x.device):
         ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
+<<<<<<< HEAD
         order = order_of(tuple(rows.stop - rows.start for rows in cut), ranks, matrix.shape[1], x.device)
         aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
         # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
         launch(x, matrix, bias, out, order.table, counts, programs)
+=======
+        aside.wait_stream(ambient)  # for the zeros: older counts in that memory would be taken for signals
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
+        # Before anything waits for it: where streams share a hardware queue, it would otherwise be stuck behind the waiting.
+        launch(x, matrix, bias, out, _on_device(tiles, x.device), counts, programs)
+>>>>>>> 0ad6f520f2955dd93c10a19d80a225abc5008d6d
         works = []
         with torch.cuda.stream(aside):
             for group, rows in enumerate(cut):
@@ -135,7 +147,7 @@ def _require_success(status: int) -> None:
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # first on free SMs
+    return torch.cuda.Stream(device, priority=-1)  # first at what SMs are free
 
 
 KEPT = 128
