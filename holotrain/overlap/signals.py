@@ -43,12 +43,7 @@ def supported(x: Tensor) -> bool:
 
 
 def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-<<<<<<< HEAD
     """Like :meth:`~holotrain.overlap.sending.Sender.sum`."""
-=======
-    """As :meth:`~holotrain.overlap.sending.Sender.sum`."""
-    tiles = tiles_of(cut, 1, len(x), matrix.shape[1])
->>>>>>> 0ad6f520f2955dd93c10a19d80a225abc5008d6d
 
     def collective(rows: slice) -> Work:
         return link.all_reduce(out[rows])
@@ -90,18 +85,11 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
     with torch.cuda.device(x.device):
         ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
-<<<<<<< HEAD
         order = order_of(tuple(rows.stop - rows.start for rows in cut), ranks, matrix.shape[1], x.device)
         aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
         # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
         launch(x, matrix, bias, out, order.table, counts, programs)
-=======
-        aside.wait_stream(ambient)  # for the zeros: older counts in that memory would be taken for signals
-        programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
-        # Before anything waits for it: where streams share a hardware queue, it would otherwise be stuck behind the waiting.
-        launch(x, matrix, bias, out, _on_device(tiles, x.device), counts, programs)
->>>>>>> 0ad6f520f2955dd93c10a19d80a225abc5008d6d
         works = []
         with torch.cuda.stream(aside):
             for group, rows in enumerate(cut):

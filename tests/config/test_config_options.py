@@ -234,13 +234,8 @@ def test_the_options_of_a_synthesis_reach_it():
             "synthesis.cover: 'nothing' matches no parameter; names look like model.",
         ),
         (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis.exclude: 'haed' matches no parameter"),
-<<<<<<< HEAD
         (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: excludes all parameters"),
         (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 selects nothing"),
-=======
-        (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: it leaves no parameter"),
-        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 takes nothing"),
->>>>>>> 0ad6f520f2955dd93c10a19d80a225abc5008d6d
         (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis: block_length=100000000: it is longer"),
         (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile has no effect with mode='shared'"),
     ],
