@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from contextlib import chdir
+from contextlib import chdir, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,8 +27,10 @@ def fit_in(folder: Path, *words: str) -> None:
     """Runs ``fit`` in this process, in a folder."""
     from holotrain.cli import main
 
-    with chdir(folder), patch.dict(os.environ), patch.object(sys, "argv", ["holotrain"]):
-        assert main(["fit", *words]) == 0
+    said = StringIO()
+    with chdir(folder), patch.dict(os.environ), patch.object(sys, "argv", ["holotrain"]), redirect_stderr(said):
+        status = main(["fit", *words])
+    assert status == 0, said.getvalue()
 
 
 KILLED = """
