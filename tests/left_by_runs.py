@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from same_tensors import assert_same
+from compared import assert_equal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -29,4 +29,4 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def assert_same_weights(left: Path, right: Path) -> None:
     one, other = weights(left), weights(right)
     assert list(one) == list(other)
-    assert_same(other, one)
+    assert_equal(other, one)

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from compared import assert_equal
 from forked import Forked
-from same_tensors import assert_same
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -78,7 +78,7 @@ def fit(callbacks=(), checkpoint=None, workers=0, batch=3, **options):
 
 def assert_resumed(resumed, reference, step):
     assert resumed[0] == reference[0][step:]
-    assert_same(resumed[1], reference[1])
+    assert_equal(resumed[1], reference[1])
 
 
 def every_step(folder):
@@ -237,10 +237,10 @@ def test_no_checkpoint_holds_half_an_accumulated_batch(tmp_path, accumulated):
     fit([every_step(tmp_path), best], **ACCUMULATED)
     for step, batches in {1: 5, 2: 10, 3: 12, 5: 22}.items():
         for path in tmp_path.glob(f"*step={step}.ckpt"):
-            assert_same(fit(checkpoint=path, **ACCUMULATED), accumulated, batches)
+            assert_resumed(fit(checkpoint=path, **ACCUMULATED), accumulated, batches)
     again = tmp_path / "again"
     fit([every_step(again)], tmp_path / "step=2.ckpt", **ACCUMULATED)
-    assert_same(fit(checkpoint=again / "step=3.ckpt", **ACCUMULATED), accumulated, 12)
+    assert_resumed(fit(checkpoint=again / "step=3.ckpt", **ACCUMULATED), accumulated, 12)
     assert {path.name for path in again.iterdir()} == {f"step={step}.ckpt" for step in range(3, 10)}
 
 
@@ -249,7 +249,7 @@ def test_a_request_to_stop_waits_for_the_optimizer_step(tmp_path, accumulated):
     stop = At(6, lambda trainer: setattr(trainer, "should_stop", True))
     seen, _, _ = fit([stop, last_checkpoint(tmp_path / "last.ckpt")], **ACCUMULATED)
     assert len(seen) == 10
-    assert_same(fit(checkpoint=tmp_path / "last.ckpt", **ACCUMULATED), accumulated, 10)
+    assert_resumed(fit(checkpoint=tmp_path / "last.ckpt", **ACCUMULATED), accumulated, 10)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

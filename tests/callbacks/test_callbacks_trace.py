@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import lightning.pytorch as pl
 import pytest
 import torch
-from same_tensors import assert_same_parameters
+from compared import assert_equal_parameters
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -100,7 +100,7 @@ def test_a_training_that_fails_leaves_a_trace(tmp_path):
 
 def test_tracing_changes_no_weight(tmp_path):
     traced, alone = fit(TraceProfiler(tmp_path), 6), fit(None, 6)
-    assert_same_parameters(traced, alone)
+    assert_equal_parameters(traced, alone)
 
 
 def test_a_large_trace_is_zipped_and_takes_the_place_of_a_small_one(tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from compared import assert_equal
 from left_by_runs import assert_same_weights, only, scalars, summary, weights
-from same_tensors import assert_same
 from small_run import fit_and_kill
 
 import holotrain as package
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_exported_and_read_again(holotrain):
         expected = loaded(images)
         torch.testing.assert_close(program(images), expected)
     trained = {name.removeprefix("model."): tensor for name, tensor in weights(checkpoint).items() if name.startswith("model.")}
-    assert_same(trained, loaded.state_dict())
+    assert_equal(trained, loaded.state_dict())
 
 
 def test_a_plan_and_its_depth(holotrain):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compared import assert_close
 from left_by_runs import only, summary, weights
 from omegaconf import OmegaConf
-from same_tensors import assert_same
 from small_run import SMALL
 
 from holotrain.config.build import build_data
@@ -146,7 +146,7 @@ def test_auto_trains_as_reversible_does(holotrain):
     for name, words in {"auto": ["backward=auto", "memory=25MiB"], "reversible": ["backward=reversible"]}.items():
         assert holotrain("fit", *RUN, *words, "trainer.precision=64-true", f"output_dir={name}")[0] == 0
     auto, reversible = (weights(only(Path(name) / "fit") / "checkpoints/last.ckpt") for name in ("auto", "reversible"))
-    assert_same(auto, reversible, rtol=1e-5, atol=1e-9)
+    assert_close(auto, reversible, rtol=1e-5, atol=1e-9)
 
 
 def test_the_largest_batch_is_chosen_and_written_down(holotrain):

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed
 import yaml
+from compared import assert_close, assert_equal
 from forked import Forked
 from left_by_runs import only, summary, weights
 from made_once import made_once
-from same_tensors import assert_same
 from torch.nn import functional
 
 from holotrain.callbacks import ExactResume
@@ -203,7 +203,7 @@ def test_muon_orthogonalises_whole_matrices(holotrain, left):
         assert summary(run)["strategy"] == strategy
         alone = alone_in(holotrain, strategy, *MUON, f"data.batch_size={batch}")
         assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-        assert_same(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
+        assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
 def test_tensor_parallel_processes_drop_alike(holotrain, left, monkeypatch):
@@ -318,7 +318,7 @@ def test_two_pairs_of_processes_share_layers(holotrain, started):
     assert summary(run)["processes"] == 4
     alone = alone_in(holotrain, "alone", *words, "data.batch_size=16", "backward=autograd")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-    assert_same(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
+    assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
 def test_torchrun_starts_a_training(tmp_path, monkeypatch):
@@ -367,7 +367,7 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left, kind):
     exported = read_weights(only(Path("runs/export")) / "export")
     trained = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
     assert trained.keys() == exported.keys()
-    assert_same(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
+    assert_equal(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
 
 
 def test_a_run_that_left_shards_is_resumed_in_its_folder(holotrain, left):

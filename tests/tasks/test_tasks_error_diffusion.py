@@ -3,8 +3,8 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from compared import assert_equal_parameters
 from memo import Memo
-from same_tensors import assert_same_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ErrorDiffusionMonitor
@@ -114,7 +114,7 @@ def test_the_monitor_changes_nothing():
     tasks = task_of(), task_of()
     fit(tasks[0], batches(), ErrorDiffusionMonitor(1))
     fit(tasks[1], batches())
-    assert_same_parameters(*tasks)
+    assert_equal_parameters(*tasks)
     assert not tasks[0].model._forward_hooks
 
 
