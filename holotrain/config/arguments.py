@@ -133,7 +133,9 @@ def parse_folders(command: str, words: list[str]) -> ReportConfig | None:
                 raise UserError(f"{name}: a value is needed")
             setattr(config, name, str(Path(value).expanduser()))
         elif equals and name.isidentifier() and not Path(word).exists():
-            raise UserError(f"{name!r} is not an option of {command}; use {', '.join(options)}.{did_you_mean(name, options)}")
+            raise UserError(
+                f"{name!r} is not an option of {command}, which takes {', '.join(options)}.{did_you_mean(name, options)}"
+            )
         else:
             config.runs.append(word)
     if not config.runs:

@@ -49,7 +49,7 @@ class Weaver:
         sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
         entries = sum(sizes.values())
         if entries == 0:
-            raise ValueError(f"subsample={recipe.subsample} takes nothing of these parameters; even the largest is too small")
+            raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
         if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
             raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} covered entries")
         by_length: dict[int, list[tuple[int, Layer]]] = {}

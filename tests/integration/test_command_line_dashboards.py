@@ -97,7 +97,7 @@ MISTAKES = [
     (["report", "nowhere/*"], "no folder matches nowhere/*"),
     (["report", "empty"], "empty is not the folder of a run and contains none"),
     (["report", "occupied"], "occupied is not the folder of a run"),
-    (["report", "broken", "too=x.html"], "there is to. Did you mean 'to'?"),
+    (["report", "broken", "too=x.html"], "takes to. Did you mean 'to'?"),
     (["report", "broken", "to="], "to: a value is needed"),
     (["report", "broken", "to=empty"], "empty is a folder"),
     (["report", "broken", "--hepl"], "Did you mean '--help'?"),

@@ -39,7 +39,7 @@ def rows_of_sweep():
 
 def test_a_job_that_fails_elsewhere_is_the_status_of_the_command(holotrain, elsewhere):
     status, out, err = holotrain("fit", "-m", *BRIEF, "model.heads=3,2")
-    assert status == 2 and "16 is none of 3" in err and "sweep of 2 jobs" in out
+    assert status == 2 and "16 is not a multiple of 3" in err and "sweep of 2 jobs" in out
     assert rows_of_sweep() == [("0", "failed"), ("1", "completed")]
 
 
@@ -79,7 +79,7 @@ def test_jobs_of_joblib(tmp_path):
     """In processes of joblib's: one that fails, and one that completes."""
     command = [sys.executable, "-m", "holotrain", "fit", "-m", *BRIEF, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     run = subprocess.run([*command, "model.heads=3,2"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 2 and "16 is none of 3" in run.stderr, run.stderr
+    assert run.returncode == 2 and "16 is not a multiple of 3" in run.stderr, run.stderr
     (sweep,) = (tmp_path / "runs/fit/sweeps").iterdir()
     assert [row["status"] for row in csv.DictReader((sweep / "sweep.csv").open())] == ["failed", "completed"]
     assert summary(sweep / "1")["status"] == "completed"

@@ -443,7 +443,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
 
     # another strategy changes the processes, and nothing else that the checkpoint brings
     status, out, _ = holotrain("fit", f"ckpt_path={sweep}/0/checkpoints/last.ckpt", "trainer=fsdp", "trainer.max_epochs=3")
-    assert status == 0 and "trainer=fsdp: one process, for one device" in " ".join(out.split())
+    assert status == 0 and "trainer=fsdp: using one process for one device" in " ".join(out.split())
     trainer = yaml.safe_load((only(Path("runs/fit")) / "config.yaml").read_text())["trainer"]
     assert (trainer["strategy"], trainer["precision"], trainer["limit_train_batches"]) == ("fsdp", "64-true", 3)
 
