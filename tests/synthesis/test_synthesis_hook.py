@@ -430,7 +430,7 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"cuda_graph": True}, "needs a model on a CUDA device"),
         ({"offload": True}, "offload needs a model on a CUDA device"),
         ({"mode": "shared", "block_length": 0}, "cannot share a hologram"),
-        ({"subsample": 0.001}, "takes nothing of these parameters"),
+        ({"subsample": 0.001}, "selects nothing of these parameters"),
         ({"block_length": 4096}, "longer than all 363 covered entries"),
         ({"mode": "bind", "offload": True}, "offload has no effect with mode='bind'"),
         ({"mode": "bind", "dtype": "bf16"}, "dtype has no effect"),
