@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] in FOLDER_COMMANDS:
             return _of_folders(*argv)
         arguments = parse(argv)
-        register(resume=(arguments.value("resume") or "").lower() == "true")
+        register(arguments.resume)
         if arguments.help:
             return _help(arguments)
         return Launch(arguments, place).run()

@@ -16,6 +16,9 @@ class ExactCheckpoint(ModelCheckpoint):
 
     Lightning (2.6) loses accumulated gradients, a validation or a whole epoch on continuing from elsewhere. Validations within
     an accumulated batch wait for its optimizer step. Takes the arguments of ModelCheckpoint.
+
+    A checkpoint holds paths of the files that were saved before it. They are data: only files of this callback's own folder are
+    ever removed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -26,12 +29,30 @@ class ExactCheckpoint(ModelCheckpoint):
         wait_for_whole_steps(trainer)
         super().setup(trainer, pl_module, stage)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.best_k_models = {path: score for path, score in self.best_k_models.items() if self._is_own(path)}
+        if self.kth_best_model_path not in self.best_k_models:
+            self.kth_best_model_path, self.kth_value = "", None
+
+    def _is_own(self, path: str) -> bool:
+        within = "://" not in path and Path(path).suffix == ".ckpt" and self.dirpath is not None
+        return within and Path(path).resolve().parent == Path(self.dirpath).resolve()
+
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        return self._is_own(previous) and super()._should_remove_checkpoint(trainer, previous, current)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._waiting.clear()
+        super().on_train_start(trainer, pl_module)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if gradients_pending(trainer):
             return
-        save = partial(super().on_train_batch_end, trainer, pl_module, outputs, batch, batch_idx)
+        # Without the outputs and the batch, which ModelCheckpoint does not read and a validation would keep alive.
+        save = partial(super().on_train_batch_end, trainer, pl_module, None, None, batch_idx)
         if trainer.is_last_batch or validation_follows(trainer):
             self._waiting.append(save)
         else:

@@ -103,10 +103,10 @@ def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
             return saved.load(path), described
     try:
         model = registry.build(described["kind"], described["arguments"])
-    except (TypeError, ValueError, RuntimeError) as error:
+        if width := kept["config"]["model"].get("adapters"):
+            add_adapters(model, width)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"ckpt_path: {path} describes no model that can be built: {str(error).splitlines()[0]}") from error
-    if width := kept["config"]["model"].get("adapters"):
-        add_adapters(model, width)
     prefix = "model."
     weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
     check_weights(model, weights, path)

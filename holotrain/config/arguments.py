@@ -41,6 +41,10 @@ class Arguments:
         return bool({"-m", "--multirun"} & set(self.flags)) or "hydra.mode=MULTIRUN" in self.overrides
 
     @property
+    def resume(self) -> bool:
+        return (self.value("resume") or "").lower() in ("true", "1", "yes", "on")
+
+    @property
     def config_dir(self) -> str | None:
         for flag, value in zip(self.flags, self.flags[1:], strict=False):
             if flag in ("--config-dir", "-cd"):
@@ -102,7 +106,8 @@ def parse(argv: list[str]) -> Arguments:
                 raise UserError(f"{word} needs a value")
             arguments.flags += [word, value]
         elif word.startswith("-"):
-            raise UserError(f"{word!r} is not a flag.{did_you_mean(flag, VALUED | BARE | HELP)}")
+            near = did_you_mean(flag, VALUED | BARE | HELP)
+            raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3.{near}")
         elif "=" not in word and not word.startswith("~"):
             raise UserError(f"{word!r} is not an override; write group=option or key=value")
         else:

@@ -20,7 +20,9 @@ from holotrain.checks import described_by
 from holotrain.config.arguments import Arguments, literal
 from holotrain.config.folders import LAST_CHECKPOINT, run_folder
 from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
+from holotrain.config.schema.data import TextDataConfig
 from holotrain.config.schema.running import PROCESSES
+from holotrain.config.schema.task import LEARNED_FROM, tells_classes
 from holotrain.errors import UserError
 
 KEY = "holotrain"
@@ -85,8 +87,12 @@ def origin(arguments: Arguments) -> Origin | None:
     Raises:
         UserError: there is no such file, or it is not a checkpoint of holotrain.
     """
-    if arguments.multirun and (arguments.command == "fit" or "," in (arguments.value("ckpt_path") or "")):
+    if arguments.multirun and arguments.command == "fit":
         return None
+    if arguments.resume and arguments.value("ckpt_path"):
+        raise UserError("resume=true continues from the last checkpoint of its run; leave out ckpt_path=")
+    if arguments.multirun and "," in (arguments.value("ckpt_path") or ""):
+        raise UserError(f"ckpt_path: a sweep of {arguments.command} starts from one checkpoint; run the command once for each")
     path = _checkpoint_path(arguments)
     if path is None:
         return None
@@ -102,13 +108,15 @@ def primary(arguments: Arguments, start: Origin) -> str:
     """
     command = arguments.command
     given = {word.partition("=")[0].lstrip("+~") for word in arguments.overrides}
+    if "data.download" in given and not {"data.root", "data"} & given:
+        raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
     brought = {group for chosen in given for group in BRINGS.get(chosen, ())}
     if "backward" not in given:  # an experiment may choose a model, which brings its own
         brought.add("backward")
     groups = [group for group in (*KINDS, *PLAIN) if group not in (*brought, "task", "trainer")]
     groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
     kept, logger = dict(start.config), None
-    if command != "fit":  # what a training told W&B or MLflow, an evaluation does not unless it is asked to
+    if not arguments.resume:  # a file does not decide what is sent to W&B or MLflow
         logger = "tensorboard"
         del kept["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
@@ -148,15 +156,16 @@ def _kept_keys() -> list[str]:
 
 
 def _checkpoint_path(arguments: Arguments) -> Path | None:
-    if (arguments.value("resume") or "").lower() in ("true", "1", "yes", "on"):
+    if arguments.resume:
         from holotrain.ranks import shards
 
         folder = arguments.value("hydra.run.dir")
-        path = Path(folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)) / LAST_CHECKPOINT
+        folder = folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
+        path = Path(folder).expanduser() / LAST_CHECKPOINT
         shards.recover(path)
         return path
     path = arguments.value("ckpt_path")
-    return None if path in (None, "null", "") else Path(path)
+    return None if path in (None, "null", "") else Path(path).expanduser()
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -211,7 +220,7 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         config = _checked_config(kept["config"])
         _check_choices(kept["choices"])
-        _check_description(kept["description"])
+        _check_description(kept["description"], config["task"]["kind"])
         _check_state(checkpoint)
     except (UserError, ValueError, OmegaConfBaseException) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -255,11 +264,11 @@ def _check_choices(choices: Any) -> None:
         raise ValueError("its choices are not a mapping")
     for group, option in choices.items():
         words = isinstance(group, str) and isinstance(option, str)
-        if not words or not re.fullmatch(r"\w+", group) or not re.fullmatch(r"\w[\w.-]*", option):
+        if not words or not re.fullmatch(r"\w[\w-]*", group) or not re.fullmatch(r"[^=\n]+", option):
             raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
 
 
-def _check_description(described: Any) -> None:
+def _check_description(described: Any, task: str) -> None:
     def is_list(value: Any, kind: type) -> bool:
         return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
@@ -269,10 +278,12 @@ def _check_description(described: Any) -> None:
         "kind": lambda value: isinstance(value, str) and value in KINDS["model"],
         "arguments": lambda value: isinstance(value, dict) and all(map(_is_argument, value.values())),
         "tokenizer": lambda value: isinstance(value, str),
-        "statistics": lambda value: isinstance(value, list) and all(is_list(row, int | float) for row in value),
+        "statistics": lambda value: is_list(value, list) and len(value) == 2 and all(is_list(x, int | float) for x in value),
         "class_names": lambda value: is_list(value, str),
     }
-    for key in ("kind", "arguments", *described):
+    of_text = issubclass(LEARNED_FROM[task], TextDataConfig)
+    needed = ["kind", "arguments", "tokenizer" if of_text else "statistics", *(["class_names"] if tells_classes(task) else [])]
+    for key in dict.fromkeys((*needed, *described)):
         if key not in valid or not valid[key](described.get(key)):
             raise ValueError(f"{key!r} in its description is missing, unknown or of another type")
     known = [*KINDS["model"][described["kind"]].__dataclass_fields__, *ENGINE_ARGUMENTS, *SHAPE_ARGUMENTS]
@@ -296,6 +307,11 @@ def _check_state(checkpoint: dict[str, Any]) -> None:
     for key, kind in kinds.items():
         if key in checkpoint and not isinstance(checkpoint[key], kind):
             raise ValueError(f"{key} is {type(checkpoint[key]).__name__}, not {kind.__name__}")
+    for name, weight in checkpoint.get("state_dict", {}).items():
+        if not isinstance(name, str) or not hasattr(weight, "shape"):
+            raise ValueError(f"{name!r} in state_dict is not a tensor")
+    if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
+        raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
 
 
 def typed(command: str, plain: dict[str, Any]) -> RunConfig:

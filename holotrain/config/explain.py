@@ -14,6 +14,8 @@ from holotrain.errors import UserError
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 
+NOUNS = {"Float": "a number", "Integer": "a whole number", "Boolean": "true or false"}
+
 
 def explained(error: Exception, arguments: Arguments) -> UserError:
     """Turns one of ``CONFIGURATION_ERRORS``, raised while composing ``arguments``, into a UserError."""
@@ -34,6 +36,8 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     if not_in_schema:
         return _unknown_key(key or not_in_schema[1], arguments)
     text = _first_line(cause)
+    if unconverted := re.match(r"Value (.*) of type .* could not be converted to (\w+)", text):
+        text = f"{unconverted[1]} is not {NOUNS.get(unconverted[2], unconverted[2])}"
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
@@ -53,11 +57,13 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     kinds = [kind for kind, schema in KINDS.get(parent, {}).items() if name in schema.__dataclass_fields__]
     if kinds:
         return UserError(f"{key}: needs {parent} of kind {' or '.join(kinds)}")
-    return UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(name, valid)}")
+    below = [path for path in valid if path.rpartition(".")[2] in (name, f"max_{name}")]  # lr is optimizer.lr
+    near = f" Did you mean {below[0]!r}?" if below and name not in valid else did_you_mean(name, valid)
+    return UserError(f"{key}: there is no {name!r} {where}.{near}")
 
 
 def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
-    """The valid keys in ``parent``, under the other group choices of the command line."""
+    """The valid keys in ``parent``, under the other group choices of the command line; at the top also the keys of groups."""
     groups = option_names(arguments.config_dir)
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
     try:
@@ -66,7 +72,10 @@ def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
         return []
     node = OmegaConf.select(config, parent) if parent else config
     keys = [str(name) for name in node] if isinstance(node, DictConfig) else []
-    return keys if parent else [*keys, *groups]
+    if parent:
+        return keys
+    of_groups = [f"{group}.{name}" for group in keys if isinstance(node._get_node(group), DictConfig) for name in node[group]]
+    return [*keys, *groups, *of_groups]
 
 
 def _first_line(error: BaseException) -> str:

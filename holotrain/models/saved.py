@@ -73,10 +73,10 @@ def load(folder: str | Path) -> nn.Module:
     weights = read_weights(folder / WEIGHTS)
     try:
         model = build(config["kind"], config["arguments"])
-    except (TypeError, ValueError) as error:
+        if config["adapters"] is not None:
+            add_adapters(model, config["adapters"])
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{folder / CONFIG} describes no model that can be built: {error}") from error
-    if config["adapters"] is not None:
-        add_adapters(model, config["adapters"])
     if config["int8"]:
         quantise(model)
     _check(unpacked(model.state_dict()), weights, folder)
@@ -98,7 +98,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         version = config["format"]
         if version == FORMAT:
             return config | {key: config[key] for key in ("kind", "arguments", "int8", "adapters")}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, or of another program") from error
     raise ValueError(f"{path} is of format {version}; this version of holotrain reads format {FORMAT}")
 

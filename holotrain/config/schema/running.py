@@ -101,7 +101,7 @@ class TrainerConfig:
     """train and validate on the same batches: a number (integer) or a fraction (float); 0: off"""
 
     fast_dev_run: bool = False
-    """run one batch of training, validation and test, and write no files"""
+    """run one batch of training, validation and test, and save no checkpoint"""
 
     deterministic: bool = False
     """raise an error for nondeterministic operations"""
