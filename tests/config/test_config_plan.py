@@ -36,7 +36,10 @@ CASES = {
     "gradients that add up": [*SMALL, "trainer.accumulate_grad_batches=4"],
     "a schedule a block": [*SMALL, "backward=auto", "backward.blocks=[reversible+attention,checkpoint]"],
 }
-SOON = ("images, mixed", "causal_lm, muon", "masked_lm", "with an average", "with a hologram", "adapters alone", "a schedule a block")
+SOON = (
+    "images, mixed", "causal_lm, muon", "masked_lm", "with an average", "with a hologram", "adapters alone",
+    "a schedule a block",
+)  # fmt: skip
 """What is planned each time; the others are slow tests."""
 
 

@@ -104,7 +104,8 @@ def test_auto_that_cannot_fit_is_shown_all_the_same(holotrain):
 
 
 @pytest.mark.parametrize(
-    "backward", ["autograd", "pareprop", *(pytest.param(other, marks=pytest.mark.slow) for other in ("checkpoint", "reversible"))]
+    "backward",
+    ["autograd", "pareprop", *(pytest.param(other, marks=pytest.mark.slow) for other in ("checkpoint", "reversible"))],
 )
 def test_attention_with_dropout_is_planned_for_a_gpu_too(backward):
     words = [*PLANNED, f"backward={backward}"]

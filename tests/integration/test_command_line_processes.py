@@ -131,7 +131,7 @@ def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: li
     write_text(folder / "text")
     work = []
     for name, words in commands.items():
-        port = free_port(*range(15000, 25000)) if name == "srun" else free_port()
+        port = free_port(*range(15000 + os.getpid() % 9000, 25000)) if name == "srun" else free_port()
         run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
         line = ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]
         work.append((name, port, line if words else []))
