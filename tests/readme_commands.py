@@ -152,6 +152,8 @@ def made_small(line: Line) -> Small:
         always = {key: value for key, value in always.items() if key != "trainer.max_steps"}
     if given.get("resume") == "true":
         always |= {"trainer.max_epochs": "2"}
+    if command == "plan" and "memory" in given:  # else the largest depth that fits is in the thousands
+        always |= {"memory": "2MiB"}
     several = line.words[0] in ("torchrun", "srun") or any(MULTIPLE.match(word) for word in words)
     several = several and command in ("fit", "validate", "test") and given.get("trainer.devices") != "1"
     gpu = any(NEEDS_A_GPU.search(word) for word in words)

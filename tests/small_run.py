@@ -23,14 +23,18 @@ SMALL = [
 ]
 
 
-def fit_in(folder: Path, *words: str) -> None:
-    """Runs ``fit`` in this process, in a folder."""
+def run_in(folder: Path, *words: str) -> None:
+    """Runs a command in this process, in a folder."""
     from holotrain.cli import main
 
     said = StringIO()
     with chdir(folder), patch.dict(os.environ), patch.object(sys, "argv", ["holotrain"]), redirect_stderr(said):
-        status = main(["fit", *words])
+        status = main(list(words))
     assert status == 0, said.getvalue()
+
+
+def fit_in(folder: Path, *words: str) -> None:
+    run_in(folder, "fit", *words)
 
 
 KILLED = """

@@ -19,7 +19,7 @@ from holotrain.data.example import example_batch
 from holotrain.errors import UserError
 from holotrain.planning.scratch import HALF
 
-SMALL = ["model.dim=96", "model.heads=3", "model.depth=3"]
+SMALL = ["model.dim=96", "model.heads=3", "model.depth=2"]
 TEXT = [*SMALL, "data.context=64"]
 CASES = {
     "images": [*SMALL, "data.batch_size=128"],
@@ -34,8 +34,13 @@ CASES = {
     "adapters alone": [*SMALL, "model.adapters=8", "model.trained=adapters"],
     "exact": [*SMALL, "backward.exact=true"],
     "gradients that add up": [*SMALL, "trainer.accumulate_grad_batches=4"],
-    "a schedule a block": [*SMALL, "backward=auto", "backward.blocks=[reversible+attention,checkpoint,autograd]"],
+    "a schedule a block": [*SMALL, "backward=auto", "backward.blocks=[reversible+attention,checkpoint]"],
 }
+SOON = (
+    "images, mixed", "causal_lm, muon", "masked_lm", "with an average", "with a hologram", "adapters alone",
+    "a schedule a block",
+)  # fmt: skip
+"""What is planned each time; the others are slow tests."""
 
 
 def configured(name, tokens):
@@ -50,7 +55,7 @@ def configured(name, tokens):
     return config, data
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_a_plan_of_each_task_is_what_its_step_takes(name, tokens):
     config, data = configured(name, tokens)
     size = config.batch_option[1]

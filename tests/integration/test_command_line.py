@@ -49,12 +49,13 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
 
 
 EXACTNESS = [("64-true", 1e-9), ("32-true", 1e-3)]
+EACH_LENGTH = [(*case, steps) for steps in (8, 50) for case in EXACTNESS]
 SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
 
 
 @pytest.mark.parametrize(
     ("precision", "tolerance", "steps"),
-    [*((*case, 8) for case in EXACTNESS), *(pytest.param(*case, 50, marks=pytest.mark.slow) for case in EXACTNESS)],
+    [EACH_LENGTH[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in EACH_LENGTH[1:])],
 )
 def test_the_same_losses_from_every_schedule(holotrain, precision, tolerance, steps):
     """With dropout, drop-path and MixUp on, through two epochs or more."""
@@ -148,8 +149,8 @@ STUBBORN = [
 @pytest.mark.parametrize(
     "extra",
     [
-        ["synthesis=associative", "synthesis.ema=0.5"],
-        ["callbacks=ema", "trainer.precision=bf16-mixed", "data.num_workers=1", "synthesis=shared"],
+        ["callbacks=ema", "trainer.precision=bf16-mixed", "synthesis=associative", "synthesis.ema=0.5"],
+        pytest.param(["synthesis=shared", "data.num_workers=1"], marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, extra):
@@ -196,7 +197,7 @@ def test_training_can_be_carried_further_in_a_new_folder(holotrain, trained):
     assert kept["optimizer"]["kind"] == "sgd" and kept["model"]["dim"] == 16 and kept["data"]["val_fraction"] == 0.2
 
 
-@pytest.mark.parametrize("position", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("position", [0, *(pytest.param(position, marks=pytest.mark.slow) for position in (1, 3))])
 def test_a_sweep_wherever_its_flag_stands(holotrain, position):
     words = ["optimizer.lr=1e-3,1e-4", "data=digits", "model=rev_vit_tiny", *QUICK, "test=true", "trainer.max_epochs=1"]
     words.insert(position if position < 3 else len(words), "-m")

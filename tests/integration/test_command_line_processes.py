@@ -76,24 +76,26 @@ def write_text(folder: Path) -> None:
 COMMAND_LINE = "import sys; from holotrain.cli import main; sys.exit(main(sys.argv[1:]))"
 KINDS = {"images": IMAGES, "text": TEXT}
 STRATEGIES, BACKWARDS = ("ddp", "fsdp", "tp"), ("autograd", "reversible", "pareprop")
-OF_IMAGES = {("ddp", "reversible"), ("fsdp", "autograd"), ("tp", "pareprop")}
-MATRIX = [
-    ("images" if (strategy, backward) in OF_IMAGES else "text", strategy, backward)
-    for strategy in STRATEGIES
-    for backward in BACKWARDS
-]
-"""Every two of kind, strategy and backward meet; EVERYTHING has all three."""
+MATRIX = [("images", "ddp", "reversible"), ("text", "fsdp", "pareprop"), ("text", "tp", "reversible")]
+"""Each strategy once; EVERYTHING has all."""
 
+
+def begun_and_continued(kind: str, strategies: str, *words: str) -> dict[str, list[str]]:
+    """A training under FSDP2 and a tensor parallel one; the first of them is continued under each of ``strategies``."""
+    return {
+        f"begun{kind}": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", *words],
+        f"continued{kind}": ["-m", *CONTINUED, f"trainer={strategies}", f"ckpt_path=did_begun{kind}/0/checkpoints/last.ckpt"],
+    }
+
+
+IN_SHARDS = "trainer.sharded_checkpoints=true"
 WORK = {
     **{
         f"{kind}_{strategy}_{backward}": [*KINDS[kind], *SHARED, f"trainer={strategy}", f"backward={backward}"]
         for kind, strategy, backward in MATRIX
     },
-    "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1"],
-    "begun_in_shards": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", "trainer.sharded_checkpoints=true"],
-    "continued": ["-m", *CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun/0/checkpoints/last.ckpt"],
-    "continued_in_shards": ["-m", *CONTINUED, "trainer=ddp,fsdp", "ckpt_path=did_begun_in_shards/0/checkpoints/last.ckpt"],
-    "muon": ["-m", *MUON, "trainer=fsdp,tp"],
+    **begun_and_continued("_in_shards", "fsdp", IN_SHARDS),
+    "muon": ["-m", *MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
     "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,powersgd"],
     "mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"],
@@ -104,6 +106,13 @@ WORK = {
     "killed": [*CONTINUED, "trainer=ddp"],
 }
 """Command lines of fit, in this order; what some of them are for is in two_ranks.py."""
+
+MORE_WORK = {
+    **begun_and_continued("", "ddp,fsdp"),
+    **begun_and_continued("_in_shards", "ddp,fsdp", IN_SHARDS),
+    "muon": ["-m", *MUON, "trainer=tp"],
+}
+"""The same for the slow tests."""
 
 LIMITS = {"images": f"trainer.limit_train_batches={LONG}", "text": f"trainer.limit_train_batches={2 * LONG}"}
 SWEPT = [f"trainer={','.join(STRATEGIES)}", f"backward={','.join(BACKWARDS)}"]
@@ -122,7 +131,7 @@ def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: li
     write_text(folder / "text")
     work = []
     for name, words in commands.items():
-        port = free_port(*range(15000, 25000)) if name == "srun" else free_port()
+        port = free_port(*range(15000 + os.getpid() % 9000, 25000)) if name == "srun" else free_port()
         run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
         line = ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]
         work.append((name, port, line if words else []))
@@ -145,6 +154,18 @@ def left(tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder where two processes did all of WORK, and what each of them wrote down."""
     folder = made_once(tmp_path_factory, "two_ranks", lambda made: done_by_two_ranks(made, WORK, [-signal.SIGKILL, 0]))
     return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def left_by_more(tmp_path_factory) -> Path:
+    return made_once(tmp_path_factory, "two_ranks_more", lambda made: done_by_two_ranks(made, MORE_WORK, [0, 0]))
+
+
+@pytest.fixture(params=["left", pytest.param("left_by_more", marks=pytest.mark.slow)])
+def folder(request) -> Path:
+    """Where two processes did WORK, and where they did MORE_WORK."""
+    made = request.getfixturevalue(request.param)
+    return made[0] if request.param == "left" else made
 
 
 def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words: str) -> None:
@@ -195,15 +216,14 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
     return Path(name)
 
 
-def test_muon_orthogonalises_whole_matrices(holotrain, left):
+def test_muon_orthogonalises_whole_matrices(holotrain, folder):
     """It does so in bfloat16, but in the same one: what it is given differs in the last of 53 bits, of which it takes 8."""
     write_text(Path("text"))
-    for job, strategy, batch in (("0", "fsdp", 16), ("1", "tp", 8)):
-        run = left[0] / "did_muon" / job
-        assert summary(run)["strategy"] == strategy
-        alone = alone_in(holotrain, strategy, *MUON, f"data.batch_size={batch}")
-        assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-        assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
+    run = folder / "did_muon/0"
+    batch = {"fsdp": 16, "tp": 8}[summary(run)["strategy"]]
+    alone = alone_in(holotrain, "alone", *MUON, f"data.batch_size={batch}")
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
+    assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
 def test_tensor_parallel_processes_drop_alike(holotrain, left, monkeypatch):
@@ -336,11 +356,14 @@ def test_a_mistake_under_torchrun_is_told_once(tmp_path, monkeypatch):
     assert said[1] == "" and not any(Path("runs/fit").iterdir())
 
 
-@pytest.mark.parametrize("kind", ["", "_in_shards"])
+SLOW_KINDS = [pytest.param("left_by_more", kind, marks=pytest.mark.slow) for kind in ("", "_in_shards")]
+BEGUN = pytest.mark.parametrize(("folder", "kind"), [("left", "_in_shards"), *SLOW_KINDS], indirect=["folder"])
+
+
+@BEGUN
 @pytest.mark.parametrize("job", ["0", "1"])
-def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left, kind, job):
+def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, folder, kind, job):
     """Job 0 began under FSDP2, job 1 tensor parallel; both end here as they end where two processes continue them."""
-    folder, _ = left
     checkpoint = folder / f"did_begun{kind}" / job / "checkpoints" / "last.ckpt"
     kept = load(checkpoint)
     kinds = {type(weight) for weight in kept["state_dict"].values()}
@@ -351,15 +374,17 @@ def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left
     )
     assert (status, err) == (0, "")
     if job == "0":
-        for strategy in ("0", "1"):
-            assert losses(folder / f"did_continued{kind}" / strategy) == pytest.approx(losses(Path("alone")), rel=1e-6)
+        continued = list((folder / f"did_continued{kind}").glob("[0-9]*"))
+        assert continued
+        for run in continued:
+            assert losses(run) == pytest.approx(losses(Path("alone")), rel=1e-6)
     status, _, _ = holotrain("fit", *CONTINUED, f"data.batch_size={batch}", "hydra.run.dir=whole")
     assert losses(Path("alone")) == pytest.approx(losses(Path("whole"))[3:], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["", "_in_shards"])
-def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left, kind):
-    checkpoint = left[0] / f"did_begun{kind}" / "1" / "checkpoints" / "last.ckpt"
+@BEGUN
+def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, folder, kind):
+    checkpoint = folder / f"did_begun{kind}" / "1" / "checkpoints" / "last.ckpt"
     for command in ("validate", "predict", "export"):
         status, _, err = holotrain(command, f"ckpt_path={checkpoint}")
         assert (status, err) == (0, "")

@@ -18,7 +18,7 @@ import yaml
 from made_once import made_once
 from readme_blocks import ROOT, Block, Line, anchors, blocks, commands, links, readmes
 from readme_commands import BENCHES, Small, copy_of_the_standard_library, is_text, lay_out, made_small, ours, write_texts
-from small_run import SMALL
+from small_run import SMALL, run_in
 
 READMES = [str(path.relative_to(ROOT)) for path in readmes()]
 KINDS = ("python", "bash", "text", "console", "yaml")
@@ -80,20 +80,23 @@ def test_yaml_can_be_read(readme):
 
 # Python
 
-PREAMBLES: dict[str, str] = {}
-"""What the Python blocks of a README take as given, by README."""
+PRINTED = re.compile(r"```\s+It prints (\d.*)")
+"""The numbers after a block that prints the same on every machine."""
 
 
 @pytest.mark.parametrize("readme", [readme for readme in READMES if blocks(ROOT / readme, "python")])
-def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch):
+def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
+    threads, page = torch.get_num_threads(), (ROOT / readme).read_text()
     namespace = {"__name__": "__main__"}
     try:
-        exec(PREAMBLES.get(readme, ""), namespace)
         for block in blocks(ROOT / readme, "python"):
+            capsys.readouterr()
             # Blank lines before it: a traceback then names the line of the README.
             exec(compile("\n" * (block.line - 1) + block.text, ROOT / readme, "exec"), namespace)
+            if said := PRINTED.match(page.partition(block.text)[2]):
+                printed = capsys.readouterr().out
+                assert re.findall(r"\d+", said[1]) == re.findall(r"\d+", printed), printed
     finally:
         torch.set_num_threads(threads)
 
@@ -118,18 +121,12 @@ def test_lines_are_split_as_bash_splits_them(text):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, Path]:
     """A finished run of each kind, with an export in it: a classifier of digits, a language model on a few words."""
-    from holotrain.cli import main
 
     def train(kind: str, *words: str) -> Path:
         def make(folder: Path) -> None:
-            here = Path.cwd()
-            os.chdir(folder)
-            try:
-                write_texts(folder, "texts/*.txt", None)
-                assert main(["fit", *words, "hydra.run.dir=run", "test=false"]) == 0
-                assert main(["export", "ckpt_path=run/checkpoints/last.ckpt", "to=run/exported"]) == 0
-            finally:
-                os.chdir(here)
+            write_texts(folder, "texts/*.txt", None)
+            run_in(folder, "fit", *words, "hydra.run.dir=run", "test=false")
+            run_in(folder, "export", "ckpt_path=run/checkpoints/last.ckpt", "to=run/exported")
 
         return made_once(tmp_path_factory, f"readme_{kind}", make) / "run"
 
