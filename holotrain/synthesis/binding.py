@@ -69,7 +69,7 @@ def hadamard_unbind(
 
 @lru_cache(maxsize=32)
 def _hadamard(length: int, seed: int) -> Hadamard:
-    """Kept from call to call. Lengths are powers of two, so those of one seed take at most twice the longest."""
+    """Cached between calls. Each keeps its signs and the factors of its matrix for every device and dtype that it has met."""
     return Hadamard(length, seed)
 
 
