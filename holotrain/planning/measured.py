@@ -10,7 +10,7 @@ from holotrain.planning.rehearsal import TrainingStep
 
 
 def measured_peak(step: TrainingStep, device: torch.device) -> int:
-    """Returns the bytes at the peak of one step on real tensors; on a CPU as PyTorch's allocator reports them to the profiler."""
+    """Returns the peak bytes of one step on real tensors; on a CPU as PyTorch's allocator reports them to the profiler."""
     if device.type == "cuda":
         _begin(step)
         torch.cuda.synchronize(device)
