@@ -32,8 +32,8 @@ class SaveOnSignal(Checkpoint):
 
     With ``accumulate_grad_batches`` it finishes the accumulated batch. It also finishes a validation that follows the step,
     and the epoch after its last batch. A second signal of the same kind ends the process immediately. With several
-    processes, all stop at the same batch, whichever received the signal. It is a subclass of ``Checkpoint``, so Lightning runs it
-    after the callbacks whose state it saves.
+    processes, all stop at the same batch, whichever received the signal. As a subclass of ``Checkpoint`` it runs after the
+    callbacks whose state it saves.
 
     Args:
         path: file of the checkpoint.

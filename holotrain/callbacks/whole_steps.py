@@ -9,8 +9,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 class WholeSteps(TrainingEpochLoop):
     """With ``accumulate_grad_batches``, validates and ends only after an optimizer step.
 
-    Lightning (2.6) does both after any batch. Here a validation that is due within an accumulated batch runs after its optimizer
-    step, once even if it was due several times.
+    Lightning (2.6) does both after any batch. Here a validation that is due within an accumulated batch runs after the
+    optimizer step, once even if it was due several times.
     """
 
     @property
