@@ -329,7 +329,7 @@ def main() -> None:
             against = {other: median_ratio(times[other], times[name]) for other in fitting}
             row |= {
                 "budget": budgets[name],
-                "planned": chosen[name].peak,
+                "planned": chosen[name].bound,
                 "blocks": dict(Counter(chosen[name].blocks)),
                 "over_budget": peak > budgets[name],
                 "throughput_over": against,

@@ -69,7 +69,7 @@ def holotrain(tmp_path, monkeypatch, capfd):
     def mode(self, config_name, overrides):
         return RunMode.MULTIRUN if "hydra.mode=MULTIRUN" in overrides else None
 
-    # Hydra composes everything once more to see whether a configuration sets its mode, which none of ours does.
+    # Hydra composes everything once more to see whether a configuration sets its mode. None here does.
     monkeypatch.setattr(Hydra, "get_mode", mode)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["holotrain"])

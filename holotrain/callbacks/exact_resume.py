@@ -18,22 +18,22 @@ KEY = "exact_resume"
 
 
 class ExactResume(pl.Callback):
-    """Keeps in checkpoints what Lightning leaves out, and restores it on resuming.
+    """Saves in checkpoints what Lightning leaves out, and restores it when the training is resumed.
 
-    That is the global random states (torch on CPU and GPUs, NumPy, Python), and the training loader's position in the epoch,
-    if the loader has a ``state_dict``: Lightning (2.6) stores it, but forgets to restore it where the module asked for
-    ``trainer.estimated_stepping_batches``. Both are restored when training starts, before the first batch is fetched, for
-    mixing on the way to the device draws random numbers as dropout does. Plain containers, as
-    ``torch.load(weights_only=True)`` wants them.
+    This is the global random states (torch on CPU and GPUs, NumPy, Python) and the training loader's position in the epoch, if
+    the loader has a ``state_dict``: Lightning (2.6) stores it, but does not restore it if the module has used
+    ``trainer.estimated_stepping_batches``. Both are restored when training starts, before the first batch is fetched, because
+    mixup draws random numbers while the batch moves to the device. They are stored in plain containers, so that
+    ``torch.load(weights_only=True)`` accepts them.
 
-    Gradients are not kept. With ``accumulate_grad_batches``, validations and requests to stop wait for the optimizer step
-    (:class:`~holotrain.callbacks.whole_steps.WholeSteps`), so that a checkpoint that they bring about needs none.
+    Gradients are not saved. With ``accumulate_grad_batches``, validations and requests to stop wait for the optimizer step
+    (:class:`~holotrain.callbacks.whole_steps.WholeSteps`), so their checkpoints need no gradients.
 
-    Of several processes each has a random state of its own, and draws its own dropout. Where another number of processes
-    continues, they begin states that are a function of the seed, the step and their rank.
+    With several processes, each has its own random state and draws its own dropout. If the training continues with another
+    number of processes, their new states depend on the seed, the step and the rank.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -60,7 +60,7 @@ class ExactResume(pl.Callback):
                 self._begin(trainer)
             return
         states = kept["random"] if isinstance(kept["random"], list) else [kept["random"]]
-        # Processes that work on the same share draw alike: as many processes are not enough.
+        # Processes with the same share of the data need the same state, so the same number of processes is not enough.
         if len(states) == trainer.world_size and kept.get("shares", len(states)) == share_of(trainer)[1]:
             restore_random_states(states[trainer.global_rank])
         else:
@@ -70,20 +70,20 @@ class ExactResume(pl.Callback):
             trainer.train_dataloader.load_state_dict(kept["loader"])
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        """Another state for each share of the data; processes that work on the same one draw alike."""
+        """Seeds torch differently for each share of the data; processes with the same share get the same seed."""
         torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
 
 
 def _reopen_epoch(progress: dict[str, Any]) -> None:
-    """Lets an epoch that ``max_steps`` or a request to stop ended early go on: Lightning (2.6) goes on with the next one."""
+    """Continues an epoch that ``max_steps`` or a request to stop cut short; Lightning (2.6) would start the next one."""
     if not progress["epoch_loop.batch_progress"]["is_last_batch"]:
         for count in (progress["epoch_progress"]["current"], progress["epoch_progress"]["total"]):
             count["processed"] = count["completed"] = count["ready"] - 1
 
 
 def _end_epoch(loop: FitLoop) -> None:
-    """Ends the epoch of a checkpoint that was saved after its last batch. Where ``max_steps`` is given, Lightning (2.6) takes
-    it up again, and passes over the next one."""
+    """Ends the epoch of a checkpoint that was saved after its last batch. With ``max_steps``, Lightning (2.6) would continue
+    that epoch and skip the next one."""
     epoch = loop.epoch_progress
     if loop.epoch_loop.batch_progress.is_last_batch:
         Loop.restarting.fset(loop, False)
@@ -114,7 +114,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Sets the global generators to what ``random_states`` returned; GPUs that are not there are passed over."""
+    """Sets the global generators to what ``random_states`` returned; states of GPUs that do not exist are skipped."""
     torch.set_rng_state(states["torch"])
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, device)

@@ -1,4 +1,4 @@
-"""SaveOnSignal: SIGTERM and Ctrl-C end a training only after a checkpoint from which it continues exactly."""
+"""SaveOnSignal: on SIGTERM or Ctrl-C, saves a checkpoint from which the training continues exactly, then stops."""
 
 import signal
 import threading
@@ -14,11 +14,11 @@ from holotrain.callbacks.whole_steps import gradients_pending, validation_follow
 
 
 class Interrupted(Exception):
-    """A signal ended the training, after a checkpoint.
+    """A signal stopped the training after a checkpoint was saved.
 
     Attributes:
         signum: the signal.
-        checkpoint: where the training can continue.
+        checkpoint: the file to continue from.
     """
 
     def __init__(self, signum: int, checkpoint: Path) -> None:
@@ -31,8 +31,8 @@ class SaveOnSignal(Checkpoint):
     """On SIGTERM or SIGINT finishes the optimizer step, saves a checkpoint and raises ``Interrupted``.
 
     With ``accumulate_grad_batches`` it finishes the accumulated batch. It also finishes a validation that follows the step,
-    and the epoch after its last batch. The same signal once more ends the process at once. Of several processes all stop at
-    the same batch, no matter which of them received the signal. It is a ``Checkpoint`` to Lightning, so that it runs after the
+    and the epoch after its last batch. A second signal of the same kind ends the process immediately. With several
+    processes, all stop at the same batch, whichever received the signal. As a subclass of ``Checkpoint`` it runs after the
     callbacks whose state it saves.
 
     Args:
@@ -55,8 +55,8 @@ class SaveOnSignal(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # From a checkpoint made at an epoch's last batch Lightning would lose an epoch, from one made before a validation
-        # that validation. Both are followed by a better place.
+        # Lightning skips an epoch when it resumes from a checkpoint of the last batch, and a validation when it resumes from
+        # one made before it. Both are followed by a better place to save.
         if trainer.is_last_batch:
             return
         agreed = self._agreement.late(self.received or 0)
@@ -72,7 +72,7 @@ class SaveOnSignal(Checkpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._agreement.end()
-        self._restore()  # before Lightning (2.6) restores what it found: the teardown of callbacks comes after that
+        self._restore()  # Lightning (2.6) restores the handlers that it found before it tears callbacks down
 
     def _save_and_raise(self, trainer: pl.Trainer, signum: int) -> None:
         if signum:

@@ -1,4 +1,4 @@
-"""MemoryMonitor: how much memory training takes, phase by phase."""
+"""MemoryMonitor: logs the peak memory of each phase of training."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ PHASES = ("forward_backward", "optimizer", "validation")
 
 
 class MemoryMonitor(pl.Callback):
-    """Logs the peak of memory over windows of optimizer steps, for any Lightning Trainer.
+    """Logs the peak memory over windows of optimizer steps, for any Lightning Trainer.
 
-    On a GPU the figures are the caching allocator's; elsewhere the process's resident memory. The peak is reset with each
-    phase, so that a window tells which phase needs how much.
+    On a GPU it reads the caching allocator, elsewhere the resident memory of the process. The peak is reset at each phase, so
+    every phase has its own peak.
 
     Args:
-        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``; 0: measured
-            over the training and logged nowhere.
+        every_n_steps: optimizer steps per window; None: the trainer's ``log_every_n_steps``; 0: measures
+            over the whole training and logs nothing.
 
-    Logs, in bytes, the maximum over ranks: ``memory/peak_bytes``, ``memory/current_bytes``, ``memory/reserved_bytes`` (GPU
-    alone), and the peaks ``memory/forward_backward_peak_bytes``, ``memory/optimizer_peak_bytes`` and, after each validation,
+    Logs the maximum over ranks in bytes: ``memory/peak_bytes``, ``memory/current_bytes``, ``memory/reserved_bytes`` (only on a
+    GPU), and the peaks ``memory/forward_backward_peak_bytes``, ``memory/optimizer_peak_bytes`` and, after each validation,
     ``memory/validation_peak_bytes``.
 
     Attributes:
@@ -50,7 +50,7 @@ class MemoryMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # With accumulation most batches end without an optimizer step: theirs was forward and backward alone.
+        # With accumulation most batches have a forward and a backward, but no optimizer step.
         stepped = trainer.fit_loop.epoch_loop._should_accumulate() is False
         self._close("optimizer" if stepped else "forward_backward")
         window = period_of(trainer, self.every_n_steps)

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: how fast training goes, and how much of the device that uses."""
+"""ThroughputMonitor: logs the speed of training and the utilization of the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from holotrain.reversible.clock import Clock, clock_of
 
 @dataclass
 class Window:
-    """A stretch of training without interruption: two instants and what was done between them."""
+    """A period of training without interruption: its start, its end and the work done in it."""
 
     start: Any
     end: Any
@@ -26,28 +26,29 @@ class Window:
 
 
 class ThroughputMonitor(pl.Callback):
-    """Logs samples, tokens and FLOPs a second over windows of optimizer steps, for any Lightning Trainer.
+    """Logs samples, tokens and FLOPs per second over windows of optimizer steps, for any Lightning Trainer.
 
-    Waiting for data counts; validation, the sanity check and what happens between epochs do not. On a GPU the time is taken
-    from CUDA events, read once the GPU has passed them: nothing waits for it.
+    The time includes waiting for data, but not validation, the sanity check and the work between epochs. On a GPU it is
+    measured with CUDA events, which are read after the GPU has passed them, so nothing waits.
 
     Args:
-        every_n_steps: optimizer steps a window; None: the trainer's ``log_every_n_steps``; 0: measured
-            over epochs and logged nowhere.
-        batch_size: samples in a batch; None: the length of the first tensor in it.
-        count_tokens: tokens in a batch, a number or a tensor, which is read with the window; None: no token figures.
-        model_flops_per_sample: FLOPs of one training step (forward and backward) of the model that stores everything,
-            a sample. Gives MFU; recomputation never counts in it (Chowdhery et al., PaLM, 2022, appendix B).
-        hardware_flops_per_sample: FLOPs that are truly computed, recomputation included. Gives HFU.
-        peak_flops: FLOP/s that the device can do in the precision of the training; see
-            :func:`~holotrain.callbacks.flops.peak_flops`. MFU and HFU are logged only where it is known.
+        every_n_steps: optimizer steps per window; None: the trainer's ``log_every_n_steps``; 0: measures
+            over epochs and logs nothing.
+        batch_size: returns the samples in a batch; None: the length of its first tensor.
+        count_tokens: returns the tokens in a batch, as a number or as a tensor, which is read at the end of the window; None:
+            tokens are not logged.
+        model_flops_per_sample: FLOPs per sample of a training step (forward and backward) that stores everything. Used for
+            MFU, which never includes recomputation (Chowdhery et al., PaLM, 2022, appendix B).
+        hardware_flops_per_sample: FLOPs per sample that are computed, with recomputation. Used for HFU.
+        peak_flops: peak FLOP/s of the device in the precision of the training; see
+            :func:`~holotrain.callbacks.flops.peak_flops`. MFU and HFU are logged only if it is known.
 
-    Logs ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of all ranks together,
-    ``throughput/step_seconds`` an optimizer step, ``throughput/mfu`` and ``throughput/hfu`` as fractions.
+    Logs ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` over all ranks,
+    ``throughput/step_seconds`` per optimizer step, ``throughput/mfu`` and ``throughput/hfu`` as fractions.
 
     Attributes:
-        samples_per_second, tokens_per_second, step_seconds: over all windows but the first, which warms up (over it too, where
-            there is no other); None where nothing was measured.
+        samples_per_second, tokens_per_second, step_seconds: over all windows except the first, which is a warm-up (it counts if
+            it is the only one); None if nothing was measured.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class ThroughputMonitor(pl.Callback):
         self._open = Window(self.clock.mark(), None, step, 0, 0, 0)
 
     def _end(self, trainer: pl.Trainer) -> None:
-        """Closes the open window, if a step was made in it, and logs those that the clock can tell by now."""
+        """Closes the open window, if it has a step, and logs the windows whose time is known by now."""
         window, self._open = self._open, None
         if window is not None and window.steps:
             window.end = self.clock.mark()
@@ -173,9 +174,9 @@ def first_length(batch: Any) -> int:
     """The length of the first tensor in a batch.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the batch has no tensor.
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
-    raise ValueError("the batch holds no tensor; give ThroughputMonitor(batch_size=...)")
+    raise ValueError("the batch has no tensor; set ThroughputMonitor(batch_size=...)")

@@ -1,4 +1,4 @@
-"""What happens between batches waits until no gradients are pending: a checkpoint does not hold them."""
+"""Validation and the end of training wait until no gradients are pending, because checkpoints do not contain them."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 
 
 class WholeSteps(TrainingEpochLoop):
-    """With ``accumulate_grad_batches`` validates and ends only after an optimizer step.
+    """With ``accumulate_grad_batches``, validates and ends only after an optimizer step.
 
-    Lightning (2.6) does both after any batch. What falls due within an accumulated batch waits for its optimizer step, and
-    happens once if it fell due several times.
+    Lightning (2.6) does both after any batch. Here a validation that is due within an accumulated batch runs after the
+    optimizer step, once even if it was due several times.
     """
 
     @property
@@ -23,7 +23,7 @@ class WholeSteps(TrainingEpochLoop):
         return super()._should_check_val_fx(data_fetcher) or self._fell_due()
 
     def _fell_due(self) -> bool:
-        """Whether ``val_check_interval`` ended within the accumulated batch that ends here."""
+        """Whether ``val_check_interval`` ended within the accumulated batch that has just ended."""
         trainer = self.trainer
         interval = trainer.val_check_batch
         if interval in (None, float("inf")) or not self._should_check_val_epoch():
@@ -34,14 +34,14 @@ class WholeSteps(TrainingEpochLoop):
 
 
 def wait_for_whole_steps(trainer: pl.Trainer) -> None:
-    """Lets validations and requests to stop wait for the optimizer step, in this trainer's training."""
+    """Makes validations and requests to stop wait for the optimizer step, in the training of this trainer."""
     loop = trainer.fit_loop.epoch_loop
     if type(loop) is TrainingEpochLoop:
-        loop.__class__ = WholeSteps  # in place: the trainer has given it its data already
+        loop.__class__ = WholeSteps  # in place, because the trainer has already set it up
 
 
 def gradients_pending(trainer: pl.Trainer) -> bool:
-    """Whether the batch in hand, or the one just ended, is not the last before an optimizer step."""
+    """Whether the current batch, or the one that just ended, has no optimizer step yet."""
     return trainer.fit_loop._should_accumulate()
 
 

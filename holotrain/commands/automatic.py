@@ -5,7 +5,7 @@ from itertools import groupby
 
 import lightning.pytorch as pl
 
-from holotrain.commands.out_of_memory import OutOfMemory, memory_errors_told_apart
+from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
 from holotrain.commands.screen import console
 from holotrain.config.budget import budget_of
 from holotrain.config.build_plan import Planner
@@ -50,7 +50,7 @@ def chosen(
             )
         if config.backward.open:
             say("backward=auto: planning what each block stores ...")
-            with memory_errors_told_apart():
+            with as_out_of_memory():
                 settled = settle(Planner(config, data, device), budget_of(config, device, processes))
             say(f"  {described(settled)}")
             config = settled.config
@@ -65,6 +65,6 @@ def described(settled: Settled) -> str:
     """The choice of ``backward=auto`` as text."""
     choice = settled.choice
     runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(choice.blocks))
-    saved = 1 - choice.cost / choice.dearest
-    memory = f"{in_words(choice.peak)} of {in_words(settled.budget)}"
+    saved = 1 - choice.cost / choice.most_expensive
+    memory = f"{in_words(choice.bound, up=True)} of {in_words(settled.budget)}"
     return f"{runs}; {memory}; {saved:.0%} less computation in blocks than with full recomputation"

@@ -24,7 +24,7 @@ from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import log_options
 from holotrain.commands.layout import log_layout
-from holotrain.commands.out_of_memory import OutOfMemory, explained, memory_errors_told_apart
+from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory, explained
 from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config import checkpointed
@@ -74,7 +74,7 @@ def run(config: FitConfig, run: Run) -> int:
         log_layout(trainer, task, config)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
-        with memory_errors_told_apart():
+        with as_out_of_memory():
             trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
             if config.test and config.trainer.limit_test_batches != 0:
                 if run.world is not None:  # the strategy may have sharded the trained task

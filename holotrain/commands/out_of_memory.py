@@ -21,7 +21,7 @@ class OutOfMemory(Exception):
 
 
 @contextmanager
-def memory_errors_told_apart() -> Iterator[None]:
+def as_out_of_memory() -> Iterator[None]:
     """
     Raises:
         OutOfMemory: instead of the error that an allocator of torch, NumPy or Python raises inside.

@@ -1,4 +1,4 @@
-"""A plan as an SVG picture: one stacked bar per backward, and the memory budget as a line."""
+"""A plan as an SVG picture: one stacked bar per backward, up to the bound of its memory, and the memory budget as a line."""
 
 from html import escape
 
@@ -15,6 +15,7 @@ COLOURS = {
     "batch": "#8fa81f",
     "activations": "#e07b22",
     "temporary": "#d1495b",
+    "scratch": "#d9dde2",
 }
 LEFT, WIDTH, ROW, BAR, TOP = 130, 640, 44, 26, 20
 
@@ -22,7 +23,8 @@ LEFT, WIDTH, ROW, BAR, TOP = 130, 640, 44, 26, 20
 def picture(plan: Plan) -> str:
     """The text of an SVG file."""
     rows = plan.footprints
-    most = max([footprint.peak for footprint in rows.values()] + [plan.budget or 0])
+    parts = {name: footprint.parts | {"scratch": footprint.scratch} for name, footprint in rows.items()}
+    most = max([footprint.bound for footprint in rows.values()] + [plan.budget or 0])
     scale = WIDTH / most
     bottom = TOP + ROW * len(rows)
     pieces = []
@@ -30,18 +32,18 @@ def picture(plan: Plan) -> str:
         y, x = TOP + ROW * place, float(LEFT)
         weight = "bold" if name == plan.backward else "normal"
         pieces.append(_text(LEFT - 10, y + BAR / 2 + 4, name, anchor="end", weight=weight))
-        for kind, size in footprint.parts.items():
+        for kind, size in parts[name].items():
             pieces.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{BAR}" fill="{COLOURS[kind]}">'
                 f"<title>{escape(kind)}: {in_words(size)}</title></rect>"
             )
             x += size * scale
-        pieces.append(_text(x + 6, y + BAR / 2 + 4, in_words(footprint.peak)))
+        pieces.append(_text(x + 6, y + BAR / 2 + 4, in_words(footprint.bound, up=True)))
     if plan.budget:
         x = LEFT + plan.budget * scale
         pieces.append(f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom}" stroke="#555" stroke-dasharray="4 3"/>')
         pieces.append(_text(x, bottom + 14, f"memory: {in_words(plan.budget)}", anchor="middle"))
-    used = [kind for kind in COLOURS if any(footprint.parts[kind] * scale >= 0.5 for footprint in rows.values())]
+    used = [kind for kind in COLOURS if any(sizes[kind] * scale >= 0.5 for sizes in parts.values())]
     for place, kind in enumerate(used):
         x = LEFT + 110 * (place % 6)
         y = bottom + 34 + 20 * (place // 6)

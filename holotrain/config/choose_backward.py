@@ -49,7 +49,7 @@ def settle(planner: Planner, budget: int, measure: bool = True) -> Settled:
     option, size = config.batch_option
     context = partial(autocast_of, config.trainer, "cpu")
     names = ways(config, device)
-    least = planner.footprint(size, replace(config.backward, kind=thriftiest(config, device))).bound
+    least = planner.footprint(size, replace(config.backward, kind=least_memory(config, device))).bound
     if least > budget:  # before anything is timed
         raise too_little(budget, least, f"{option}={size}")
     costs = _seconds(planner, size, names) if measure else None
@@ -70,7 +70,7 @@ def settle(planner: Planner, budget: int, measure: bool = True) -> Settled:
     return Settled(replace(config, backward=replace(config.backward, blocks=choice.blocks)), choice, budget)
 
 
-def thriftiest(config: RunConfig, device: str) -> str:
+def least_memory(config: RunConfig, device: str) -> str:
     """The schedule that needs the least memory."""
     return ways(config, device)[0] if reversible(config.model.kind) else PLAIN[1]
 

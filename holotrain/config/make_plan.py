@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from holotrain.config.build_plan import Planner
-from holotrain.config.choose_backward import Settled, settle, thriftiest
+from holotrain.config.choose_backward import Settled, least_memory, settle
 from holotrain.config.choose_batch import largest_batch
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, BackwardConfig, reversible, schedules_of
@@ -116,14 +116,14 @@ def make_plan(
             choice = settle(planner, budget, measure=False)
             backward = choice.config.backward
         except UserError:  # nothing fits: the table shows by how much
-            name = thriftiest(config, device)
+            name = least_memory(config, device)
             backward = BackwardConfig(name, exact=config.backward.exact)
     if name not in footprints:
         begin(f"backward={name}")
         footprints[name] = planner.footprint(size, backward)
     schedule = backward
     if backward.kind == AUTO:  # for another batch, auto can go down to the schedule with the least memory
-        backward = BackwardConfig(thriftiest(config, device), exact=config.backward.exact)
+        backward = BackwardConfig(least_memory(config, device), exact=config.backward.exact)
     limits = [] if budget is None else _limits(planner, backward, budget, begin)
     return Plan(device, budget, name, schedule, footprints, choice, limits, _resets(config.backward))
 

@@ -123,7 +123,7 @@ def make_scaling(
             predictions.append(Prediction(name, reason=words))
         else:
             seconds = _of(tp_seconds, divided, devices, overlapped=overlapped)
-            predictions.append(make(name, divided.peak, seconds=seconds, one_batch=True))
+            predictions.append(make(name, divided.bound, seconds=seconds, one_batch=True))
     unit = "tokens/s" if option == "data.max_tokens" else "samples/s"
     assumptions = _assumptions(config, link, times, settings[1], divided, words)
     return Scaling(devices, config.link, times, predictions, unit, assumptions)

@@ -1,4 +1,4 @@
-"""Text from a causal model, token by token: the prompt is read once, then each token costs one token's work."""
+"""Generates text with a causal model, token by token. A cache keeps the keys and values of earlier tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,22 +18,22 @@ def generate(
     generator: torch.Generator | None = None,
     compiled: bool = False,
 ) -> Iterator[Tensor]:
-    """Continues every prompt, all of them together.
+    """Continues all prompts as one batch.
 
-    Each step enters inference mode and leaves it again before its tokens are yielded. So the caller keeps its own mode between
-    tokens, and may train the model, start another generation, or stop early.
+    Each step leaves inference mode before it yields its tokens. So between tokens the caller can train the model, start another
+    generation, or stop early.
 
     Args:
         model: such as :class:`~holotrain.models.GPT`, in eval mode.
         prompts: (T,) tokens each, of any lengths, at least one token.
-        max_tokens: to add to each; fewer where the model's context is full.
-        sampling: how tokens are drawn; None: from the model's own distribution.
-        end_id: the token that ends a text; afterwards its row goes on with it.
-        generator: of the drawing, on the model's device; a seeded one draws the same again. None: the global one.
-        compiled: run each token's step through torch.compile, over a cache of one size.
+        max_tokens: number of tokens to add to each; fewer if the model's context is full.
+        sampling: how tokens are sampled; None: from the model's distribution.
+        end_id: the token that ends a text; its row is then filled with this token.
+        generator: random generator on the model's device, for reproducible samples. None: the global one.
+        compiled: run each step with torch.compile, with a cache of fixed size.
 
     Yields:
-        the next token of every prompt, (B,), an ordinary tensor that belongs to the caller; ends when all have ended.
+        the next token of every prompt, (B,), an ordinary tensor that the caller may change. Ends when all texts have ended.
 
     Raises:
         ValueError: an empty prompt, or one that fills the context (both at the call); the model gives NaN (at that token).
@@ -56,12 +56,12 @@ def _generated(
     generator: torch.Generator | None,
     compiled: bool,
 ) -> Iterator[Tensor]:
-    """As :func:`generate`, for checked arguments and ``room`` new tokens. It never suspends within inference mode."""
+    """Like :func:`generate`, for checked arguments and ``room`` new tokens. It never yields within inference mode."""
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
     with torch.inference_mode():
-        # Compiled code wants shapes that stay, so its cache is read whole; otherwise what is empty is left out.
+        # Compiled code needs fixed shapes, so it reads the whole cache; otherwise empty places are left out.
         cache = model.cache(len(prompts), longest + room, static=compiled)
         logits, positions = _read(model, prompts, lengths, cache, model.norm.weight.device)
         ended = torch.zeros_like(positions, dtype=torch.bool)
@@ -85,7 +85,7 @@ def _generated(
 def _read(
     model: nn.Module, prompts: Sequence[Tensor], lengths: list[int], cache: KVCache, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Reads the prompts; logits (B, V) behind each one's last token, and (B,) where its next token will stand."""
+    """Reads the prompts. Returns the logits after each last token, (B, V), and the positions of the next tokens, (B,)."""
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt

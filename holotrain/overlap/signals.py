@@ -95,13 +95,13 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
             for group, rows in enumerate(cut):
                 due = order.finished[group]
                 _require_success(_wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL))
-                works.append(Signalled(collective(rows), (out, counts)))
+                works.append(Signalled(collective(rows), (out, counts, order.table)))
     return works
 
 
 @dataclass
 class Signalled:
-    """Keeps the memory of a product and its counts alive until the collective has been waited for."""
+    """Keeps the memory that the product and the collective use alive until the collective has been waited for."""
 
     work: Work
     read: Sequence[Tensor]

@@ -2,8 +2,8 @@
 
 imagination   fake models and tensors: shapes without memory
 ledger        all bytes that operations allocate and free
-allocators    what an allocator takes for them
-scratch       what an operation may hold within itself on a CPU, at most
+allocators    how a device's allocator counts them
+scratch       upper bound of what an operation may hold inside itself on a CPU
 rehearsal     one training step, in the order of a training
 footprint     the memory of a step
 measured      the memory of a real step, for comparison

@@ -1,4 +1,4 @@
-"""What a device takes for storages, and what its operations take for themselves."""
+"""The memory that a device allocates for storages, and what its operations need in addition."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CUDA_BLOCK = 512
 """Bytes that PyTorch's caching allocator rounds up to (kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp)."""
 
 MIXING = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")}
-"""Operations that a CPU gives operands of one dtype: it copies those of another first (TensorIterator)."""
+"""Operations that need operands of one dtype on a CPU: an operand of another dtype is copied first (TensorIterator)."""
 
 
 @dataclass(frozen=True)
 class Allocator:
     """
     Args:
-        rounded: from a storage's bytes to what is taken for it.
-        copies_operands: whether arithmetic on two dtypes makes copies of one.
-        scratch: bytes that an operation may hold beside that, at most, given its arguments.
+        rounded: maps the bytes of a storage to the bytes that are allocated for it.
+        copies_operands: whether arithmetic on two dtypes copies an operand.
+        scratch: upper bound of the bytes that an operation may allocate in addition, given its arguments.
     """
 
     rounded: Callable[[int], int] = int
@@ -32,11 +32,11 @@ class Allocator:
     scratch: Callable[[OpOverload, tuple], int] = scratch
 
     def within(self, function: OpOverload, args: tuple, result: object) -> int:
-        """Bytes that an operation takes and gives back before it returns, as far as they are worth counting."""
+        """Bytes that an operation allocates and frees before it returns. Small temporaries are left out."""
         if function is torch.ops.aten.logsumexp.default:
-            return self.rounded(args[0].nbytes)  # the exponentials, before they are summed
+            return self.rounded(args[0].nbytes)  # the exponentials before the sum
         if function is torch.ops.aten._safe_softmax.default:
-            return self.rounded(args[0].numel())  # which entries are masked
+            return self.rounded(args[0].numel())  # the mask
         if self.copies_operands and function in MIXING and isinstance(result, Tensor):
             operands = (arg for arg in args if isinstance(arg, Tensor) and arg.ndim and arg.dtype != result.dtype)
             return sum(self.rounded(operand.numel() * result.element_size()) for operand in operands)
@@ -49,4 +49,4 @@ ALLOCATORS = {
         lambda size: -(-size // CUDA_BLOCK) * CUDA_BLOCK, copies_operands=False, scratch=lambda function, args: 0
     ),
 }
-"""By device: as ``torch.cuda.memory_allocated`` counts, and as the CPU's allocator reports to the profiler."""
+"""By device type. They count as ``torch.cuda.memory_allocated`` does, and as the CPU allocator reports to the profiler."""

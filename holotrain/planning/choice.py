@@ -2,7 +2,7 @@
 
 A block can store or recompute its activations in several ways, which cost memory or time. The choice for all blocks is a
 knapsack problem. It is solved exactly under the assumption that the memory of blocks adds up. The real peak is lower, because
-what the last blocks store is free again when the first are recomputed. So the choice is rehearsed, and memory that is left is
+what the last blocks store is free again when the first are recomputed. So each choice is rehearsed, and memory that is left is
 used in another round.
 """
 
@@ -49,30 +49,30 @@ class Choice:
     """
     Args:
         blocks: the schedule of each block, first to last.
-        peak: bytes at the rehearsed peak of the step.
+        bound: bytes that the rehearsed step needs at most.
         cost: of all blocks.
-        dearest: the cost if every block recomputes as much as it can.
+        most_expensive: the cost if every block recomputes as much as it can.
     """
 
     blocks: list[str]
-    peak: int
+    bound: int
     cost: float
-    dearest: float
+    most_expensive: float
 
 
 class TooSmall(ValueError):
-    """No choice fits the budget; ``least`` is the smallest peak."""
+    """No choice fits the budget; ``least`` is the smallest bound."""
 
     def __init__(self, least: int) -> None:
         super().__init__(f"no choice needs less than {least} bytes")
         self.least = least
 
 
-def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: int) -> Choice:
-    """Returns the cheapest choice whose rehearsed peak fits the budget minus a margin; the smallest choice may use the margin.
+def choose(stages: Sequence[Stage], bound: Callable[[list[str]], int], budget: int) -> Choice:
+    """Returns the cheapest choice whose rehearsed bound fits the budget minus a margin; the smallest choice may use the margin.
 
     Args:
-        peak: bytes of a step, given the schedule of each block.
+        bound: bytes that a step needs at most, given the schedule of each block.
 
     Raises:
         TooSmall: not even the smallest choice fits the budget.
@@ -82,7 +82,7 @@ def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: in
     def rehearsed(chosen: list[list[Option]]) -> int:
         names = tuple(_names(chosen))
         if names not in known:
-            known[names] = peak(list(names))
+            known[names] = bound(list(names))
         return known[names]
 
     least = best = cheapest(stages, 0)
@@ -99,7 +99,7 @@ def choose(stages: Sequence[Stage], peak: Callable[[list[str]], int], budget: in
             beyond, high = chosen, min(high, _held(chosen) - _held(least))
         if beyond is None:
             break
-        # The peak is convex in the held bytes, so a line between a choice that fits and one that does not is safe.
+        # The bound is convex in the held bytes, so a line between a choice that fits and one that does not is safe.
         share = (room - rehearsed(best)) / (rehearsed(beyond) - rehearsed(best))
         low = _held(best) - _held(least)
         chosen = cheapest(stages, low + (_held(beyond) - _held(best)) * share)

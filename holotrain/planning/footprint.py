@@ -1,4 +1,4 @@
-"""The memory of one training step, in figures."""
+"""The memory of one training step in bytes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from dataclasses import dataclass, field
 from holotrain.planning.ledger import Ledger
 
 PHASES = ("forward", "backward", "update")
-"""Of a step: the loss; its gradients; what is done with them, up to the end of the optimizer's step."""
+"""Phases of a step: the loss; its gradients; clipping and the optimizer step."""
 
 LASTING = ("parameters", "buffers", "gradients", "optimizer", "average", "hologram", "batch")
-"""Kinds that outlive a phase. What a forward made and a backward still needs are activations; the rest is temporary."""
+"""Kinds of memory that outlive a phase. What the forward stores for the backward are activations; the rest is temporary."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes.
+    """The memory of a step, in bytes.
 
-    ``peak`` is what a step takes for its tensors: the storages that its operations make, as the device's allocator rounds them,
-    and the temporaries of PyTorch's own kernels that are known exactly. :attr:`bound` adds the scratch that operations may
-    hold within themselves on a CPU. It depends on the CPU and on libraries, so it is an upper bound: a step fits in ``bound``
-    bytes.
+    ``peak`` is the memory of the tensors: all storages, as the device's allocator rounds them, and the temporaries of PyTorch's
+    own kernels that are known exactly. :attr:`bound` adds the scratch that operations may hold inside themselves on a CPU.
+    Scratch depends on the CPU and on libraries, so only an upper bound of it is known: a step fits in ``bound`` bytes.
 
     Args:
-        peak: the most that is alive at once.
-        phase: the one in which that is.
-        parts: what the peak is made of, by kind: those of :data:`LASTING`, ``activations`` and ``temporary``.
+        peak: the most bytes that are alive at once.
+        phase: the phase of the peak.
+        parts: what the peak consists of, by kind: those of :data:`LASTING`, ``activations`` and ``temporary``.
         by_phase: the peak of each phase.
-        parts_by_phase: what each of these is made of.
-        scratch_by_phase: how far scratch may reach beyond the peak of each phase.
+        parts_by_phase: what the peak of each phase consists of.
+        scratch_by_phase: how much scratch may add to the peak of each phase.
     """
 
     peak: int
@@ -40,12 +39,12 @@ class Footprint:
 
     @property
     def bound(self) -> int:
-        """The most that is taken at once, scratch included: what has to fit."""
+        """The most bytes in use at once, with scratch: this must fit."""
         return max(peak + self.scratch_by_phase.get(phase, 0) for phase, peak in self.by_phase.items())
 
     @property
     def scratch(self) -> int:
-        """How far scratch may reach beyond the peak."""
+        """How much scratch may add to the peak."""
         return self.bound - self.peak
 
     @classmethod
@@ -59,7 +58,7 @@ class Footprint:
 
 def _parts(found: dict[str, int]) -> dict[str, int]:
     parts = {kind: found.pop(kind, 0) for kind in LASTING}
-    # A forward's own temporaries cannot be told from what its backward waits for: at its peak they are few.
+    # The ledger cannot distinguish a forward's temporaries from what its backward needs. At the peak they are small.
     parts["activations"] = found.pop("forward", 0)
     parts["temporary"] = sum(found.values())
     return parts

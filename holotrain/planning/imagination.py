@@ -40,7 +40,7 @@ def imagined() -> Iterator[None]:
         with _Imagination(allow_non_fake_inputs=True):
             yield
     except DataDependentOutputException as error:
-        raise Unplannable(f"{error.func} asks for the value of a tensor, which a plan does not have") from error
+        raise Unplannable(f"{error.func} needs the value of a tensor, which a plan does not have") from error
     except DynamicOutputShapeException as error:
         raise Unplannable(f"the output size of {error.func} depends on values, which a plan does not have") from error
     except UnsupportedOperatorException as error:

@@ -1,8 +1,8 @@
-"""Every byte that operations allocate and free, in order: real tensors or fake ones, the same account.
+"""Records all bytes that operations allocate and free, in order, on real or fake tensors.
 
-A storage counts from the operation that made it until nothing refers to it. What an operation holds within itself is not seen:
-the allocator says what is known of it exactly (``within``, part of the peak) and what is only bounded (``scratch``, part of the
-bound alone).
+A storage counts from the operation that makes it until nothing refers to it. The ledger does not see what an operation
+allocates internally. The allocator gives the part that is known exactly (``within``, part of the peak) and the part that only
+has an upper bound (``scratch``, part of the bound).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from holotrain.planning.allocators import ALLOCATORS, Allocator
 
 @dataclass(eq=False)
 class Allocation:
-    """One storage: its bytes as its allocator counts them, and what it is for.
+    """One storage: its bytes, as its allocator counts them, and its kind.
 
-    ``kind`` is the phase that it was made in, until :meth:`Ledger.label` says more.
+    ``kind`` is the phase in which it was made, until :meth:`Ledger.label` changes it.
     """
 
     bytes: int
@@ -34,7 +34,7 @@ class Allocation:
 
 @dataclass
 class Event:
-    """An allocation made or freed; ``after``: the bytes alive from here."""
+    """An allocation was made or freed. ``after``: bytes alive after it."""
 
     allocation: Allocation
     made: bool
@@ -44,10 +44,10 @@ class Event:
 
 @dataclass(eq=False)
 class Ledger:
-    """Follows the storages of what runs inside of :meth:`watching`.
+    """Records the storages of operations that run inside of :meth:`watching`.
 
     Args:
-        allocator: of the device that is meant.
+        allocator: of the device to plan for.
     """
 
     allocator: Allocator = ALLOCATORS["cpu"]
@@ -58,26 +58,26 @@ class Ledger:
     _of_storage: dict[int, Allocation] = field(default_factory=dict)
 
     def enter(self, phase: str) -> None:
-        """From here events belong to this phase."""
+        """Begins a phase: later events belong to it."""
         self.phase = phase
 
     def add(self, kind: str, size: int) -> None:
-        """Counts bytes that are known without a tensor."""
+        """Counts bytes that have no tensor."""
         self._note(Allocation(size, kind), True)
 
     def pass_by(self, size: int) -> None:
-        """Counts bytes that are there for a moment."""
+        """Counts bytes that are allocated and freed at once."""
         if size:
             allocation = Allocation(size, self.phase)
             self._note(allocation, True)
             self._note(allocation, False)
 
     def reach(self, size: int) -> None:
-        """Notes that up to so many bytes more than are alive may be taken for a moment."""
+        """Notes that at most ``size`` bytes may be allocated for a moment, in addition to those alive."""
         self._reached[self.phase] = max(self._reached.get(self.phase, 0), self.alive + size)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Says what tensors are for, and counts those that are new here."""
+        """Sets the kind of tensors, and counts those that are not known yet."""
         for tensor in tensors:
             self.count(tensor).kind = kind
 
@@ -99,7 +99,7 @@ class Ledger:
         return allocation
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made in this phase, and is no view of another."""
+        """Whether a tensor was made in this phase and is not a view."""
         return self.count(tensor).kind == self.phase and not tensor._is_view()
 
     def _note(self, allocation: Allocation, made: bool) -> None:
@@ -108,21 +108,21 @@ class Ledger:
 
     @contextmanager
     def watching(self):
-        """Inside, what operations make is counted."""
+        """Inside the context the results of operations are counted."""
         with _Watch(self):
             yield
 
     def peak(self, *phases: str) -> int:
-        """The most bytes alive at once; ``phases``: within these alone."""
+        """The most bytes alive at once; ``phases``: only within these."""
         return max((event.after for event in self.events if not phases or event.phase in phases), default=0)
 
     def bound(self, *phases: str) -> int:
-        """The most bytes that may be taken at once, scratch included; ``phases``: within these alone."""
+        """The most bytes that may be in use at once, with scratch; ``phases``: only within these."""
         reached = (size for phase, size in self._reached.items() if not phases or phase in phases)
         return max(self.peak(*phases), *reached, 0)
 
     def at_peak(self, *phases: str) -> dict[str, int]:
-        """Bytes by kind at the moment of the peak, the first one; ``phases``: of the peak within these alone."""
+        """Bytes by kind at the first moment of the peak; ``phases``: of the peak within these."""
         peak, by_kind = self.peak(*phases), {}
         for event in self.events:
             allocation = event.allocation
@@ -140,7 +140,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         ledger = self._ledger
         if function is torch.ops.aten.add.Tensor and _engine_adds() and ledger.owns(args[0]):
-            # Fake tensors keep autograd from adding up gradients in place, as it does with real ones.
+            # With real tensors autograd accumulates gradients in place; with fake ones it does not.
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:
             result = function(*args, **(kwargs or {}))
@@ -154,7 +154,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _engine_adds() -> bool:
-    """Whether the operation under way was called by autograd's engine itself, not by a function's own backward."""
+    """Whether autograd's engine itself called the current operation, not the backward of a function."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back

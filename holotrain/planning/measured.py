@@ -1,4 +1,4 @@
-"""The memory that a step really takes, as PyTorch's allocators report it: what a plan must come close to."""
+"""Measures the memory of a real step, as PyTorch's allocators report it, to compare it with a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holotrain.planning.rehearsal import TrainingStep
 
 
 def measured_peak(step: TrainingStep, device: torch.device) -> int:
-    """Bytes at the peak of one step on real tensors; on a CPU what PyTorch's allocator tells the profiler."""
+    """Returns the peak bytes of one step on real tensors; on a CPU as PyTorch's allocator reports them to the profiler."""
     if device.type == "cuda":
         _begin(step)
         torch.cuda.synchronize(device)
@@ -19,14 +19,14 @@ def measured_peak(step: TrainingStep, device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
 
     def whole() -> None:
-        _begin(step)  # in here: of what was made before, the profiler would not see that it is freed
+        _begin(step)  # inside, because the profiler does not see that earlier allocations are freed
         _run(step)
 
     return sum(_storages(step).values()) + peak_of(whole, device)
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes at the peak of what ``work`` allocates, beside what was there before."""
+    """Returns the bytes at the peak of what ``work`` allocates, without what was allocated before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -54,7 +54,7 @@ def _run(step: TrainingStep) -> None:
 
 
 def _storages(step: TrainingStep) -> dict[int, int]:
-    """The bytes of what was there before the step, by storage."""
+    """The bytes of what was allocated before the step, by storage."""
     tensors = [*step.model.parameters(), *step.model.buffers()]
     tensors += [tensor for held in step.held.values() for tensor in held]
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -30,7 +30,7 @@ class Unit:
 
 
 def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
-    """Bytes at the peak over the three phases, each with all gradients, which are views of permanent buckets.
+    """The bound in bytes over the three phases, each with all gradients, which are views of permanent buckets.
 
     This holds with ``gradient_as_bucket_view=True``, which holotrain's DDP uses. Without it gradients would be stored twice.
     """
@@ -44,7 +44,7 @@ def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
 
 
 def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
-    """Bytes at the peak over the three phases, each as on one device except for what is sharded.
+    """The bound in bytes over the three phases, each as on one device except for what is sharded.
 
     Parameters, gradients, optimizer state, the average of weights and the temporary memory of an update are divided by the
     number of devices. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one gathered

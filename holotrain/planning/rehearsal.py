@@ -1,4 +1,4 @@
-"""One training step in the order of Lightning's automatic optimization, on real tensors or imagined ones."""
+"""One training step in the order of Lightning's automatic optimization, on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class TrainingStep:
     """What a training step consists of.
 
     Args:
-        model: what is trained.
-        loss: of one batch.
+        model: the model.
+        loss: computes the loss of one batch.
         optimizer: of the model's parameters.
-        autocast: gives the context of the forward.
-        accumulates: gradients of several batches add up: those of the ones before stay.
-        clip: the largest norm of the gradient, or its largest value where ``clip_value`` is true; None: any.
-        rewrite: done to the gradients before they are clipped.
-        held: what else stays all along, by kind: the batch above all.
+        autocast: returns the context of the forward.
+        accumulates: gradients of several batches are accumulated, so those of earlier batches stay.
+        clip: the largest norm of the gradient, or its largest value if ``clip_value`` is true; None: no clipping.
+        rewrite: changes the gradients before they are clipped.
+        held: other tensors that stay allocated, by kind, such as the batch.
     """
 
     model: nn.Module
@@ -44,16 +44,16 @@ class TrainingStep:
     held: dict[str, Iterable[Tensor]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """As a step before would have left it: gradients are there."""
+        """Allocates gradients, as the previous step would have left them."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
     def differentiate(self, enter: Callable[[str], object] = lambda phase: None) -> None:
-        """The loss first, then old gradients go, unless they add up, then come new ones: Lightning's order.
+        """Computes the loss, frees old gradients unless they accumulate, and computes new ones. This is Lightning's order.
 
         Args:
-            enter: told each phase as it begins.
+            enter: called with the name of each phase when it begins.
         """
         enter("forward")
         with self.autocast():
@@ -64,7 +64,7 @@ class TrainingStep:
         loss.backward()
 
     def update(self) -> None:
-        """What is done with the gradients."""
+        """Rewrites and clips the gradients and runs the optimizer step."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.rewrite is not None:
             self.rewrite()
@@ -79,12 +79,12 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class Update:
-    """Bytes of what follows a backward: they depend on the parameters alone.
+    """The memory of an update, in bytes. It depends only on the parameters.
 
     Args:
-        state: the optimizer's.
-        beyond: the most that an update takes beside all that is there when it begins.
-        bound: the same, with the scratch of its operations.
+        state: of the optimizer's state.
+        beyond: the most that an update allocates in addition to what is alive when it begins.
+        bound: the same with the scratch of its operations.
     """
 
     state: int
@@ -93,7 +93,7 @@ class Update:
 
 
 def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
-    """An update in the middle of a training, when the optimizer has its state."""
+    """Rehearses an update in the middle of a training, when the optimizer state exists."""
     ledger = Ledger(allocator)
     step.begin()
     step.update()
@@ -107,10 +107,10 @@ def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
 
 
 def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | None = None) -> Footprint:
-    """The memory of a step in the middle of a training, when old gradients are still there.
+    """Returns the memory of a step in the middle of a training, when old gradients still exist.
 
     Args:
-        update: where it is known already.
+        update: its memory, if it is already known.
     """
     update = update or rehearse_update(step, allocator)
     ledger = Ledger(allocator)

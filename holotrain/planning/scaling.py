@@ -69,7 +69,7 @@ class Divided:
         forward, backward: share of the single device's arithmetic.
         forward_sums, backward_sums: the products whose results are summed over devices, with their counts in one batch.
         flops: of one batch on a single device, forward and backward.
-        peak: bytes of a rank.
+        bound: bytes that a rank needs at most.
     """
 
     forward: float
@@ -77,7 +77,7 @@ class Divided:
     forward_sums: Mapping[Job, int]
     backward_sums: Mapping[Job, int]
     flops: float
-    peak: int
+    bound: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Prediction:
 
     Args:
         strategy: its name.
-        memory: bytes of a rank at its peak; None if the strategy is not possible.
+        memory: bytes that a rank needs at most; None if the strategy is not possible.
         seconds: of a step.
         throughput: samples per second of all devices.
         efficiency: throughput over that of the same number of independent devices.

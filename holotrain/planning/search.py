@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def largest(peak: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:
-    """Returns the largest multiple of ``unit`` whose peak fits the budget; 0 if not even one unit fits.
+def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:
+    """Returns the largest multiple of ``unit`` whose bound fits the budget; 0 if not even one unit fits.
 
-    The peak must be convex and must not fall as the size grows, like the maximum of several straight lines; the memory of
+    The bound must be convex and must not fall as the size grows, like the maximum of several straight lines; the memory of
     batches and of stacked blocks is like this. Then a line through two sizes that fit never underestimates the limit, and a
-    line between a size that fits and one that does not never overestimates it. A few peaks are enough.
+    line between a size that fits and one that does not never overestimates it. A few bounds are enough.
 
     Args:
-        peak: bytes at a size.
+        bound: bytes that a size needs at most.
         start: the first size to try, a multiple of ``unit``.
         most: the largest size allowed, a multiple of ``unit``.
     """
     known: dict[int, int] = {}
     size = start
     while True:
-        known[size] = peak(size)
+        known[size] = bound(size)
         fitting = sorted(size for size, taken in known.items() if taken <= budget)
         beyond = min((size for size, taken in known.items() if taken > budget), default=None)
         low = fitting[-1] if fitting else 0

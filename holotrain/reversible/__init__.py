@@ -1,25 +1,25 @@
-"""The engine: reversible blocks and the schedules of their backward. Needs torch alone.
+"""The engine: reversible blocks and their backward schedules. It needs only torch.
 
-block      the coupling and its inverse
-sequence   a run of blocks: the public entrance
-convert    somebody else's stack of blocks, made reversible
+block      the coupling of two streams and its inverse
+sequence   a sequence of blocks: the main class
+convert    makes the blocks of another model reversible
 schedules  the backward schedules by name
-recompute  the recomputing schedules: one autograd Function a block on a shared tape
-half       half a coupling forwards and backwards, the unit of recomputation
-lanes      where a recomputation runs while gradients are computed: in turn, a second stream, a second thread
-trial      whether overlap pays, measured
+recompute  the recomputing schedules: one autograd Function per block
+half       one branch of a block in one call, the unit of recomputation
+lanes      where a recomputation runs: in turn, on a second stream or on a second thread
+trial      measures whether overlap is faster
 clock      CUDA events or the host's clock
 grid       the fixed-point grid of an exact sequence
 kept       results that a recomputation reuses
-drift      how far a rebuilt input is from the true one
-ranges     the schedule's names in a profiler's trace
+drift      the error of a rebuilt input
+ranges     names in a profiler's trace
 graphs     a training step as one CUDA graph
 graph_random  random numbers in a captured graph
-ambient    random state, autocast and attention kernels, replayed in the recomputation
-checkpointing  torch.utils.checkpoint, block by block
-buffers    buffers that a branch writes, written once
+ambient    random state, autocast and attention kernels, restored for the recomputation
+checkpointing  torch.utils.checkpoint for each block
+buffers    buffers that a branch changes, such as running statistics
 keywords   keyword arguments through an autograd Function
-refusals   what cannot be right, refused by name
+refusals   errors for modules and hooks that cannot be recomputed
 """
 
 from holotrain.reversible.ambient import recomputing

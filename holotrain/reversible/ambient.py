@@ -1,7 +1,6 @@
-"""What a forward takes from its surroundings, kept so that a recomputation can be given the same.
+"""The state around a forward, saved for its recomputation: random state, autocast and the allowed attention kernels.
 
-Random state, autocast and the choice of attention kernels. All are kept per call, never on a module: two forwards before one
-backward each replay their own.
+It is saved per call, not on a module, so two forwards before one backward each have their own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def recomputing() -> bool:
-    """Whether the code that asks runs in a recomputation: a forward hook can thus tell the second run from the first."""
+    """Whether the calling code runs in a recomputation, so that a forward hook can skip the second run."""
     return _recomputing.get()
 
 

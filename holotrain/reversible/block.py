@@ -11,8 +11,8 @@ def couple(stream: Tensor, update: Tensor, grid: Grid | None = None) -> Tensor:
     """Returns ``stream + update``, which must keep the stream's shape and dtype; with a grid, the update is rounded to it.
 
     Raises:
-        ValueError: the update is no tensor of the stream's shape, or would widen the stream's dtype: the inverse could
-            then not give the stream back.
+        ValueError: the update is not a tensor of the stream's shape, or it would widen the stream's dtype, so that the inverse
+            could not restore the stream.
     """
     if not isinstance(update, Tensor):
         raise ValueError(f"f and g of a ReversibleBlock must return one tensor, not {type(update).__name__}")
@@ -25,7 +25,7 @@ def couple(stream: Tensor, update: Tensor, grid: Grid | None = None) -> Tensor:
     coupled = stream + update
     if coupled.dtype != stream.dtype:
         raise ValueError(
-            f"a stream of dtype {stream.dtype} cannot hold an update of dtype {update.dtype} without changing its own; "
+            f"adding an update of {update.dtype} would change the stream's dtype, {stream.dtype}; "
             f"cast the streams to {coupled.dtype}"
         )
     if grid is not None:
@@ -42,10 +42,9 @@ class ReversibleBlock(nn.Module):
     Args:
         f, g: any modules that take a tensor and return one of the same shape; in a transformer the pre-norm attention and
             the pre-norm MLP.
-        exchange: hand the streams on in each other's place, (y2, y1). The next block's f then reads what this block's f wrote,
-            which otherwise reaches it through g alone.
+        exchange: return the streams swapped, (y2, y1). The next block's f then reads the stream that this block's f updated.
 
-    Shapes: x1, x2, y1, y2 all alike, any number of dimensions.
+    Shapes: x1, x2, y1 and y2 have the same shape, with any number of dimensions.
     """
 
     def __init__(self, f: nn.Module, g: nn.Module, exchange: bool = False) -> None:
@@ -67,10 +66,10 @@ class ReversibleBlock(nn.Module):
         """Couples the streams.
 
         Args:
-            f_kwargs, g_kwargs: handed to f and g.
-            grid: to which the outputs of f and g are rounded; a :class:`ReversibleSequence` gives it.
-            through: runs the block in place of this method, within the hooks of its call (FSDP2's, a user's); a backward
-                schedule gives it.
+            f_kwargs, g_kwargs: keyword arguments of f and g.
+            grid: the outputs of f and g are rounded to it; set by :class:`ReversibleSequence`.
+            through: runs in place of this method, so that the hooks of the module (FSDP2's, a user's) still run; set by a
+                backward schedule.
         """
         if through is not None:
             return through(x1, x2, f_kwargs or {}, g_kwargs or {})
@@ -79,7 +78,7 @@ class ReversibleBlock(nn.Module):
         return self.placed(y1, y2)
 
     def placed(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """From (y1, y2) to what the block hands on, and back."""
+        """Swaps the streams if ``exchange``; its own inverse."""
         return (second, first) if self.exchange else (first, second)
 
     def inverse(
@@ -91,9 +90,9 @@ class ReversibleBlock(nn.Module):
         *,
         grid: Grid | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rebuilds (x1, x2) from what the block handed on; f and g must be deterministic (no dropout).
+        """Computes (x1, x2) from the block's outputs, up to rounding, or exactly on a grid.
 
-        Up to rounding; exactly on a grid.
+        f and g must be deterministic (no dropout).
         """
         y1, y2 = self.placed(y1, y2)
         x2 = couple(y2, -self.g(y1, **(g_kwargs or {})), grid)

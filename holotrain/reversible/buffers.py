@@ -1,4 +1,4 @@
-"""Buffers that a branch writes in its forward (running statistics, power iterations): written once, read as they were."""
+"""Buffers that a forward changes (running statistics, power iterations). A recomputation reads the old ones, changes none."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Buffer:
 
 
 class Buffers:
-    """The buffers of modules in training, copied before a forward.
+    """The buffers of modules in training mode, copied before a forward.
 
-    A batch norm updates its statistics in place; a recomputation must not do so again, and a module whose output depends on
-    a buffer that it also writes (spectral norm) must find the value that it found the first time.
+    A batch norm updates its statistics in place, and a recomputation must not update them again. A module whose output depends
+    on a buffer that it also writes (spectral norm) must read the same value in both runs.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -39,7 +39,7 @@ class Buffers:
         ]
 
     def written(self) -> Buffers | None:
-        """Keeps the copies of those that the forward wrote; None if there are none."""
+        """Keeps only the copies of buffers that the forward wrote; None if there are none."""
         # torch's normalisations write their statistics without counting it as a version.
         writers = {id(b.owner) for b in self._buffers if b.written() or isinstance(b.owner, _NormBase)}
         self._buffers = [buffer for buffer in self._buffers if id(buffer.owner) in writers]
@@ -47,12 +47,12 @@ class Buffers:
 
     @property
     def owners(self) -> set[int]:
-        """The ids of the modules that they belong to."""
+        """The ids of the modules with these buffers."""
         return {id(buffer.owner) for buffer in self._buffers}
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, the module has buffers of its own with the values of before; afterwards its real ones, untouched."""
+        """Inside the context the modules have copies of the buffers from before the forward; then their own buffers again."""
         present = [(buffer, buffer.owner._buffers[buffer.name]) for buffer in self._buffers]
         for buffer in self._buffers:
             buffer.owner._buffers[buffer.name] = buffer.before.clone()

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` block by block, with what it leaves out: buffers written once, keyword arguments by value."""
+"""``torch.utils.checkpoint`` for each block. Buffers are updated once, and keyword arguments are copied."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,7 +26,7 @@ def run_checkpointing(
     grid: Grid | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The two streams between blocks are stored, the inside is recomputed; ``first`` is the number of the first block."""
+    """Stores the two streams between blocks and recomputes each block; ``first`` is the number of the first block."""
     keywords, tensors = Keywords.take_apart({"f_kwargs": f_kwargs, "g_kwargs": g_kwargs})
     for number, block in enumerate(blocks, first):
         if torch.compiler.is_compiling():  # the compiler recomputes by rules of its own, which take no contexts
@@ -37,7 +37,7 @@ def run_checkpointing(
 
 
 def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
-    """``module(x)``, whose inside is recomputed: for what is not reversible between blocks that are."""
+    """``module(x)``, recomputed in the backward: for modules that are not reversible, between blocks that are."""
     if torch.compiler.is_compiling():
         return checkpoint(module, x, use_reentrant=False)
     keywords, _ = Keywords.take_apart({})

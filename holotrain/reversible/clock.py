@@ -1,6 +1,6 @@
-"""Two clocks: CUDA events, which never make the host wait, and the host's monotonic clock.
+"""Two clocks: CUDA events, which do not make the host wait, and the host's monotonic clock.
 
-``mark()`` notes an instant; ``seconds(earlier, later)`` gives the time between two, or None while the GPU has not reached them.
+``mark()`` records a time; ``seconds(earlier, later)`` returns the difference, or None if the GPU has not reached ``later`` yet.
 """
 
 import time
@@ -26,7 +26,7 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream: the time at which the GPU gets there, not the time of launching."""
+    """CUDA events on the current stream: the time when the GPU reaches them, not the time of the launch."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

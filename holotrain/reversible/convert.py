@@ -1,4 +1,4 @@
-"""Somebody else's stack of pre-norm blocks, made reversible in place."""
+"""Makes a stack of pre-norm blocks of another model reversible, in place."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from holotrain.reversible.sequence import ReversibleSequence
 
 
 class TwoStream(nn.Module):
-    """A reversible sequence where one stream goes in and one comes out: both start from it, their mean ends it.
+    """A reversible sequence with one input and one output: both streams start as the input, the output is their mean.
 
-    Keyword arguments are handed to every f. Shapes: (...) -> the same.
+    Keyword arguments are passed to every f. Shapes: (...) -> the same.
     """
 
     def __init__(self, sequence: ReversibleSequence) -> None:
@@ -29,7 +29,7 @@ class TwoStream(nn.Module):
 def convert(
     model: nn.Module, stack: str, branches: Callable[[nn.Module], tuple[nn.Module, nn.Module]], **options: Any
 ) -> ReversibleSequence:
-    """Puts a reversible sequence in the place of a stack of residual blocks, with their own branches.
+    """Replaces a stack of residual blocks by a reversible sequence with the same branches.
 
         convert(
             vit,  # timm
@@ -41,29 +41,29 @@ def convert(
             backward="pareprop",
         )
 
-    The layers and their weights are the model's own; only how a block adds them up is another, so a trained model needs some
-    training to be itself again.
+    The layers and their weights stay. A block adds up its branches differently, so a pretrained model needs fine-tuning.
 
     Args:
         model: changed in place.
-        stack: dotted name of the ``nn.Sequential`` or ``nn.ModuleList`` of blocks within it.
-        branches: gives the two residual branches of a block (attention and MLP, each with its norm) as modules of one argument.
-        options: of :class:`ReversibleSequence`.
+        stack: dotted name of the ``nn.Sequential`` or ``nn.ModuleList`` of blocks.
+        branches: returns the two residual branches of a block (attention and MLP, each with its norm) as modules that take one
+            tensor.
+        options: options of :class:`ReversibleSequence`.
 
     Returns:
-        the sequence, whose schedule can be changed later.
+        the sequence; its schedule can be changed later.
 
     Raises:
-        ValueError: no stack of that name.
+        ValueError: the model has no stack of this name.
     """
     parent_name, _, name = stack.rpartition(".")
     modules = dict(model.named_modules())
     blocks = modules.get(stack)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList):
         stacks = [name for name, part in modules.items() if name and isinstance(part, nn.Sequential | nn.ModuleList)]
-        raise ValueError(f"{stack!r} is no stack of blocks; there are {', '.join(stacks) or 'none'}")
+        raise ValueError(f"{stack!r} is not a stack of blocks; the model has {', '.join(stacks) or 'none'}")
     sequence = ReversibleSequence([ReversibleBlock(*branches(block)) for block in blocks], **options)
     stream = TwoStream(sequence)
-    # Whoever loops over a list goes on doing so, over one element.
+    # A model that loops over a ModuleList still does, over one element.
     setattr(modules[parent_name], name, nn.ModuleList([stream]) if isinstance(blocks, nn.ModuleList) else stream)
     return sequence

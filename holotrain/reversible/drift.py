@@ -1,4 +1,4 @@
-"""How far a rebuilt input is from the true one, at the price of a few hundred numbers."""
+"""Measures the error of a rebuilt input from a small sample."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 SAMPLES = 4096
-"""Entries of each stream that are remembered."""
+"""Number of entries of each stream that are sampled, approximately."""
 
 
 class Witness:
-    """Remembers a sample of a run's input and compares it with what the backward rebuilds.
+    """Stores a sample of the input of consecutive blocks and compares it with the input that the backward rebuilds.
 
-    The entries lie at even distances, so that the choice draws no random number. ``drift`` is a 0-dim tensor on the streams'
-    device: the norm of the difference over that of the sample, the larger of the two streams; None before a backward.
+    The entries are evenly spaced, so sampling draws no random numbers. ``drift`` is a 0-dim tensor on the streams' device: the
+    norm of the difference relative to the norm of the sample, the larger value of the two streams; None before a backward.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class Witness:
         self.drift: Tensor | None = None
 
     def remember(self, x1: Tensor, x2: Tensor) -> None:
-        """In the forward."""
+        """Called in the forward."""
         self._remembered = _sample(x1).clone(), _sample(x2).clone()
 
     def compare(self, x1: Tensor, x2: Tensor) -> None:
-        """At the backward's end."""
+        """Called at the end of the backward."""
         if self._remembered is None:
             return
         drifts = [

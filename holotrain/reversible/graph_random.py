@@ -1,8 +1,8 @@
-"""Random numbers in a captured CUDA graph: a recomputation repeats those of its forward in every replay.
+"""Random numbers in a captured CUDA graph: a recomputation repeats the random numbers of its forward in every replay.
 
-While a graph is captured, the state of a generator can be neither read nor set, only exchanged for that of another generator
-that the graph knows. So each piece of work that will be recomputed is given two generators of its own, with equal seeds: one
-for the forward, its twin for the recomputation. A replay advances both by the same amount; they stay in step for good.
+During capture the state of a generator cannot be read or set. It can only be replaced by the state of another generator that is
+registered with the graph. So each forward that will be recomputed gets two generators with equal seeds: one for the forward and
+one for the recomputation. A replay advances both by the same amount, so they stay equal.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def twin_state(device: torch.device) -> TwinState | None:
     pair = None if twins is None else twins.next()
     if pair is None and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a step that recomputes activations is captured through holotrain.reversible.GraphedStep, which lets the "
-            "recomputation repeat the forward's random numbers"
+            "use holotrain.reversible.GraphedStep to capture a step that recomputes activations; otherwise the "
+            "recomputation would draw other random numbers than the forward"
         )
     return pair

@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: small models are bound by launches, not by arithmetic."""
+"""A training step as one CUDA graph, for small models whose speed is limited by kernel launches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from holotrain.reversible.ambient import Surroundings
 from holotrain.reversible.graph_random import Twins
 
 WARM_UPS = 3
-"""Ordinary steps before the capture: libraries then have their workspaces, and autograd its streams."""
+"""Ordinary steps before the capture, in which libraries allocate workspaces and autograd sets up its streams."""
 
 
 class GraphedStep:
-    """Forward and backward, captured once and replayed, with any backward schedule, dropout included.
+    """Captures a forward and backward once and replays it. Works with any backward schedule and with dropout.
 
         step = GraphedStep(lambda images, labels: cross_entropy(model(images), labels), model.parameters())
         loss = step(images, labels)
@@ -23,14 +23,14 @@ class GraphedStep:
 
     Args:
         loss: maps tensors on one CUDA device to a loss (a scalar). It must not wait for the device (no ``.item()``).
-        parameters: whose ``.grad`` a step writes.
+        parameters: a step writes their ``.grad``.
 
-    A call leaves in every ``.grad`` the gradient of this step alone: it overwrites, so that there is no need to set
-    gradients to zero, and no way to accumulate them. The first calls, and every call on tensors of other shapes than the
-    first's, run as ordinary steps; gradients and parameters must stay where they are in memory in between (no ``.to()``).
+    A call overwrites every ``.grad`` with the gradient of this step. So gradients need not be set to zero, and cannot be
+    accumulated. The first calls, and calls with other shapes than the first call, run as ordinary steps. Parameters and
+    gradients must not move in memory between calls (no ``.to()``).
 
     Raises:
-        ValueError: an input that is on no CUDA device (at the call).
+        ValueError: an input is not on a CUDA device (at the call).
     """
 
     def __init__(self, loss: Callable[..., Tensor], parameters: Iterable[torch.nn.Parameter]) -> None:

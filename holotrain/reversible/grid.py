@@ -1,8 +1,8 @@
-"""The fixed-point grid of an exact sequence: streams on multiples of one step, which additions keep without rounding.
+"""The fixed-point grid of an exact sequence: all streams are multiples of one step, so their sums are not rounded.
 
-A sum of two multiples of 2^-k that stays below 2^(m-k), m the bits of the significand, is itself a multiple that the
-floating-point format holds: the coupling then undoes itself bit for bit. The streams at the entrance and every output of f
-and g are rounded to the grid; the gradient passes the rounding straight through.
+If the sum of two multiples of 2^-k is below 2^(m-k), with m the bits of the significand, the floating-point format represents
+it exactly. So the inverse of the coupling is exact, bit for bit. The input streams and all outputs of f and g are rounded to
+the grid. The gradient ignores the rounding (straight-through estimator).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from holotrain.reversible.ambient import is_imagined
 
 HEADROOM_BITS = 5
-"""How far the streams may outgrow the magnitudes of the first batch, 2^5-fold, on a grid chosen from the data."""
+"""On a grid that is chosen from the first batch, the streams may grow by a factor of 2^5."""
 
 
 def significand_bits(dtype: torch.dtype) -> int:
@@ -38,8 +38,8 @@ class Grid:
     """The grid in one call.
 
     Args:
-        step: 0-dim tensor, the power of two 2^-k whose multiples the streams are.
-        largest: 0-dim tensor that gathers the largest magnitude of the streams.
+        step: 0-dim tensor, a power of two 2^-k; the streams are multiples of it.
+        largest: 0-dim tensor that is updated with the largest magnitude of the streams.
     """
 
     def __init__(self, step: Tensor, largest: Tensor) -> None:
@@ -47,16 +47,16 @@ class Grid:
         self._largest = largest
 
     def round(self, x: Tensor) -> Tensor:
-        """The nearest multiples of the step; the gradient passes straight through."""
+        """Rounds to multiples of the step; the gradient is unchanged."""
         return _Round.apply(x, self._step.to(x.dtype))
 
     def entered(self, stream: Tensor) -> Tensor:
-        """A stream at the entrance, on the grid."""
+        """Rounds an input stream to the grid."""
         self.watch(stream)
         return self.round(stream)
 
     def watch(self, stream: Tensor) -> None:
-        """Gathers the stream's largest magnitude, on the device."""
+        """Updates the largest magnitude, on the device."""
         largest = torch.linalg.vector_norm(stream.detach(), ord=torch.inf)
         self._largest.copy_(torch.maximum(self._largest, largest))
 
@@ -65,11 +65,11 @@ class FixedPointGrid(nn.Module):
     """The grid of a sequence, chosen by the user or from the first batch.
 
     Args:
-        bits: k, for multiples of 2^-k; None: the finest grid that leaves :data:`HEADROOM_BITS` above the largest magnitude
-            that the streams reach in the first batch. What was chosen stays in the ``state_dict``.
+        bits: k, for multiples of 2^-k; None: the finest grid that leaves :data:`HEADROOM_BITS` above the largest magnitude of
+            the streams in the first batch. The chosen grid is saved in the ``state_dict``.
 
-    A stream that outgrows the grid is reported by a warning, once: on a CPU by the forward in which it happens, on other
-    devices by a later one, so that the host never waits.
+    If a stream grows beyond the grid, a warning says so once: on a CPU in the same forward, on other devices in a later one, so
+    that the host does not wait.
     """
 
     def __init__(self, bits: int | None = None) -> None:
@@ -81,7 +81,7 @@ class FixedPointGrid(nn.Module):
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
     def choose(self, largest: float, dtype: torch.dtype) -> None:
-        """Fits the grid to streams of this magnitude."""
+        """Chooses the grid for streams of this magnitude."""
         exponent = math.ceil(math.log2(largest)) if largest > 0 and math.isfinite(largest) else 0
         self.step.fill_(2.0 ** (exponent + HEADROOM_BITS - significand_bits(dtype)))
         self.known = True
@@ -90,14 +90,14 @@ class FixedPointGrid(nn.Module):
         """The grid for one call on streams of ``dtype``.
 
         Raises:
-            ValueError: streams that are coarser than fp32.
+            ValueError: the dtype has less precision than fp32.
         """
         if significand_bits(dtype) < 24:
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
         return Grid(self.step.clone(), self._largest)  # of this call: a broadcast may change it before the backward
 
     def report(self, dtype: torch.dtype) -> None:
-        """Warns if a stream has outgrown the grid, as far as the host can know without waiting."""
+        """Warns if a stream is known to have grown beyond the grid; does not wait for the device."""
         if self._reported or is_imagined(self._largest):
             return
         if self._largest.device.type != "cuda":
@@ -116,10 +116,10 @@ class FixedPointGrid(nn.Module):
         if not largest < limit:
             self._reported = True
             fits = -math.ceil(math.log2(largest)) + significand_bits(dtype) - 1 if math.isfinite(largest) else None
-            remedy = f"exact={fits} would hold it" if fits is not None else "the training has diverged"
+            remedy = f"use exact={fits}" if fits is not None else "the training has diverged"
             warnings.warn(
-                f"a stream reached {largest:.4g}, past the {limit:.4g} that a grid of 2^{round(math.log2(step))} holds: "
-                f"from there the inverse is no longer exact; {remedy}",
+                f"a stream reached {largest:.4g}, beyond {limit:.4g}, the limit of a grid of 2^{round(math.log2(step))}: "
+                f"the inverse is no longer exact; {remedy}",
                 stacklevel=4,
             )
 

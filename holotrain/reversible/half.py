@@ -1,4 +1,4 @@
-"""Half a coupling, forwards and backwards: ``target + module(source)``, the unit that a backward schedule works in."""
+"""Half of a coupling, ``target + module(source)``: its forward, recomputation and gradients. Schedules work in these units."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Call:
     """What all halves of one call share.
 
     Args:
-        surroundings: autocast and attention kernels as they stood.
+        surroundings: autocast and attention kernels in the forward.
         grid: the fixed-point grid of an exact sequence.
-        kept: gives, for a half, the context that keeps chosen results in the forward and the one that reuses them.
+        kept: returns two contexts for a half: one that keeps chosen results in the forward, one that reuses them.
     """
 
     surroundings: Surroundings
@@ -41,11 +41,11 @@ class Half:
     """One residual branch of one block, in one call.
 
     Args:
-        name: in a trace, such as 3.g.
+        name: name in a trace, such as 3.g.
         module: f or g.
-        parts: the module and all within it.
-        keywords: its keyword arguments, less the tensors.
-        call: what it shares with the others.
+        parts: the module and all its submodules.
+        keywords: its keyword arguments without the tensors.
+        call: what all halves of the call share.
     """
 
     name: str
@@ -70,14 +70,14 @@ class Half:
         return self.replays is not None
 
     def forward(self, target: Tensor, source: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns ``target + module(source)``; remembers what its recomputation must be given again."""
+        """Returns ``target + module(source)`` and saves the state that its recomputation needs."""
         random = random_state(source.device)
         buffers = Buffers(self.parts)
         keywords = self.keywords.put_together(tensors)
         recorded, self.keywords = self.keywords, self.keywords.by_value()
         compiled = is_compiled(self.parts)
         if compiled and self.call.kept is not None:
-            raise ValueError("keep cannot reach into compiled branches; leave f and g uncompiled, or keep nothing")
+            raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
         with ExitStack() as stack:
             stack.enter_context(random.recorded())
             if self.call.kept is not None:
@@ -93,8 +93,8 @@ class Half:
             update = self.module(source, **keywords)
         if source._version != version:
             raise ValueError(
-                "f or g changed its input in place, so that the other stream is no longer what it was coupled with; "
-                "let its first operation make a new tensor (inplace=False)"
+                "f or g changed its input in place, so its block cannot be inverted; "
+                "its first operation must return a new tensor (inplace=False)"
             )
         recorded.require_unchanged(keywords, tensors)
         self.replays = random if random.moved() else None
@@ -106,15 +106,15 @@ class Half:
 
     @torch.no_grad()  # of the thread that it runs on, which may be a worker
     def recompute(self, coupled: Tensor, source: Tensor, tensors: Sequence[Tensor]) -> Rebuilt:
-        """Runs the module once more, with a graph, and undoes the half.
+        """Runs the module again with a graph, and inverts the half.
 
         Args:
             coupled: ``target + module(source)``.
-            source: the other stream, which this half leaves as it is.
+            source: the other stream, which this half does not change.
             tensors: the tensors among its keyword arguments.
 
         Raises:
-            RuntimeError: a parameter or buffer was changed in place since the forward, or a module's training mode.
+            RuntimeError: a parameter or buffer was changed in place after the forward, or a module's training mode changed.
         """
         with in_trace("recompute", self.name):
             return self._rebuild(coupled, source, tensors)
@@ -123,7 +123,7 @@ class Half:
         if [part.training for part in self.parts] != self._modes:
             raise RuntimeError(
                 "f or g was switched between train() and eval() after the forward, so its recomputation in the backward "
-                "would run another way; switch after the backward"
+                "would differ; switch after the backward"
             )
         if any(parameter._version != version for parameter, version in self._read):
             raise RuntimeError(
@@ -174,7 +174,7 @@ class Half:
 
 @dataclass
 class Rebuilt:
-    """A half recomputed: its target, and the graph of its module, to be differentiated once."""
+    """The result of a recomputation: the target, and the graph of the module, which is differentiated once."""
 
     target: Tensor
     update: Tensor
@@ -183,7 +183,7 @@ class Rebuilt:
     parameters: list[Tensor]
 
     def differentiate(self, grad: Tensor | None) -> Gradients:
-        """The gradients behind ``grad``, that of the coupled stream; frees the graph."""
+        """Returns the gradients, given ``grad`` of the coupled stream, and frees the graph."""
         wanted = [self.source, *(tensor for tensor in self.tensors if tensor.requires_grad), *self.parameters]
         if grad is None or not self.update.requires_grad:
             grads = [None] * len(wanted)
@@ -196,7 +196,7 @@ class Rebuilt:
 
 @dataclass
 class Gradients:
-    """Of one half, None where it does not depend: in its source, its keyword tensors and its parameters."""
+    """Gradients of one half, for its source, keyword tensors and parameters. None if the output does not depend on them."""
 
     source: Tensor | None
     tensors: list[Tensor | None]
@@ -204,7 +204,7 @@ class Gradients:
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """The module and all within it, each once: one walk for all that is asked, several times as fast as ``modules()``."""
+    """The module and all its submodules, each once; several times as fast as ``modules()``."""
     seen = {id(module): module}
     waiting = [module]
     while waiting:
@@ -216,5 +216,5 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def is_compiled(parts: Iterable[nn.Module]) -> bool:
-    """Whether torch.compile has hold of one of the modules."""
+    """Whether one of the modules is compiled."""
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in parts)

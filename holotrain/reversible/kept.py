@@ -1,4 +1,4 @@
-"""Results worth keeping: dear to recompute and cheap to store, so that a recomputation skips the operations behind them."""
+"""Results that are stored because recomputing them is slow and storing them is cheap. A recomputation reuses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _attention() -> tuple[OpOverload, ...]:
 
 
 KEPT = {"attention": _attention}
-"""What can be kept by a word: ``attention`` is the output of scaled_dot_product_attention, one stream's worth a block."""
+"""Short names of what can be kept: ``attention`` is the output of scaled_dot_product_attention, as large as one stream."""
 
 
 def _operators(word: str) -> tuple[OpOverload, ...]:
@@ -37,13 +37,13 @@ def _operators(word: str) -> tuple[OpOverload, ...]:
 
 
 class Keeper:
-    """Gives every half the context that keeps in its forward and the one that reuses in its recomputation.
+    """Returns two contexts for each half: one that keeps results in the forward, one that reuses them in the recomputation.
 
     Args:
-        words: ``"attention"``, or the full names of operators.
+        words: ``"attention"``, or full names of operators.
 
     Raises:
-        ValueError: an unknown word.
+        ValueError: an unknown name.
     """
 
     def __init__(self, words: Iterable[str]) -> None:

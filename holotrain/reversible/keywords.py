@@ -1,4 +1,4 @@
-"""Keyword arguments of f and g on their way through an autograd Function: tensors as its inputs, the rest by value."""
+"""Passes keyword arguments of f and g through an autograd Function: tensors become its inputs, the rest is copied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMMUTABLE = (
 
 @dataclass(frozen=True)
 class Keywords:
-    """Keyword arguments taken apart; ``slots`` says which of the leaves are tensors, handed over apart."""
+    """Keyword arguments without their tensors; ``slots`` are the indices of the leaves that are tensors."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -46,17 +46,17 @@ class Keywords:
         return tree_unflatten(leaves, self.spec)
 
     def by_value(self) -> Keywords:
-        """The same with copies of all that a call could change, so that a recomputation sees what the forward saw.
+        """Returns copies of everything that a call could change, so that a recomputation gets the values of the forward.
 
         Raises:
-            TypeError: an argument that cannot be copied.
+            TypeError: an argument cannot be copied.
         """
         if all(isinstance(leaf, _IMMUTABLE) for leaf in self.leaves):
             return self
         return Keywords(tuple(_copied(leaf) for leaf in self.leaves), self.spec, self.slots)
 
     def require_unchanged(self, keywords: dict, tensors: Sequence[Tensor]) -> None:
-        """Refuses a branch that edited its keyword containers: the recomputation would edit them again.
+        """Checks that a branch did not change its keyword containers, because the recomputation would change them again.
 
         Raises:
             ValueError: an entry was added, removed or replaced.
@@ -68,7 +68,7 @@ class Keywords:
         same = spec == self.spec and all(a is b for a, b in zip(leaves, tree_flatten(before)[0], strict=True))
         if not same:
             raise ValueError(
-                "f or g added to or replaced part of its keyword arguments; what it reports must be a tensor of the streams, "
+                "f or g changed a list or dict among its keyword arguments; return results through the streams, "
                 'or use backward="autograd"'
             )
 
@@ -82,14 +82,14 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, nn.Module):
         if any(parameter.requires_grad for parameter in leaf.parameters()):
             raise TypeError(
-                f"the keyword argument {type(leaf).__name__} is a module with parameters to train, which a recomputed block "
-                "cannot give gradients to; make it a part of f or g, or hand over its output"
+                f"the keyword argument {type(leaf).__name__} is a module with trainable parameters, which get no gradients "
+                "from a recomputed block; make it a submodule of f or g, or pass its output"
             )
         return leaf
     try:
         return copy.deepcopy(leaf)
     except Exception as error:
         raise TypeError(
-            f"a keyword argument of type {type(leaf).__name__} cannot be copied ({error}), so a recomputation could not be "
-            "given what the forward saw; pass tensors, numbers, or containers of them"
+            f"a keyword argument of type {type(leaf).__name__} cannot be copied ({error}) for the recomputation; "
+            "pass tensors, numbers, or containers of them"
         ) from error

@@ -1,16 +1,16 @@
-"""Where recomputations run while gradients are computed: nowhere else, on a second CUDA stream, or on a second thread.
+"""Where recomputations run while gradients are computed: in turn, on a second CUDA stream, or on a second thread.
 
-A schedule starts the recomputation of a half before it needs the result. What "start" means is the lane's affair:
+A schedule starts the recomputation of a half before it needs the result. The lanes decide what happens then:
 
-- in turn: nothing happens until the result is asked for;
-- streams: f's halves live on a side stream, g's on the ambient one. Autograd runs a backward op on the stream of its forward
-  op, so while the gradients of one half are computed on its stream, the next half is recomputed on the other;
-- thread: a worker recomputes while the calling thread differentiates.
+- in turn: nothing, until the result is requested;
+- streams: halves with f run on a side stream, halves with g on the current stream. Autograd runs a backward operation on the
+  stream of its forward operation. So the next half is recomputed on one stream while gradients are computed on the other;
+- thread: a worker recomputes while the calling thread computes gradients.
 
-All waiting on CUDA is done by the GPU, on events; the host never synchronises. Memory is handed between the streams without
-``record_stream``: before f is recomputed the side stream waits for the ambient one, at a block's end the ambient stream waits
-for the side stream, and whoever drops the last reference to a tensor does so only after its stream has been waited for. Thus
-each of the two pools holds one half's graph and no more.
+On CUDA only the GPU waits, on events; the host does not synchronize. Tensors are shared between the streams without
+``record_stream``: the side stream waits for the current one before f is recomputed, the current stream waits for the side
+stream at the end of a block, and the last reference to a tensor is dropped only after these waits. So the memory pool of each
+stream holds the graph of one half at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Recompute = Callable[[], Rebuilt]
 
 
 class Started(Protocol):
-    """A recomputation under way."""
+    """A recomputation that was started."""
 
     def result(self) -> Rebuilt: ...
 
 
 class Lanes:
-    """In turn: the sequential schedule, and what the others are forms of."""
+    """In turn: the sequential schedule, and the base class of the others."""
 
     overlapped = False
 
@@ -47,10 +47,10 @@ class Lanes:
         return _InTurn(recompute)
 
     def mark(self) -> Any:
-        """A point in the ambient order of work."""
+        """Marks the current point of the current stream."""
 
     def differentiating_f(self, mark: Any) -> AbstractContextManager:
-        """Where f's graph is differentiated, after ``mark``; on leaving, its results may be used."""
+        """The context in which gradients of f are computed, after ``mark``; after it the results can be used."""
         return nullcontext()
 
 
@@ -63,7 +63,7 @@ class _InTurn:
 
 
 class AheadLanes(Lanes):
-    """Recomputes as early as the others would, where the caller is: what a plan of memory looks at."""
+    """Recomputes as early as the others would, but in the calling thread. A plan of memory uses it."""
 
     overlapped = True
 
@@ -82,7 +82,7 @@ class _Done:
 
 
 class ThreadLanes(Lanes):
-    """A worker recomputes. Halves that touch what threads share (generators, buffers, parameter hooks) are done in turn."""
+    """A worker thread recomputes. Halves that use shared state (generators, buffers, parameter hooks) run in turn."""
 
     overlapped = True
 
@@ -96,12 +96,12 @@ class ThreadLanes(Lanes):
 
 @cache
 def _worker(process: int) -> ThreadPoolExecutor:
-    """One thread a process; a fork starts its own."""
+    """One thread per process; a forked process starts its own."""
     return ThreadPoolExecutor(1, thread_name_prefix="holotrain-recompute")
 
 
 class StreamLanes(Lanes):
-    """f's halves on the side stream that belongs to the ambient one, g's on the ambient stream."""
+    """Halves with f run on a side stream, halves with g on the current stream."""
 
     overlapped = True
 

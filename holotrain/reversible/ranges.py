@@ -1,4 +1,4 @@
-"""Names in a profiler's trace: what a schedule does when, and with which block."""
+"""Names in a profiler's trace: what a schedule is doing, and with which block."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,10 +9,10 @@ UNNAMED = nullcontext()
 
 
 def in_trace(doing: str, what: object) -> AbstractContextManager:
-    """Inside, a running torch.profiler shows ``<doing> <what>``; without one this costs a look at a flag.
+    """Names the work inside the context ``<doing> <what>`` in the trace of a running torch.profiler.
 
-    Work that is only traced or watched (a compiler's, a FLOP counter's, that of fake tensors) goes unnamed: a range is an
-    operation itself, and whoever counts operations would count it.
+    There is no name under a compiler, a FLOP counter or fake tensors: a name is recorded by an operation, which they would
+    count.
     """
     if torch.compiler.is_compiling() or not profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
         return UNNAMED

@@ -1,13 +1,13 @@
-"""The recomputing schedules: each block's backward rebuilds the block's input and hands it to the block before.
+"""The recomputing schedules: the backward of each block rebuilds the block's input and passes it to the previous block.
 
-One autograd Function a block, with the parameters among its inputs: their gradients reach them one block after the other
-during the backward, so whatever listens there (DDP's all-reduce, FSDP2's reduce-scatter, hooks, ``torch.autograd.grad``) works
-as in plain training. The Function is applied within the block's own call, so that hooks on the block bracket it.
+Each block is one autograd Function, and its parameters are inputs of the Function. So parameters get their gradients block by
+block during the backward, and DDP's all-reduce, FSDP2's reduce-scatter, hooks and ``torch.autograd.grad`` work as usual. The
+Function runs inside the block's call, so hooks of the block run before and after it.
 
-The blocks of one call share a tape, on which the streams travel backwards; between calls nothing is shared. With lanes that
-overlap (:mod:`holotrain.reversible.lanes`) the half blocks form a pipeline: while one half is differentiated, the next is
-recomputed, and no more than two of their graphs are alive. This is PaReprop (arXiv 2306.09342) by halves, where the published
-form works by whole blocks and keeps four.
+The blocks of one call share a tape, which passes the rebuilt streams on; calls share nothing. With lanes that overlap
+(:mod:`holotrain.reversible.lanes`) the half blocks form a pipeline: the next half is recomputed while gradients of one half are
+computed, and at most two of their graphs are alive. This is PaReprop (arXiv 2306.09342) in units of half blocks; the published
+form works in whole blocks and keeps four graphs.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _ReversibleFunction(torch.autograd.Function):
     def backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "second derivatives (create_graph=True) do not pass through a block that is recomputed; "
+                "a recomputed block does not support second derivatives (create_graph=True); "
                 'use backward="autograd" or "checkpoint"'
             )
         with torch.no_grad():
@@ -130,8 +130,8 @@ def _backward(ctx, grad_y1: Tensor | None, grad_y2: Tensor | None):
         y1, y2 = tape.streams.pop(step.index)
     else:
         raise RuntimeError(
-            f"the loss depends on the output of block {step.index} but not on that of the last block, from which it is "
-            f"rebuilt; let block {step.index} be the last of a sequence of its own"
+            f"the loss depends on the output of block {step.index} but not on that of the last block, so the output cannot "
+            f"be rebuilt; make block {step.index} the last block of a separate sequence"
         )
     f_tensors, g_tensors = step.split(saved)
     lanes = tape.lanes
@@ -186,7 +186,7 @@ def run_recomputing(
     witness: Witness | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the blocks and stores nothing between them; the backward recomputes them half by half.
+    """Runs the blocks without storing activations between them. The backward recomputes one half at a time.
 
     ``first`` is the number of the first block, for traces.
     """

@@ -1,4 +1,4 @@
-"""What a recomputed block cannot be combined with, refused by name in the forward rather than wrong in the backward."""
+"""Detects in the forward what a recomputed block cannot be combined with, before gradients would be wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Seen:
-    """Two streams as they stand at some point of the forward."""
+    """Two streams and their versions at one point of the forward."""
 
     def __init__(self, *streams: Tensor) -> None:
         self.streams = streams
@@ -19,26 +19,26 @@ class Seen:
 
 
 def shards_itself(block: nn.Module, parts: Iterable[nn.Module]) -> bool:
-    """Whether the block's parameters are gathered in its own call (FSDP2), or one of its parts talks to other processes: it
-    normalises over them, or its parameters are DTensors (tensor parallelism).
+    """Whether the block communicates: its parameters are gathered in its call (FSDP2), or a submodule is a SyncBatchNorm or has
+    DTensors as parameters (tensor parallelism).
 
-    What talks is recomputed in turn: every process must start its collectives in one order, and whether overlap pays is for
-    each to measure.
+    Such blocks are recomputed in turn. All processes must start collectives in the same order, but each measures on its own
+    whether overlap is faster.
 
     Raises:
-        ValueError: f or g, or a part of them, is wrapped by something that acts in forwards and backwards of its own.
+        ValueError: f, g or a submodule is wrapped in DDP, FSDP or similar, or sharded by itself.
     """
     found = _habit(type(block)) is not Habit.NONE
     for part in parts:
         habit = _habit(type(part))
         if habit is Habit.WRAPS:
             raise ValueError(
-                f"{type(part).__name__} inside a ReversibleBlock acts once in the forward and again in the recomputation; "
-                "wrap the whole model, or fully_shard the blocks"
+                f"{type(part).__name__} inside a ReversibleBlock would run twice, in the forward and in the recomputation; "
+                "wrap the whole model, or apply fully_shard to the blocks"
             )
         if habit is Habit.SHARDS:
             raise ValueError(
-                "fully_shard was applied to f, g or a part of them; a recomputed block gathers its parameters as a whole: "
+                "fully_shard was applied to f, g or a submodule; a recomputed block gathers its parameters as a whole: "
                 "apply fully_shard to the ReversibleBlock"
             )
         found = found or habit is Habit.TALKS or _is_distributed(part)
@@ -51,7 +51,7 @@ def _is_distributed(part: nn.Module) -> bool:
 
 
 class Habit(enum.Enum):
-    """What a class of modules does about other processes."""
+    """How a class of modules communicates with other processes."""
 
     NONE = enum.auto()
     TALKS = enum.auto()
@@ -70,23 +70,22 @@ def _habit(kind: type[nn.Module]) -> Habit:
 
 
 def require_untouched(block: nn.Module, given: Seen, entered: Seen, left: Seen, returned: Seen) -> None:
-    """Refuses hooks on a block that replace or edit its inputs or outputs: the tape would not know of them.
+    """Checks that no hook on a block replaced or edited its inputs or outputs, which a recomputation would leave out.
 
     Raises:
-        ValueError: the streams that entered the coupling are not as they were given, or those that it left are not as they
-            were returned.
+        ValueError: the inputs or outputs of the coupling differ from those of the block.
     """
     for before, after, which, kind in ((given, entered, "inputs", "pre-hook"), (left, returned, "outputs", "forward hook")):
         if not all(_same(a, b) for a, b in zip(before.streams, after.streams, strict=True)):
             raise ValueError(
-                f"something changed the {which} of a {type(block).__name__} on the way (a {kind}, or fully_shard with a "
-                "MixedPrecisionPolicy, which casts the streams: give it cast_forward_inputs=False and no output_dtype, and "
-                'train under torch.autocast); the block could not be rebuilt. Use backward="autograd" or "checkpoint"'
+                f"something replaced the {which} of a {type(block).__name__} (a {kind}, or fully_shard with a "
+                "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and "
+                'train under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
             )
         if before.versions != after.versions:
             raise ValueError(
-                f"something changed the {which} of a {type(block).__name__} in place on the way (a {kind}); the block could "
-                'not be rebuilt. Use backward="autograd" or "checkpoint"'
+                f"something changed the {which} of a {type(block).__name__} in place (a {kind}), so the block cannot be "
+                'rebuilt; use backward="autograd" or "checkpoint"'
             )
 
 

@@ -1,4 +1,4 @@
-"""The backward schedules by name: how a run of blocks comes by its activations when gradients are computed."""
+"""The backward schedules by name: which activations blocks store, and which they recompute in the backward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from holotrain.reversible.kept import Keeper
 from holotrain.reversible.ranges import in_trace
 
 SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
-"""Store everything; store the streams between blocks; rebuild the streams in turn; rebuild them while differentiating."""
+"""Store everything; store the streams between blocks; rebuild the streams; rebuild them in parallel with the gradients."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """That of one block: its name, and what the block keeps where it is recomputed."""
+    """The schedule of one block: its name, and the results that a recomputed block keeps."""
 
     name: str
     keep: tuple[str, ...] = ()
@@ -27,17 +27,17 @@ class Schedule:
     def parse(cls, words: str) -> Schedule:
         """
         Args:
-            words: a name, and after plus signs what is kept: ``"reversible+attention"``.
+            words: a name, followed by the results to keep, separated by plus signs: ``"reversible+attention"``.
 
         Raises:
-            ValueError: there is no such schedule, or it has no use for what it shall keep.
+            ValueError: an unknown schedule, or one that cannot keep results.
         """
         name, *keep = words.split("+")
         if name not in SCHEDULES:
             raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
         if keep:
             if name not in ("reversible", "pareprop"):
-                raise ValueError(f"backward={words!r}: {name} has no use for what is kept; reversible and pareprop have")
+                raise ValueError(f"backward={words!r}: {name} cannot keep results; reversible and pareprop can")
             Keeper(keep)
         return cls(name, tuple(keep))
 
@@ -49,20 +49,20 @@ def schedules_of(backward: str | Sequence[str], depth: int) -> list[Schedule]:
     """The schedule of each block.
 
     Args:
-        backward: one for all, or one a block.
+        backward: one schedule for all blocks, or one per block.
 
     Raises:
-        ValueError: an unknown one, or not one for each block.
+        ValueError: an unknown schedule, or a wrong number of schedules.
     """
     if isinstance(backward, str):
         return [Schedule.parse(backward)] * depth
     if len(backward) != depth:
-        raise ValueError(f"backward names {len(backward)} schedules for {depth} blocks")
+        raise ValueError(f"backward lists {len(backward)} schedules for {depth} blocks")
     return [Schedule.parse(words) for words in backward]
 
 
 def stores_everything(backward: str | Sequence[str]) -> bool:
-    """Whether no block is recomputed."""
+    """Whether all blocks store all activations."""
     return set([backward] if isinstance(backward, str) else backward) <= {STORING.name}
 
 
@@ -75,7 +75,7 @@ def run_storing(
     grid: Grid | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Plain autograd: every activation is stored. The reference, and the path without gradients.
+    """Plain autograd, which stores every activation. It is the reference, and it runs the blocks without gradients.
 
     ``first`` is the number of the first block, for traces.
     """

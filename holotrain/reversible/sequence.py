@@ -1,4 +1,4 @@
-"""A run of reversible blocks and the schedule of its backward."""
+"""A sequence of reversible blocks and its backward schedules."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from holotrain.reversible.trial import Overlap
 
 
 class ReversibleSequence(nn.Module):
-    """Reversible blocks in a row, whose backward stores or recomputes their activations. All schedules give the same numbers.
+    """A sequence of reversible blocks that stores or recomputes activations. All schedules give the same results.
 
     Args:
         blocks: the blocks, first to last.
         backward: ``"autograd"`` stores everything (the reference), ``"checkpoint"`` stores the two streams between blocks
             (torch.utils.checkpoint), ``"reversible"`` stores nothing between blocks and rebuilds each block's input from its
-            output, ``"pareprop"`` does so while the gradients of the block behind are computed (arXiv 2306.09342) and falls
-            back to ``"reversible"`` where it measures that this does not pay. A list names one schedule a block, and for blocks
-            that are recomputed may add what they alone keep: ``"reversible+attention"``.
-        store: blocks that keep their activations all the same: how many of the last, or their indices.
-        exact: rounds the outputs of f and g, and the streams at the entrance, to a fixed-point grid, on which the streams are
-            rebuilt bit for bit however deep the stack. True chooses the grid from the first batch and keeps it in the
-            ``state_dict``; a number k asks for multiples of 2^-k, which hold magnitudes below 2^(24-k) (fp64: 2^(53-k)).
-        keep: results that the recomputation reuses instead: ``"attention"`` (the output of scaled_dot_product_attention) or
+            output, ``"pareprop"`` does so in parallel with the gradients of the next block (arXiv 2306.09342) and
+            changes to ``"reversible"`` if it measures that this is not faster. A list has one schedule per block; a recomputed
+            block may add what it keeps: ``"reversible+attention"``.
+        store: blocks that store their activations under any schedule: the number of last blocks, or their indices.
+        exact: rounds the input streams and the outputs of f and g to a fixed-point grid, so that streams are rebuilt bit for
+            bit at any depth. True chooses the grid from the first batch and saves it in the ``state_dict``. A number k chooses
+            multiples of 2^-k, with magnitudes below 2^(24-k) (fp64: 2^(53-k)).
+        keep: results that are stored and not recomputed: ``"attention"`` (the output of scaled_dot_product_attention) or
             names of operators such as ``"aten.mm.default"``. For ``"reversible"`` and ``"pareprop"``.
 
-    ``backward``, ``store`` and ``keep`` are plain attributes: they may be changed between calls and are no part of the
+    ``backward``, ``store`` and ``keep`` are plain attributes: they can be changed between calls and are not in the
     ``state_dict``.
 
     Raises:
-        ValueError: an unknown ``backward`` or ``keep``, a list of schedules that is not one a block, a ``store`` that names no
-            block; an f or g that does not preserve shape and dtype, a combination that cannot be right (at the call).
-        TypeError: something else than a ReversibleBlock among the blocks.
+        ValueError: an unknown ``backward`` or ``keep``, a wrong number of schedules, or a ``store`` without such a block.
+            At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
+        TypeError: a block is not a ReversibleBlock.
 
-    Without gradients (``torch.no_grad``, ``torch.inference_mode``, nothing that requires grad) the blocks simply run. Under
-    autocast half-precision streams are widened to fp32: only f and g run in half precision, since streams that are rounded
-    at every addition cannot be rebuilt.
+    Without gradients (``torch.no_grad``, ``torch.inference_mode``, nothing requires grad) the blocks just run. Under autocast
+    half precision streams are converted to fp32 and only f and g run in half precision, because streams that are rounded at
+    every addition cannot be rebuilt.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class ReversibleSequence(nn.Module):
         """Runs the blocks.
 
         Args:
-            x1, x2: the two streams, of one shape and one floating dtype, on one device.
-            f_kwargs, g_kwargs: keyword arguments for every f and every g; tensors among them (nested in lists, tuples and
-                dicts too) may require grad.
+            x1, x2: the two streams, with the same shape, floating dtype and device.
+            f_kwargs, g_kwargs: keyword arguments of every f and every g; tensors in them (also in lists, tuples and dicts) may
+                require grad.
 
         Returns:
-            y1, y2: shaped as x1 and x2.
+            y1, y2: with the shape of x1 and x2.
         """
         if x1.shape != x2.shape or x1.dtype != x2.dtype or x1.device != x2.device or not x1.is_floating_point():
             raise ValueError(
-                "the two streams must share shape, floating dtype and device; got "
+                "the two streams must have the same shape, floating dtype and device, not "
                 f"{tuple(x1.shape)} {x1.dtype} on {x1.device} and {tuple(x2.shape)} {x2.dtype} on {x2.device}"
             )
         x1, x2 = _widened(x1), _widened(x2)
@@ -170,8 +170,8 @@ class ReversibleSequence(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if x1.dtype.itemsize < 4:
             warnings.warn(
-                f"streams of {x1.dtype} are rounded at every addition, so what is rebuilt from them drifts (by up to 0.3 after "
-                "96 blocks) and gradients with it; keep the streams in fp32 and train under torch.autocast",
+                f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
+                "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
                 stacklevel=3,
             )
         witness = None
@@ -198,7 +198,7 @@ class ReversibleSequence(nn.Module):
     def inverse(
         self, y1: Tensor, y2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rebuilds (x1, x2) from (y1, y2), up to rounding, exactly if ``exact``; f and g must be deterministic (no dropout)."""
+        """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""
         grid = None if self.grid is None else self.grid.in_call(y1.dtype)
         for block in reversed(self.blocks):
             y1, y2 = block.inverse(y1, y2, f_kwargs, g_kwargs, grid=grid)
@@ -217,11 +217,10 @@ class ReversibleSequence(nn.Module):
 def _require_block(block: nn.Module) -> None:
     plain = getattr(block, "_orig_mod", block)
     if not isinstance(plain, ReversibleBlock):
-        raise TypeError(f"a ReversibleSequence takes ReversibleBlocks, not {type(block).__name__}")
+        raise TypeError(f"the blocks of a ReversibleSequence must be ReversibleBlocks, not {type(block).__name__}")
     if type(plain).forward is not ReversibleBlock.forward:
         raise TypeError(
-            f"{type(plain).__name__} has a forward of its own, which the recomputation would not know; "
-            "put the change into f or g"
+            f"{type(plain).__name__} overrides forward, which the recomputation would ignore; put the change into f or g"
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether overlap pays is measured: the first backwards of each shape take turns, and the faster schedule stays."""
+"""Measures whether overlap is faster. The first backwards of each shape alternate; then the faster schedule is used."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from holotrain.reversible.lanes import AheadLanes, Lanes, StreamLanes, ThreadLan
 WARM_UPS = 1
 MEASURED = 5
 SETTLED_AFTER = 2 * (WARM_UPS + MEASURED) + 1
-"""Backwards of one shape after which a trial is sure to have ended: the last one's time is read when another begins."""
+"""Number of backwards of one shape after which a trial has ended; the last time is read when the next backward begins."""
 
 _assumed: ContextVar[bool] = ContextVar("overlap assumed", default=False)
 
 
 class Trial:
-    """In turn against overlapped, for one shape of work. Alternates, then keeps whichever has the lower median."""
+    """Compares in turn with overlapped for one shape. It alternates, then chooses the lower median."""
 
     def __init__(self) -> None:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -36,14 +36,14 @@ class Trial:
         return self._verdict is not None
 
     def overlap(self) -> bool:
-        """Whether the next backward is to overlap."""
+        """Whether the next backward overlaps."""
         if self._verdict is not None:
             return self._verdict
         self._begun += 1
         return self._begun % 2 == 0
 
     def report(self, overlapped: bool, seconds: float) -> None:
-        """One backward took so long."""
+        """Records the time of one backward."""
         self._seconds[overlapped].append(seconds)
         measured = [self._seconds[kind][WARM_UPS:] for kind in (False, True)]
         if self._verdict is None and all(len(times) >= MEASURED for times in measured):
@@ -52,10 +52,10 @@ class Trial:
 
 
 class Overlap:
-    """Chooses the lanes of each backward of one sequence, and learns from the time that it took.
+    """Chooses the lanes of each backward of one sequence from measured times.
 
-    Overlap is tried on CUDA, and on a CPU whose operations run on one thread while other cores are idle: where one operation
-    uses all cores already, a second thread only gets in its way.
+    Overlap is tried on CUDA, and on a CPU if operations use one thread and there are more cores. If an operation already uses
+    all cores, a second thread only slows it down.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class Overlap:
         self._timed: list[tuple[Trial, bool, Clock, Any, Any]] = []
 
     def begin(self, stream: torch.Tensor, movable: bool, work: Hashable = None) -> tuple[Lanes, Callable[[], None] | None]:
-        """The lanes of a backward that begins now, and what to call at its end, if it is timed.
+        """Returns the lanes of a backward that begins now, and a function to call at its end if it is timed.
 
         Args:
-            stream: one of the two.
-            movable: nothing forbids to recompute ahead of time.
-            work: tells apart what takes different times on streams of one shape: runs of blocks, options of the engine.
+            stream: one of the two streams.
+            movable: whether blocks may be recomputed ahead of time.
+            work: identifies the blocks and options, which take different times for the same shape.
         """
         if is_imagined(stream):
             return AheadLanes() if movable and _assumed.get() else Lanes(), None
@@ -104,7 +104,7 @@ class Overlap:
 
 @contextmanager
 def assuming_overlap() -> Iterator[None]:
-    """Inside, backwards that are only imagined overlap wherever they can."""
+    """Inside the context, backwards on fake tensors overlap if possible."""
     token = _assumed.set(True)
     try:
         yield
@@ -113,9 +113,9 @@ def assuming_overlap() -> Iterator[None]:
 
 
 def may_overlap(device: torch.device) -> bool:
-    """Whether recomputation beside differentiation is tried there."""
+    """Whether overlap is tried on a device."""
     if torch._C._len_torch_dispatch_stack():
-        return False  # whoever watches the operations (a FLOP counter, a memory tracker) must see all, in order
+        return False  # a FLOP counter or memory tracker must see all operations in order
     if device.type == "cuda":
         return True
     return device.type == "cpu" and torch.get_num_threads() == 1 and _cores() > 1

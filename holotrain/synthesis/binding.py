@@ -1,8 +1,8 @@
-"""Binding of vectors: phasors in the Fourier domain as published, signs in the Hadamard domain, whole or block by block.
+"""Binding of vectors: phasors in the Fourier domain as published, or signs in the Hadamard domain; whole or in blocks.
 
-A content x and a key k, padded with zeros to one length n, are transformed; every bin of either is brought to magnitude 1,
-and the content's is multiplied with the conjugate of the key's (Algorithm 1 of holographic weight synthesis). The key has
-magnitude 1 throughout, so that binding is unitary: unbinding with the same key returns the phase-normalised content exactly.
+A content x and a key k are padded with zeros to length n and transformed. Every bin is scaled to magnitude 1, and the bins of
+the content are multiplied with the conjugates of the key's bins (Algorithm 1 of holographic weight synthesis). All bins of the
+key have magnitude 1, so binding is unitary: unbinding with the same key returns the phase-normalised content exactly.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def phasor_bind(x: Tensor, key: Tensor, length: int | None = None, block_length:
         x: content (..., d), real floating; leading dimensions broadcast with the key's.
         key: (..., e).
         length: n of the transform, at least d and e; None: the next power of two.
-        block_length: bind x in blocks of so many entries, each with the key, folded to a block where it is longer: a partial
-            convolution, whose price grows linearly with d.
+        block_length: bind blocks of this many entries of x, each with the key, which is folded if it is longer. This is a
+            partial convolution; its cost grows linearly with d.
 
     Returns:
-        (..., n), or (..., d rounded up to whole blocks); in the dtype that x and key promote to. Half precision is
+        (..., n), or (..., d rounded up to whole blocks), in the dtype to which x and key promote. Half precision is
         transformed in fp32.
 
-    The result has norm 1 if no bin of x is empty. An empty bin of x stays empty and its share of the norm is missing: the
-    squared norm is the share of the n frequencies that x has. So an x of zeros gives zeros. An empty bin of the key counts
-    as 1, so a key of zeros leaves the phases of x as they are. A bin is empty up to four roundings of the largest.
+    The result has norm 1 if no bin of x is empty. An empty bin of x stays empty and lowers the norm: the squared norm is the
+    share of the n frequencies that x has. So if x is zero, the result is zero. An empty bin of the key counts as 1, so a key of
+    zeros does not change the phases of x. A bin is empty if its magnitude is at most four roundings of the largest.
 
     Raises:
-        ValueError: an empty vector, integers or complex numbers, a length that is too short.
+        ValueError: a vector is empty, of integers or complex, or the length is too short.
     """
     return _apply(_bound, Fourier, x, key, length, block_length)
 
@@ -43,19 +43,19 @@ def phasor_bind(x: Tensor, key: Tensor, length: int | None = None, block_length:
 def phasor_unbind(bound: Tensor, key: Tensor, length: int | None = None, block_length: int | None = None) -> Tensor:
     """``irfft(rfft(bound) * K / |K|)``: undoes :func:`phasor_bind` with the same key and lengths, up to the magnitudes of x.
 
-    Arguments and result as there; the magnitudes of ``bound`` are kept, so it may be a sum of bound vectors.
+    Same arguments and result. The magnitudes of ``bound`` are kept, so it may be a sum of bound vectors.
     """
     return _apply(_unbound, Fourier, bound, key, length, block_length)
 
 
 def hadamard_bind(x: Tensor, key: Tensor, length: int | None = None, block_length: int | None = None, seed: int = 0) -> Tensor:
-    """:func:`phasor_bind` with a randomised Walsh-Hadamard transform for the Fourier transform: signs for phasors.
+    """Like :func:`phasor_bind`, with a randomised Walsh-Hadamard transform in place of Fourier: signs instead of phasors.
 
-    Arguments and result as there; lengths are powers of two. Cheaper in arithmetic, coarser in what it keeps: the signs alone.
-    An empty bin of x counts as +1, so the result always has norm 1, unless x is zero.
+    Same arguments and result, but lengths are powers of two. It needs less arithmetic and keeps less of x: only signs. An empty
+    bin of x counts as +1, so the result has norm 1 unless x is zero.
 
     Args:
-        seed: of the random signs that the transform begins with.
+        seed: of the random signs of the transform.
     """
     return _apply(_bound, partial(_hadamard, seed=seed), x, key, length, block_length)
 
@@ -69,7 +69,7 @@ def hadamard_unbind(
 
 @lru_cache(maxsize=32)
 def _hadamard(length: int, seed: int) -> Hadamard:
-    """Kept from call to call. Lengths are powers of two, so those of one seed take at most twice the longest."""
+    """Cached between calls. Each keeps its signs and the factors of its matrix for every device and dtype that it has met."""
     return Hadamard(length, seed)
 
 
@@ -93,7 +93,7 @@ def _apply(
     for name, vector in (("the vector", x), ("the key", key)):
         if not vector.is_floating_point() or vector.ndim == 0 or vector.shape[-1] == 0:
             raise ValueError(
-                f"{name} must be real floating numbers with at least one entry in the last dimension, not "
+                f"{name} must be real and floating point, with at least one entry in the last dimension, not "
                 f"{tuple(vector.shape)} of {vector.dtype}"
             )
     dtype = torch.promote_types(x.dtype, key.dtype)
@@ -101,7 +101,7 @@ def _apply(
     x, key = x.to(computed), key.to(computed)
     if block_length is not None:
         if length is not None or block_length < 1:
-            raise ValueError(f"block_length={block_length}: it must be at least 1, and no length be given beside it")
+            raise ValueError(f"block_length={block_length}: it must be at least 1, and it does not go together with length")
         blocks = _in_blocks(x, block_length)
         result = operation(make(block_length), blocks, folded(key, block_length).unsqueeze(-2)).flatten(-2)
     else:

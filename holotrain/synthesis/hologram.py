@@ -1,4 +1,4 @@
-"""The memory: spectra superposed over the steps, in full or half precision, on the device or on the CPU."""
+"""Memory for the sum of spectra over steps, in full or half precision, on the device or on the CPU."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 HALF_RANGE = 1024.0
-"""Largest magnitude of a row in fp16, which leaves room above; each row has a scale of its own."""
+"""Each row is scaled to this largest magnitude in fp16, which leaves headroom."""
 
 
 class Hologram:
-    """Rows of spectra, zero at first.
+    """Rows of spectra, initially zero.
 
     Args:
-        rows, bins: its shape.
-        dtype: of the spectra to keep, real or complex.
-        half: ``torch.bfloat16`` or ``torch.float16``, to keep their parts in; None: as they are.
-        device: that computes.
+        rows, bins: the shape.
+        dtype: of the spectra, real or complex.
+        half: ``torch.bfloat16`` or ``torch.float16``: the dtype in which their parts are stored; None: ``dtype``.
+        device: the device that computes.
     """
 
     def __init__(self, rows: int, bins: int, dtype: torch.dtype, half: torch.dtype | None, device: torch.device) -> None:
@@ -32,13 +32,13 @@ class Hologram:
         return torch.zeros(rows, bins, *parts, dtype=half, device=device)
 
     def load(self, part: slice) -> Tensor:
-        """Some rows, to be changed in place and handed to :meth:`keep`."""
+        """Returns rows to change in place and pass to :meth:`keep`."""
         return self._widened(self.memory[part], None if self.scales is None else self.scales[part])
 
     def keep(self, part: slice, rows: Tensor) -> None:
-        """What :meth:`load` gave, changed."""
+        """Stores rows that :meth:`load` returned."""
         if self.memory.dtype == self.dtype:
-            return  # load gave the memory itself
+            return  # load returned the memory itself
         memory, scales = self._narrowed(rows)
         self.memory[part] = memory
         if scales is not None:
@@ -56,26 +56,26 @@ class Hologram:
         if self.scales is None:
             return parts.to(self.memory.dtype), None
         largest = parts.abs().amax(tuple(range(1, parts.ndim)), keepdim=True).float()
-        scales = (largest / HALF_RANGE).clamp_min(torch.finfo(torch.float32).tiny)  # what is smaller still counts as nothing
+        scales = (largest / HALF_RANGE).clamp_min(torch.finfo(torch.float32).tiny)  # smaller values become zero
         return (parts / scales).to(self.memory.dtype), scales
 
     def prefetch(self, part: slice) -> None:
-        """Sends for rows that are wanted next, where they are elsewhere."""
+        """Starts to copy rows that are needed next to the device, if they are stored elsewhere."""
 
     def wait(self) -> None:
-        """Until every row is at home, so that the host may read them."""
+        """Waits until all rows are stored, so that the host can read them."""
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The tensors it consists of."""
+        """The stored tensors."""
         return {"memory": self.memory} | ({} if self.scales is None else {"scales": self.scales})
 
 
 class OffloadedHologram(Hologram):
-    """The same in pinned memory of the host of a CUDA device: rows come and go on a stream of their own.
+    """A hologram in pinned memory of the host. Rows are copied to and from a CUDA device on a separate stream.
 
-    Rows that were asked for ahead of time (:meth:`prefetch`) arrive while others are computed; changed rows leave while the
-    next are. The host waits for nothing.
+    Rows that were prefetched arrive while others are computed, and changed rows are copied back while the next ones are
+    computed. The host does not wait.
     """
 
     def __init__(self, rows: int, bins: int, dtype: torch.dtype, half: torch.dtype | None, device: torch.device) -> None:

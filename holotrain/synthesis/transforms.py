@@ -1,7 +1,7 @@
-"""The two orthonormal transforms in which vectors are bound: real Fourier, and randomised Walsh-Hadamard.
+"""The two orthonormal transforms for binding vectors: real Fourier and randomised Walsh-Hadamard.
 
-Binding is a product of spectra, entry by entry. In the Fourier domain that is a circular correlation; in the Hadamard domain,
-whose spectra are real, it takes additions and signs alone.
+Binding is an elementwise product of spectra. In the Fourier domain this is a circular correlation. In the Hadamard domain
+spectra are real, and binding needs only additions and changes of sign.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class Transform(Protocol):
-    """Orthonormal, of vectors of one length n: (..., n) <-> (..., bins). ``out``: where the result is to stand."""
+    """An orthonormal transform of vectors of length n: (..., n) <-> (..., bins). ``out``: the output tensor."""
 
     length: int
     bins: int
 
     def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the spectra of vectors of ``dtype``."""
+        """The dtype of the spectra of vectors of ``dtype``."""
 
     def forward(self, rows: Tensor) -> Tensor: ...
 
@@ -44,15 +44,15 @@ class Fourier:
 
 
 class Hadamard:
-    """The Walsh-Hadamard transform of a vector whose entries were given random signs; n real bins, n a power of two.
+    """The Walsh-Hadamard transform of a vector whose entries are multiplied with random signs; n real bins, n a power of two.
 
-    The signs spread whatever is regular in a vector evenly over the bins (Ailon and Chazelle, 2006). They and the factors of
-    the matrix are made once for each device and dtype, and live as long as this object.
+    The random signs spread regular patterns of a vector evenly over the bins (Ailon and Chazelle, 2006). The signs and the
+    factors of the matrix are computed once for each device and dtype and kept with this object.
     """
 
     def __init__(self, length: int, seed: int = 0) -> None:
         if length & (length - 1):
-            raise ValueError(f"a Hadamard transform has a power of two for its length, not {length}")
+            raise ValueError(f"the length of a Hadamard transform must be a power of two, not {length}")
         self.length = self.bins = length
         self._seed = seed
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
@@ -72,7 +72,7 @@ class Hadamard:
         """The signs, (n,), and the factors of the matrix, on the device and in the dtype of ``like``."""
         kind = like.device, like.dtype
         if kind not in self._constants:
-            with torch.inference_mode(False):  # what is kept must serve autograd later
+            with torch.inference_mode(False):  # these tensors are used with autograd later
                 self._constants[kind] = _random_signs(self.length, self._seed).to(*kind), _factors(self.length, *kind)
         return self._constants[kind]
 
@@ -89,11 +89,11 @@ LARGEST_FACTOR = 256
 
 
 def _walsh_hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
-    """H_n x / sqrt(n), in Sylvester's order, as products with the factors of H_n = H_a (x) H_b (x) ...: hardware multiplies
-    matrices far faster than it does log2(n) passes of additions."""
+    """H_n x / sqrt(n), in Sylvester's order, as products with the factors of H_n = H_a (x) H_b (x) ...: hardware computes them
+    far faster than log2(n) passes of additions."""
     shape = x.shape
     right = 1
-    with torch.autocast(x.device.type, enabled=False):  # signs do not survive products in half precision
+    with torch.autocast(x.device.type, enabled=False):  # rounding of half precision products could change signs
         for matrix in factors:
             order = len(matrix)
             x = x.reshape(-1, order) @ matrix if right == 1 else matrix @ x.reshape(-1, order, right)
@@ -102,7 +102,7 @@ def _walsh_hadamard(x: Tensor, factors: list[Tensor]) -> Tensor:
 
 
 def _factors(n: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Orthonormal Hadamard matrices whose Kronecker product is that of the power of two n; equal ones are one tensor."""
+    """Orthonormal Hadamard matrices whose Kronecker product is that of order n, a power of two; equal ones share a tensor."""
     orders = []
     while math.prod(orders) < n:
         orders.append(min(LARGEST_FACTOR, n // math.prod(orders)))
@@ -111,7 +111,7 @@ def _factors(n: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _sylvester(order: int) -> Tensor:
-    """The orthonormal Hadamard matrix of a power of two, in float64."""
+    """The orthonormal Hadamard matrix of ``order``, a power of two, in float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.kron(matrix.new_tensor([[1, 1], [1, -1]]), matrix)
@@ -119,22 +119,20 @@ def _sylvester(order: int) -> Tensor:
 
 
 def units(spectrum: Tensor, empty: float, noise: float | None = None) -> Tensor:
-    """Each bin at magnitude 1: phasors of a complex spectrum, signs of a real one.
+    """Scales each bin to magnitude 1: phasors of a complex spectrum, signs of a real one.
 
     Args:
-        empty: the value of a bin that holds nothing: 0 for a content, so that the bin stays empty; 1 for a key, so that the bin
-            passes on what it is bound with. In a real spectrum it is the value of vectors that hold nothing at all; in all
-            others such a bin gets the sign +1.
-        noise: a bin holds nothing up to this magnitude, relative to the largest; None: four roundings, those of the transform.
+        empty: the value of an empty bin: 0 for a content, so that the bin stays empty; 1 for a key, so that binding leaves the
+            content's bin as it is. In a real spectrum this applies only if all bins are empty; else an empty bin becomes +1.
+        noise: a bin is empty up to this magnitude, relative to the largest; None: four roundings, the error of the transform.
 
-    A complex bin is that small only if the content lacks its frequency. A real bin passes through zero wherever its sign
-    changes, so it is small by chance too, and rounding decides by how much: left empty, it would cost the vector some of its
-    norm on one machine and not on another.
+    A complex bin is this small only if the content lacks its frequency. A real bin can also be small by chance, and rounding
+    decides how small. If it stayed empty, the norm of the vector would depend on the machine.
     """
     parts = torch.view_as_real(spectrum) if spectrum.is_complex() else spectrum.unsqueeze(-1)
     limits = torch.finfo(parts.dtype)
     largest = parts.abs().amax((-2, -1), keepdim=True).clamp_min(limits.tiny)
-    scaled = parts / largest  # its squares neither overflow nor vanish
+    scaled = parts / largest  # avoids overflow and underflow of the squares
     squared = scaled.square().sum(-1, keepdim=True)
     nothing = torch.zeros_like(scaled[..., :1, :])
     nothing[..., 0] = empty
@@ -147,14 +145,14 @@ def units(spectrum: Tensor, empty: float, noise: float | None = None) -> Tensor:
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest that is no less than n, for n >= 1."""
+    """The smallest power of two that is at least n, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 def folded(vectors: Tensor, length: int) -> Tensor:
-    """(..., d) -> (..., length): padded with zeros, or wrapped around and added up.
+    """(..., d) -> (..., length): padded with zeros, or cut into pieces of ``length`` that are added up.
 
-    Either way the Fourier spectrum is that of the vector, sampled at the frequencies of the new length.
+    In both cases the result's Fourier spectrum is that of the vector, sampled at the frequencies of the new length.
     """
     d = vectors.shape[-1]
     padded = torch.nn.functional.pad(vectors, (0, -d % length))

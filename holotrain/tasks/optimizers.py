@@ -1,4 +1,4 @@
-"""Optimizers over a model's two kinds of parameters: those that decay and those that do not."""
+"""Optimizers with two parameter groups: with weight decay and without."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from holotrain.tasks.sharded_muon import ShardedMuon
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: weight matrices and kernels decay; norms, biases and positions do not.
+    """Returns two parameter groups: weight decay applies to weight matrices and kernels, not to norms, biases and positions.
 
-    Frozen parameters belong to neither.
+    Frozen parameters are in neither group.
     """
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
@@ -27,7 +27,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def adamw(
     model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
 ) -> AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) over ``decay_groups``."""
+    """AdamW (Loshchilov and Hutter, 2019) with the groups of :func:`decay_groups`."""
     return AdamW(decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
 
 
@@ -40,14 +40,14 @@ def muon(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
 ) -> CombinedOptimizer:
-    """Muon (Jordan et al., 2024) over the Linear layers of the blocks, AdamW over all else: embeddings, heads, norms, biases.
+    """Muon (Jordan et al., 2024) for the Linear layers of the blocks, AdamW for embeddings, heads, norms and biases.
 
     Muon orthogonalises the momentum of each matrix. Its updates are scaled to the size of AdamW's (Liu et al., "Muon is
-    Scalable for LLM Training", 2025), so that rates are of one order.
+    Scalable for LLM Training", 2025), so that both use learning rates of the same order.
 
     Args:
-        lr: of Muon.
-        others: the rate of AdamW over it.
+        lr: learning rate of Muon.
+        others: learning rate of AdamW as a multiple of ``lr``.
     """
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
     inner = {id(layer.weight) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
@@ -64,5 +64,5 @@ def muon(
 
 
 def sgd(model: nn.Module, lr: float, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> SGD:
-    """Stochastic gradient descent over ``decay_groups``."""
+    """Stochastic gradient descent with the groups of :func:`decay_groups`."""
     return SGD(decay_groups(model, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)

@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from holotrain.commands.advice import rules
-from holotrain.commands.out_of_memory import OutOfMemory, memory_errors_told_apart
+from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
 from holotrain.config import checkpointed
 from holotrain.config.composition import composed
 from holotrain.config.register import register
@@ -57,16 +57,16 @@ def test_rules(overrides, first, count):
     ],
 )  # fmt: skip
 def test_what_allocators_say(error, asked_for):
-    with pytest.raises(OutOfMemory) as refusal, memory_errors_told_apart():
+    with pytest.raises(OutOfMemory) as refusal, as_out_of_memory():
         raise error
     assert str(refusal.value) == asked_for
 
 
 def test_other_errors_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), memory_errors_told_apart():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), as_out_of_memory():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
 def test_the_cpu_allocators_own_words():
-    with pytest.raises(OutOfMemory, match="MiB"), memory_errors_told_apart():
+    with pytest.raises(OutOfMemory, match="MiB"), as_out_of_memory():
         torch.empty(2**60, dtype=torch.uint8)

@@ -271,4 +271,4 @@ def test_a_model_that_cannot_be_planned_is_told_so(holotrain, monkeypatch):
     monkeypatch.setattr(RevViT, "forward", lambda self, images: ordinary(self, images) * images.sum().item())
     for command, words in (("plan", PLANNED), ("fit", RUN)):
         status, _, err = holotrain(command, *words, "backward=auto", "memory=1GiB")
-        assert status == 2 and len(err.strip().splitlines()) == 1 and "_local_scalar_dense.default asks for the value" in err
+        assert status == 2 and len(err.strip().splitlines()) == 1 and "_local_scalar_dense.default needs the value" in err

@@ -32,17 +32,17 @@ def test_no_choice_that_fits_is_cheaper(seed):
     weights = 10_000
     budget = weights + 200 + random.Random(seed).randint(0, 200)
 
-    def peak(blocks):
+    def bound(blocks):
         return weights + held(found, blocks)
 
-    choice = choose(found, peak, budget)
+    choice = choose(found, bound, budget)
     each = [stage.options for stage in found for _ in range(stage.depth)]
     fitting = [
         sum(option.cost for option in options)
         for options in itertools.product(*each)
         if sum(option.held for option in options) <= (budget * 0.998 - weights) * (1 - len(each) / 2000)
     ]
-    assert choice.peak == peak(choice.blocks) <= budget
+    assert choice.bound == bound(choice.blocks) <= budget
     # Cells of the knapsack may round away what would fit by a hair.
     assert choice.cost <= min(fitting)
 

@@ -61,5 +61,5 @@ def test_a_list_that_is_looped_over_stays_a_list():
 
 
 def test_an_unknown_stack_is_answered_with_those_that_exist():
-    with pytest.raises(ValueError, match="'block' is no stack of blocks; there are blocks"):
+    with pytest.raises(ValueError, match="'block' is not a stack of blocks; the model has blocks"):
         convert(vit(), "block", branches_of)

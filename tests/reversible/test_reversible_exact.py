@@ -110,7 +110,7 @@ def test_states_pass_between_exact_and_not():
 
 def test_outgrowing_the_grid_is_reported_with_the_remedy():
     net = sequence(3, exact=20)  # holds magnitudes below 16
-    with pytest.warns(UserWarning, match=r"past the 16 .* exact=1\d would hold it"):
+    with pytest.warns(UserWarning, match=r"beyond 16, .* use exact=1\d"):
         net(*(30 * stream for stream in streams()))
     fitting = sequence(3, exact=16)
     with warnings.catch_warnings():
