@@ -56,6 +56,8 @@ def short_collections():
     """Each run ends with a garbage collection: it need not look through all that was imported, which takes half a second."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()  # else libraries report leaks when Python ends
 
 
 @pytest.fixture
