@@ -430,16 +430,18 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
     assert order.count("first block") > 4 and order.index("all-reduce") < order.index("first block")
 
 
-def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkeypatch):
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkeypatch, forked):
     """kill -9 of rank 1 in the second job; the processes are started by the command line."""
     from holotrain.ranks import launch
 
     children, started = [], subprocess.Popen
 
     def start(words, env, stdin):
-        """The first as ever, the others without the seconds of its imports."""
-        forked = partial(Forked, COMMAND_LINE, *words[3:], folder=Path.cwd(), env=env)
-        children.append(forked() if children else started(words, env=env, stdin=stdin))
+        """Forked, without the seconds of its imports."""
+        assert words[:3] == [sys.executable, "-m", "holotrain"]
+        fork = partial(Forked, COMMAND_LINE, *words[3:], folder=Path.cwd(), env=env)
+        children.append(fork() if forked else started(words, env=env, stdin=stdin))
         return children[-1]
 
     def kill(self, trainer, module, batch, index) -> None:
