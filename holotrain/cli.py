@@ -25,7 +25,7 @@ from holotrain.config import checkpointed, help
 from holotrain.config.arguments import Arguments, parse, parse_folders
 from holotrain.config.composition import config_folder
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
-from holotrain.config.jobs import jobs_told
+from holotrain.config.jobs import recorded_jobs
 from holotrain.config.register import register
 from holotrain.config.schema import FOLDER_COMMANDS, RunConfig
 from holotrain.errors import UserError
@@ -123,7 +123,7 @@ class Launch:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explained` turns them into one line
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
         try:
-            with jobs_told(self._note):
+            with recorded_jobs(self._note):
                 launch()
         except Ended as ended:
             self.statuses.append(ended.status)

@@ -9,7 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 
 @contextmanager
-def jobs_told(tell: Callable[[list[str], Any], None]) -> Iterator[None]:
+def recorded_jobs(tell: Callable[[list[str], Any], None]) -> Iterator[None]:
     """Within, calls ``tell`` for each job that a launcher has run: its overrides, and what the task function returned.
 
     A job counts as having returned None where the launcher says nothing of it, as where its process died. Hydra's ``main``

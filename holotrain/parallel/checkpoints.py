@@ -46,7 +46,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         path = Path(path)
-        with mistakes_told(path):
+        with write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write(checkpoint, path / CHECKPOINT if path.is_dir() else path)
         if path.is_dir():
@@ -69,7 +69,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 @contextmanager
-def mistakes_told(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """
     Raises:
         UserError: the checkpoint cannot be written.
@@ -133,7 +133,7 @@ def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
     folder, name = _agreed(path)
     pieces: dict[str, Own] = {}
     rest = tree_map_with_path(lambda keys, leaf: _taken_out(_named(keys), leaf, pieces), checkpoint)
-    with mistakes_told(path):
+    with write_errors(path):
         dcp.save(pieces, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True), planner=Plan())
         if dist.get_rank() != 0:
             return
