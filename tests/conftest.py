@@ -89,7 +89,7 @@ def holotrain(tmp_path, monkeypatch, capfd):
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory) -> Path:
-    """A folder for data.cache_dir: the text that is configured by default is tokenised there once, by whoever comes first."""
+    """A folder for data.cache_dir: the default text is tokenised there once."""
     return made_once(tmp_path_factory, "tokens", lambda folder: None)
 
 

@@ -1,4 +1,4 @@
-"""What the jobs of a sweep return, from whichever process Hydra's launcher runs them in."""
+"""The results of the jobs of a sweep, also of those that a launcher runs in other processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ from hydra.core.utils import JobReturn, JobStatus
 
 
 @contextmanager
-def recorded_jobs(tell: Callable[[list[str], Any], None]) -> Iterator[None]:
-    """Within, calls ``tell`` for each job that a launcher has run: its overrides, and what the task function returned.
+def recorded_jobs(record: Callable[[list[str], Any], None]) -> Iterator[None]:
+    """Inside, calls ``record`` for each job that a launcher has run, with its overrides and what the task function returned.
 
-    A job counts as having returned None where the launcher says nothing of it, as where its process died. Hydra's ``main``
-    keeps this to itself.
+    If the launcher reports no result, for example because the process of a job died, the result is None. Hydra's ``main`` does
+    not return the results of a sweep.
     """
     ordinary = Plugins.instantiate_launcher
 
@@ -21,15 +21,15 @@ def recorded_jobs(tell: Callable[[list[str], Any], None]) -> Iterator[None]:
         launcher = ordinary(*args, **kwargs)
         launch = launcher.launch
 
-        def launch_and_tell(job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        def launch_and_record(job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
             left = launch(job_overrides, initial_job_idx)
-            told = [_returned(job) for job in left or ()]
-            told += [None] * (len(job_overrides) - len(told))
-            for overrides, returned in zip(job_overrides, told, strict=True):
-                tell(list(overrides), returned)
+            results = [_returned(job) for job in left or ()]
+            results += [None] * (len(job_overrides) - len(results))
+            for overrides, returned in zip(job_overrides, results, strict=True):
+                record(list(overrides), returned)
             return left
 
-        launcher.launch = launch_and_tell
+        launcher.launch = launch_and_record
         return launcher
 
     Plugins.instantiate_launcher = instantiate
