@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from forked import Forked
+from hydra._internal.hydra import Hydra
 from left_by_runs import assert_same_weights, only, scalars, summary, weights
 from small_run import SMALL, fit_and_kill
 
@@ -210,6 +211,19 @@ def test_a_sweep_wherever_its_flag_stands(holotrain, position):
     assert all(float(row["test/accuracy"]) >= 0 and float(row["samples_per_second"]) > 0 for row in rows)
     assert all(int(row["peak_memory_bytes"]) > 0 for row in rows)
     assert "sweep of 2 jobs" in out and str(sweep / "sweep.csv") in out.replace("\n", "")
+
+
+HYDRAS_MODE = Hydra.get_mode  # before the fixture `holotrain` replaces it
+
+
+def test_hydra_finds_the_mode_itself(holotrain, monkeypatch):
+    """A mistake and a sweep, with the composition that the other tests leave out."""
+    monkeypatch.setattr(Hydra, "get_mode", HYDRAS_MODE)
+    status, out, err = holotrain("fit", "model=rev_vit_tinny")
+    assert (status, out, err.count("\n")) == (2, "", 1) and "Did you mean 'rev_vit_tiny'?" in err
+    brief = ["trainer.max_epochs=1", "trainer.limit_train_batches=1", "trainer.limit_val_batches=0"]
+    status, out, err = holotrain("fit", "-m", *QUICK, *brief, "seed=1,2")
+    assert (status, err) == (0, "") and "sweep of 2 jobs" in out
 
 
 def test_a_failing_job_does_not_take_the_sweep_with_it(holotrain):
