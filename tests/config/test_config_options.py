@@ -1,9 +1,12 @@
 """Every option under conf/ composes and builds; every mistake is answered in one line."""
 
+import copy
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from holotrain.config.build import build_data, build_model, build_task
@@ -46,9 +49,19 @@ def needs(group, option):
     return ["data=fake", f"data.image_size={pixels}"]
 
 
-def configuration(command, *overrides):
+@cache
+def chosen(command, *choices):
     register()
-    return typed(command, OmegaConf.to_container(composed(command, list(overrides)), resolve=True))
+    return composed(command, list(choices))
+
+
+def configuration(command, *overrides):
+    """Composed by Hydra for the options of groups, once for each choice of them; values are laid over as Hydra lays them."""
+    choices = [word for word in overrides if word.partition("=")[0] in GROUPS]
+    config = copy.deepcopy(chosen(command, *choices))
+    for override in OverridesParser.create().parse_overrides([word for word in overrides if word not in choices]):
+        OmegaConf.update(config, override.key_or_group, override.value())
+    return typed(command, OmegaConf.to_container(config, resolve=True))
 
 
 @pytest.fixture
@@ -67,7 +80,15 @@ def images(tmp_path, monkeypatch):
             Image.new("RGB", (40, 30)).save(tmp_path / "images" / part / name / "0.png")
 
 
-@pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in GROUPS.items() for o in options])
+def is_larger(group, option):
+    """Whether it is a model that differs in numbers alone from the smallest of its family."""
+    return group == "model" and option.endswith(("_small", "_base", "_medium", "_large"))
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [pytest.param(g, o, marks=[pytest.mark.slow] * is_larger(g, o)) for g, options in GROUPS.items() for o in options],
+)
 def test_every_option_builds(group, option, images, tokens):
     config = configuration("fit", f"{group}={option}", *needs(group, option))
     data = build_data(config)

@@ -259,6 +259,7 @@ def test_debugging_runs(holotrain, debug):
         assert "run_training_batch" in (folder / "fit-profile.txt").read_text() and "fit-profile.txt" in out
 
 
+@pytest.mark.slow
 def test_compiled_blocks_train(holotrain):
     status, _, _ = holotrain("fit", *QUICK, "compile=true", "trainer.max_epochs=1")
     assert status == 0

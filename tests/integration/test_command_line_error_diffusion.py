@@ -35,6 +35,7 @@ def test_ten_classes_of_digits(holotrain, depth, epochs, accuracy):
     assert len(found["error_diffusion/dead_cells"]) == len(found["error_diffusion/alignment"]) == 40 * epochs // 20
 
 
+@pytest.mark.slow
 def test_two_classes_of_digits(holotrain):
     assert holotrain("fit", *TASK, "data.classes=[0,1]", "trainer.max_epochs=8", "logger=none")[0] == 0
     folder = only(Path("runs/fit"))
@@ -47,6 +48,7 @@ def test_two_classes_of_digits(holotrain):
     assert all(0.5 <= float(row["probability"]) <= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path):
     options = [*QUICK, "callbacks.checkpoint.every_n_train_steps=4", "trainer.max_epochs=3"]
     assert holotrain("fit", *options, "output_dir=whole")[0] == 0

@@ -139,6 +139,7 @@ def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotra
     assert yaml.safe_load((only(Path("on/fit")) / "config.yaml").read_text())["backward"]["blocks"] == blocks
 
 
+@pytest.mark.slow
 def test_auto_trains_as_reversible_does(holotrain):
     for name, words in {"auto": ["backward=auto", "memory=25MiB"], "reversible": ["backward=reversible"]}.items():
         assert holotrain("fit", *RUN, *words, "trainer.precision=64-true", f"output_dir={name}")[0] == 0

@@ -341,6 +341,7 @@ def test_two_pairs_of_processes_share_layers(holotrain, started):
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [*IMAGES, *SHARED, "trainer=ddp", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"]

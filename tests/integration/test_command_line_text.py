@@ -312,7 +312,7 @@ def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
     assert len(after["model.embedding.word.weight"]) == len(words) + 3 and "fitted: embedding.position, embedding.word" in err
 
 
-@pytest.mark.parametrize("form", ["program", "onnx"])
+@pytest.mark.parametrize("form", ["program", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_an_image_classifier_exports_as_a_program(holotrain, image_run, form):
     checkpoint = image_run / "checkpoints/last.ckpt"
     status, _, err = holotrain("export", f"ckpt_path={checkpoint}", f"format={form}", "to=exported")
@@ -368,11 +368,14 @@ def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
     assert not list(Path(".").glob("runs/fit/20*"))
 
 
-def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
+@pytest.mark.parametrize(
+    "chosen", [slice(0, None, 3), *(pytest.param(slice(n, None, 3), marks=pytest.mark.slow) for n in (1, 2))]
+)
+def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained, first):
     checkpoint = trained("causal_lm")
     Path("none.jsonl").write_text('\n{"text": "a"}\n')
     Path("number.jsonl").write_text('{"prompt": 5}\n')
-    for words, expected in [
+    mistakes = [
         (["generate", "prompt=" + "a" * 24], "it is 24 tokens long; it must be shorter than the model's context of 24"),
         (["generate"], 'generate needs prompt="..." or prompts=FILE'),
         (["generate", "prompt=a", "prompts=b"], "give either prompt= or prompts=, not both"),
@@ -392,7 +395,8 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
         (["export", "format=onnx"], "format=onnx: needs an image classifier"),
         (["export", "format=pickle"], "format: 'pickle' is not one of safetensors, program, onnx"),
         (["export", "to=/proc/nothing"], "cannot write"),
-    ]:
+    ]
+    for words, expected in mistakes[first::3]:
         status, _, err = holotrain(words[0], f"ckpt_path={checkpoint}", *words[1:])
         assert status == 2 and expected in err, (words, err)
         assert err.count("\n") <= 2 and "Traceback" not in err
