@@ -368,9 +368,7 @@ def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
     assert not list(Path(".").glob("runs/fit/20*"))
 
 
-@pytest.mark.parametrize(
-    "chosen", [slice(0, None, 3), *(pytest.param(slice(n, None, 3), marks=pytest.mark.slow) for n in (1, 2))]
-)
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained, first):
     checkpoint = trained("causal_lm")
     Path("none.jsonl").write_text('\n{"text": "a"}\n')
