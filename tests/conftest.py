@@ -21,6 +21,10 @@ def pytest_configure(config):
     config.option.randomly_reset_seed = False  # pytest-randomly shuffles the tests; `seeded` seeds them
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # else libraries report leaks when Python ends
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """The same seed before every test, so that no result depends on the tests that ran before."""
@@ -56,8 +60,6 @@ def short_collections():
     """Each run ends with a garbage collection: it need not look through all that was imported, which takes half a second."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()  # else libraries report leaks when Python ends
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def test_a_step_is_timed_as_the_device_takes_it():
     assert found.source.startswith("measured on the CPU") and "data.batch_size=8" in said[-1]
 
 
+@pytest.mark.slow
 def test_where_no_time_is_known_memory_is_left(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config, data = planned(*SMALL, "devices=2", "device=cuda")
@@ -95,6 +96,7 @@ def test_where_no_time_is_known_memory_is_left(monkeypatch):
     assert "does not fit" in make_scaling(config, data, plan).times.source
 
 
+@pytest.mark.slow
 def test_a_rank_takes_less_the_more_there_are():
     config, data = planned(*SMALL, "devices=1", "device=cuda", "gpu=H100")
     plan = make_plan(config, data, "cuda", None)

@@ -216,6 +216,7 @@ def test_a_sweep_wherever_its_flag_stands(holotrain, position):
 HYDRAS_MODE = Hydra.get_mode  # before the fixture `holotrain` replaces it
 
 
+@pytest.mark.slow
 def test_hydra_finds_the_mode_itself(holotrain, monkeypatch):
     """A mistake and a sweep, with the composition that the other tests leave out."""
     monkeypatch.setattr(Hydra, "get_mode", HYDRAS_MODE)
@@ -394,6 +395,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory and glibc")
 def test_out_of_memory_keeps_the_checkpoint_and_says_what_needs_less(holotrain, tmp_path):
     words = ["model.depth=2", "model.dim=96", "data.batch_size=256", *QUICK[3:], "backward=autograd"]

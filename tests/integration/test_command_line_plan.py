@@ -69,6 +69,7 @@ def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
     assert {"autograd", "reversible", "memory: 64 MiB"} <= words
 
 
+@pytest.mark.slow
 def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
     budget = 9 * 2**20
     largest = plan_of(holotrain, *PLANNED, f"memory={budget}")["largest"]

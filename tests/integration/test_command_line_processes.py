@@ -327,6 +327,7 @@ def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:
     return max(map(abs, statuses)), [path.read_text() for path in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("started", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
 def test_two_pairs_of_processes_share_layers(holotrain, started):
     """FSDP2 between two pairs of processes, each of which is tensor parallel within."""
@@ -431,6 +432,7 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
     assert order.count("first block") > 4 and order.index("all-reduce") < order.index("first block")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkeypatch, forked):
     """kill -9 of rank 1 in the second job; the processes are started by the command line."""

@@ -172,6 +172,7 @@ def test_small_data_are_validated_where_the_training_ends(holotrain):
     assert left["metrics"]["val/bits_per_byte"] > 0 and Path(left["checkpoint"]).name == "best-epoch1-step7.ckpt"
 
 
+@pytest.mark.slow
 def test_other_classes_than_the_checkpoints_are_refused(holotrain, trained):
     checkpoint = trained("sequence_classification")
     Path("texts/fruit").rename("texts/zebra")
@@ -222,6 +223,7 @@ def bits_per_byte(checkpoint, path):
     return nats / math.log(2) / path.stat().st_size
 
 
+@pytest.mark.slow
 def test_an_export_is_measured_as_its_checkpoint_is(holotrain, trained):
     checkpoint = trained("masked_lm, bpe")
     holotrain("export", f"ckpt_path={checkpoint}", "to=exported")
@@ -247,6 +249,7 @@ STUBBORN = [
 ENDS = [(task, epoch) for task in ("causal_lm", "masked_lm") for epoch in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "epoch"), [*(pytest.param(*end, marks=pytest.mark.slow) for end in ENDS[:-1]), ENDS[-1]])
 def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, task, epoch):
     words = [f"task={task}", *STUBBORN, *TASKS[task]]
@@ -261,6 +264,7 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, task, epo
     assert summary(folder)["steps"] == summary(only(Path("whole/fit")))["steps"] == 14
 
 
+@pytest.mark.slow
 def test_fine_tuning_of_a_masked_model(holotrain, trained):
     """The encoder and its tokenizer come from the checkpoint; the head is new, and it alone is trained."""
     checkpoint = trained("masked_lm, bpe")

@@ -180,7 +180,16 @@ def run(holotrain):
     return run
 
 
-@pytest.mark.parametrize("line", named({words: line for words, line in OURS.items() if words not in SOON}))
+COMPOSED = {words: line for words, line in OURS.items() if words not in SOON}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, id=f"{line.where} {words}", marks=[pytest.mark.slow] * (line.readme != "README.md"))
+        for words, line in COMPOSED.items()
+    ],
+)
 def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
     """The first and the last job, where there are several. Lines of ``SOON`` are run instead."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
