@@ -47,7 +47,7 @@ def test_a_signal_within_an_accumulated_batch_loses_nothing(holotrain, monkeypat
         status, _, err = holotrain("fit", *ACCUMULATED, f"hydra.run.dir=at{at}")
         assert status == 128 + signal.SIGTERM and "SIGTERM ended the training" in err
         monkeypatch.setattr(ExactResume, "on_after_backward", pl.Callback.on_after_backward)
-        assert summary(Path(f"at{at}"))["steps"] < 6
+        assert summary(Path(f"at{at}"))["status"] == "interrupted"
         status, _, err = holotrain("fit", "resume=true", f"hydra.run.dir=at{at}")
         assert (status, err) == (0, "")
         assert_same_weights(Path(f"at{at}") / LAST, reference)
