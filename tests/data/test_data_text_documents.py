@@ -104,6 +104,7 @@ def stdlib(tmp_path_factory):
     return str(tmp_path_factory.mktemp("stdlib"))
 
 
+@pytest.mark.slow
 def test_the_standard_library_pads_little_and_is_held_out_the_same(stdlib):
     options = {"layout": "documents", "unit": "paragraph", "context": 512, "cache_dir": stdlib}
     data = StdlibText(max_tokens=16384, **options)

@@ -316,6 +316,7 @@ def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
     assert len(after["model.embedding.word.weight"]) == len(words) + 3 and "fitted: embedding.position, embedding.word" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["program", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_an_image_classifier_exports_as_a_program(holotrain, image_run, form):
     checkpoint = image_run / "checkpoints/last.ckpt"

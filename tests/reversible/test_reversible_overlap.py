@@ -67,6 +67,7 @@ def one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_random_delays_on_either_thread_never_change_a_gradient(one_thread, monkeypatch):
     monkeypatch.setattr(Trial, "overlap", lambda self: True)
     net, x = net_and_input()
