@@ -40,7 +40,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models.layers.branches import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
-from holotrain.reversible.trial import SETTLED_AFTER
+
+WARM_UPS = 3
+"""Steps before the first that is measured."""
 
 Run = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -230,8 +232,7 @@ def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> 
 
 
 def settle(step: Callable[[], float]) -> None:
-    """Runs steps until pareprop has measured whether overlap pays; the same number for all engines."""
-    for _ in range(SETTLED_AFTER):
+    for _ in range(WARM_UPS):
         step()
 
 
@@ -322,9 +323,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[4], help="batch sizes; several give a curve for each engine")
     parser.add_argument("--tokens", type=int, default=196)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--threads", type=int, help="CPU threads of torch's operations; with 1, pareprop can use a second thread"
-    )
+    parser.add_argument("--threads", type=int, help="CPU threads of torch's operations")
     parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="activation memory budgets of torch.compile")

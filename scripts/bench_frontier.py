@@ -40,7 +40,7 @@ from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, Re
 from holotrain.models.schedules import schedule_blocks, sequences
 from holotrain.planning import ALLOCATORS, TrainingStep, choose, imagine, imagined, rehearse, seconds, stage_of, visited
 from holotrain.planning.measured import measured_peak
-from holotrain.reversible.trial import SETTLED_AFTER, assuming_overlap
+from holotrain.reversible.recomputation import imagining_a_side_stream
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Auto:
         return visits
 
     def peak(self, blocks: list[str]) -> int:
-        overlaps = assuming_overlap() if self.options.device == "cuda" else nullcontext()
+        overlaps = imagining_a_side_stream() if self.options.device == "cuda" else nullcontext()
         with overlaps, imagined():
             step = make_step(self.shape, lambda model: schedule_blocks(model, blocks), self.options, imaginary=True)
             return rehearse(step, ALLOCATORS[self.options.device]).peak
@@ -313,8 +313,6 @@ def main() -> None:
         print(f"  {name}: {peaks[name] / 2**20:.1f} of {budget / 2**20:.1f} MiB", file=sys.stderr)
 
     contestants = {name: contestant(step, options.device) for name, step in steps.items()}
-    for _ in range(SETTLED_AFTER if "pareprop" in contestants else 0):
-        contestants["pareprop"]()
     times = alternating(contestants, options.rounds)
 
     figures: dict[str, dict] = {}

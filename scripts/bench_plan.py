@@ -39,7 +39,7 @@ from holotrain.models import (
 )
 from holotrain.planning import ALLOCATORS, TrainingStep, imagine, imagined, rehearse, selecting
 from holotrain.planning.measured import measured_peak
-from holotrain.reversible.trial import assuming_overlap
+from holotrain.reversible.recomputation import imagining_a_side_stream
 
 FAMILIES = {
     "vit": (RevViT, VIT_SIZES),
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    overlaps = assuming_overlap if options.device == "cuda" else nullcontext
+    overlaps = imagining_a_side_stream if options.device == "cuda" else nullcontext
     rows = []
     columns = f"{'planned MiB':>13}{'at most MiB':>13}{'actual MiB':>11}{'error':>8}{'seconds':>9}"
     print(f"{'model':15}{'precision':>10}{'backward':>12}{columns}")

@@ -25,18 +25,16 @@ class Engine:
     backward: str | tuple[str, ...]
     store: object = 0
     keep: tuple = ()
-    threaded: bool = False
 
 
 ENGINES = {
     "checkpoint": Engine("checkpoint"),
     "reversible": Engine("reversible"),
     "pareprop": Engine("pareprop"),
-    "pareprop on a thread": Engine("pareprop", threaded=True),
     "storing the last": Engine("reversible", store=1),
-    "storing every other": Engine("pareprop", store="even", threaded=True),
+    "storing every other": Engine("pareprop", store="even"),
     "keeping attention": Engine("reversible", keep=("attention",)),
-    "a schedule a block": Engine(MIXED, threaded=True),
+    "a schedule a block": Engine(MIXED),
 }
 
 

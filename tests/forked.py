@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -75,6 +76,7 @@ def _run(
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(handle, stream)
         os.close(handle)
+    faulthandler.enable()  # on the standard error that has just been opened
     if isinstance(program, Path):
         sys.argv = [str(program), *arguments]
         sys.path.insert(0, str(program.parent))

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -24,8 +25,12 @@ def found_by_processes(script: Path, folder: Path, count: int = 2) -> dict:
         for rank in range(count):
             ranks.append(Forked(script, rank, *files, folder=folder, env=environment, errors=errors[rank]))
             stack.callback(ranks[-1].kill)
-        statuses = [process.wait(timeout=300) for process in ranks]
-    assert statuses == [0] * count, "\n".join(path.read_text() for path in errors)
+        ends, statuses = time.monotonic() + 300, [None] * count
+        # Not for each in turn: the others would wait for one that has failed.
+        while None in statuses and not any(statuses) and time.monotonic() < ends:
+            time.sleep(0.02)
+            statuses = [process.poll() for process in ranks]
+    assert statuses == [0] * count, "\n".join([f"statuses {statuses}", *(path.read_text() for path in errors)])
     return json.loads((folder / "found.json").read_text())
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holotrain.callbacks.period import period_of
-from holotrain.reversible.clock import Clock, clock_of
+from holotrain.planning.clock import Clock, clock_of
 from holotrain.synthesis import HolographicSynthesis, Recipe
 from holotrain.synthesis.layers import Covers
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.callbacks.period import period_of
 from holotrain.callbacks.share import share_of
-from holotrain.reversible.clock import Clock, clock_of
+from holotrain.planning.clock import Clock, clock_of
 
 
 @dataclass

@@ -16,10 +16,12 @@ from lightning.pytorch.profilers import Profiler
 from torch.profiler import profile, record_function
 
 from holotrain.callbacks.memory_picture import memory_picture
-from holotrain.reversible.trial import SETTLED_AFTER
 
 TRACE, OPERATORS, MEMORY, ALLOCATIONS = "trace.json", "trace-operators.txt", "trace-memory.svg", "trace-allocations.pickle"
 ZIPPED = TRACE + ".gz"
+
+WARM_UP = 3
+"""Batches before the traced ones, in which libraries choose kernels and allocate."""
 
 LARGE = 16 * 2**20
 """Traces of at least this many bytes are compressed; Perfetto and Chrome read both."""
@@ -106,7 +108,7 @@ class TraceProfiler(Profiler):
     def _planned(self) -> range:
         """The batches to trace after the first, counted from 0. The batch after them is for memory."""
         trainer = self._lightning_module.trainer
-        bounds = [SETTLED_AFTER + self.active + 1]
+        bounds = [WARM_UP + self.active + 1]
         done = trainer.fit_loop.epoch_loop.total_batch_idx
         if trainer.fit_loop.max_epochs not in (None, -1):
             bounds.append(trainer.fit_loop.max_epochs * trainer.num_training_batches - done)

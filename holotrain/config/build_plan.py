@@ -31,7 +31,7 @@ from holotrain.planning import (
     rehearse_update,
     selecting,
 )
-from holotrain.reversible.trial import assuming_overlap, may_overlap
+from holotrain.reversible.recomputation import imagining_a_side_stream
 from holotrain.tasks import Task
 
 
@@ -65,8 +65,6 @@ class Planner:
             Unplannable: an operation needs the values of its inputs.
         """
         backward = backward or self.config.backward
-        if backward.kind == "pareprop" and not self.overlaps:
-            backward = replace(backward, kind="reversible")  # without overlap both are the same
         asked = repr((batch, backward, sizes))
         if asked not in self._known:
             self._known[asked] = self._rehearsed(batch, backward, sizes)
@@ -78,11 +76,6 @@ class Planner:
             if repr(sizes) not in self._updates:
                 self._updates[repr(sizes)] = rehearse_update(step, allocator)
             return rehearse(step, allocator, self._updates[repr(sizes)])
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether pareprop overlaps recomputation with gradients on this device."""
-        return self.device == "cuda" or may_overlap(torch.device("cpu"))
 
     @contextmanager
     def step(self, batch: int, backward: BackwardConfig | None = None, **sizes: Any) -> Iterator[TrainingStep]:
@@ -100,8 +93,7 @@ class Planner:
         with ExitStack() as stack:
             if self.device == "cuda":
                 stack.enter_context(fused_dropout())
-            if self.overlaps:
-                stack.enter_context(assuming_overlap())
+                stack.enter_context(imagining_a_side_stream())
             stack.enter_context(imagined())
             if masked is not None:
                 stack.enter_context(selecting(masked))

@@ -17,8 +17,7 @@ from holotrain.config.devices import autocast_of
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.data.example import batch_unit, example_batch
 from holotrain.planning import Times, TrainingStep
-from holotrain.reversible.clock import clock_of
-from holotrain.reversible.trial import SETTLED_AFTER
+from holotrain.planning.clock import clock_of
 from holotrain.tasks import Task
 
 UTILISATION = (0.35, 0.55)
@@ -104,7 +103,6 @@ def measured(planner: Planner, backward: BackwardConfig, begin: Callable[[str], 
     config = replace(planner.config, backward=backward, compile=False)
     option, size = config.batch_option
     place = torch.device(planner.device)
-    warm = SETTLED_AFTER if backward.kind.startswith("pareprop") and planner.overlaps else 1
     begin("timing steps: building the model")
     with torch.random.fork_rng():
         task = build_task(config, planner.data).to(place)
@@ -119,12 +117,9 @@ def measured(planner: Planner, backward: BackwardConfig, begin: Callable[[str], 
             _timed(step, place)
             one = _timed(step, place)
             larger = min(4 * part, size)
-            if part == size or one.step * larger / part * (warm + ROUNDS) > SECONDS:
+            if part == size or one.step * larger / part * (1 + ROUNDS) > SECONDS:
                 break
             part = larger
-        if one.step * (warm + ROUNDS) <= SECONDS:
-            for _ in range(warm - 1):
-                _timed(step, place)
         rounds = max(1, min(ROUNDS, int(SECONDS / one.step)))
         found = sorted((_timed(step, place) for _ in range(rounds)), key=lambda times: times.step)
     grown, batches = size / part, config.trainer.accumulate_grad_batches

@@ -23,8 +23,7 @@ from holotrain.models.layers.pooling_attention import DownsamplingAttention, Poo
 from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
 from holotrain.models.layers.stages import stored_by_stage
 from holotrain.models.layers.streams import AveragedStreams
-from holotrain.reversible import ReversibleBlock
-from holotrain.reversible.checkpointing import checkpointed
+from holotrain.reversible import ReversibleBlock, checkpointed
 from holotrain.reversible.schedules import stores_everything
 
 # Tiny, small and base as published (Li et al., 2022, table 1); nano suits images of 32 pixels.

@@ -16,14 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.choice import Option, Stage
+from holotrain.planning.clock import clock_of
 from holotrain.planning.ledger import Ledger
-from holotrain.reversible.clock import clock_of
-from holotrain.reversible.trial import SETTLED_AFTER
 
 CPU = ALLOCATORS["cpu"]
 
 ROUNDS = 5
-"""Measurements of each option after the warm-up, in turn with the other options."""
+"""Measurements of each option after the first run, in turn with the other options."""
 
 BLOCKS = 2
 """Number of consecutive blocks that are timed, so that recomputation can run ahead from one to the other."""
@@ -110,18 +109,16 @@ def seconds(
     device = visit.args[0].device
     block = copy.deepcopy(visit.sequence.blocks[0])
     sequences = {name: type(visit.sequence)([block] * BLOCKS, backward=[name] * BLOCKS) for name in names}
-    warm = SETTLED_AFTER if any(name.startswith("pareprop") for name in names) else 1
     clock = clock_of(device)
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for _ in range(warm + ROUNDS):
+        for _ in range(1 + ROUNDS):
             for name, sequence in sequences.items():
                 begun = clock.mark()
                 _run(sequence, visit, autocast)
                 marks[name].append((begun, clock.mark()))
     return {
-        name: statistics.median(clock.seconds(*pair, wait=True) for pair in pairs[warm:]) / BLOCKS
-        for name, pairs in marks.items()
+        name: statistics.median(clock.seconds(*pair, wait=True) for pair in pairs[1:]) / BLOCKS for name, pairs in marks.items()
     }
 
 

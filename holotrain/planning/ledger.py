@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -99,8 +100,9 @@ class Ledger:
         return allocation
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made in this phase and is not a view."""
-        return self.count(tensor).kind == self.phase and not tensor._is_view()
+        """Whether a tensor was made in this phase, is not a view, and is held by autograd's engine once."""
+        made_here = self.count(tensor).kind == self.phase and not tensor._is_view()
+        return made_here and tensor._use_count() <= _references_when_held_once()
 
     def _note(self, allocation: Allocation, made: bool) -> None:
         self.alive += allocation.bytes if made else -allocation.bytes
@@ -109,6 +111,7 @@ class Ledger:
     @contextmanager
     def watching(self):
         """Inside the context the results of operations are counted."""
+        _references_when_held_once()  # which cannot be found out inside an operation
         with _Watch(self):
             yield
 
@@ -151,6 +154,27 @@ class _Watch(TorchDispatchMode):
         ledger.pass_by(within)
         ledger.reach(within + ledger.allocator.scratch(function, args))
         return result
+
+
+class _Counting(TorchDispatchMode):
+    references = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.add.Tensor and _engine_adds():
+            self.references = args[0]._use_count()
+        return function(*args, **(kwargs or {}))
+
+
+@cache
+def _references_when_held_once() -> int:
+    """References to a gradient that the engine is about to add to, when nothing else needs it: the versions of torch differ."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        y = x.sin()
+        total = y.sin().sum() + y.cos().sum()
+    with _Counting() as counting:
+        total.backward()
+    return counting.references
 
 
 def _engine_adds() -> bool:

@@ -6,31 +6,66 @@ from torch import Tensor, nn
 
 from holotrain.reversible.grid import Grid
 
+Run = Callable[[str, nn.Module, Tensor, Tensor, dict], Tensor]
+"""Runs half of a block: (name, branch, target, source, keyword arguments) -> the target coupled with ``branch(source)``."""
 
-def couple(stream: Tensor, update: Tensor, grid: Grid | None = None) -> Tensor:
-    """Returns ``stream + update``, which must keep the stream's shape and dtype; with a grid, the update is rounded to it.
 
-    Raises:
-        ValueError: the update is not a tensor of the stream's shape, or it would widen the stream's dtype, so that the inverse
-            could not restore the stream.
+class Additive:
+    """``target + update`` and its inverse.
+
+    Another coupling is another class with these two methods, such that ``undo(couple(target, update), update)`` is the target.
+
+    Args:
+        grid: the fixed-point grid to which the updates are rounded; the inverse is then exact.
     """
-    if not isinstance(update, Tensor):
-        raise ValueError(f"f and g of a ReversibleBlock must return one tensor, not {type(update).__name__}")
-    if update.shape != stream.shape:
-        raise ValueError(
-            f"f and g of a ReversibleBlock must preserve the shape: {tuple(stream.shape)} became {tuple(update.shape)}"
-        )
-    if grid is not None and update.dtype.itemsize <= stream.dtype.itemsize:
-        update = grid.round(update.to(stream.dtype))
-    coupled = stream + update
-    if coupled.dtype != stream.dtype:
-        raise ValueError(
-            f"adding an update of {update.dtype} would change the stream's dtype, {stream.dtype}; "
-            f"cast the streams to {coupled.dtype}"
-        )
-    if grid is not None:
-        grid.watch(coupled)
-    return coupled
+
+    def __init__(self, grid: Grid | None = None) -> None:
+        self.grid = grid
+
+    def couple(self, target: Tensor, update: Tensor) -> Tensor:
+        """Returns ``target + update``, which has the target's shape and dtype.
+
+        Raises:
+            ValueError: the update is not a tensor of the target's shape, or it would widen the target's dtype, so that the
+                inverse could not restore the target.
+        """
+        if not isinstance(update, Tensor):
+            raise ValueError(f"f and g of a ReversibleBlock must return one tensor, not {type(update).__name__}")
+        if update.shape != target.shape:
+            raise ValueError(
+                f"f and g of a ReversibleBlock must preserve the shape: {tuple(target.shape)} became {tuple(update.shape)}"
+            )
+        if self.grid is not None and update.dtype.itemsize <= target.dtype.itemsize:
+            update = self.grid.round(update.to(target.dtype))
+        coupled = target + update
+        if coupled.dtype != target.dtype:
+            raise ValueError(
+                f"adding an update of {update.dtype} would change the stream's dtype, {target.dtype}; "
+                f"cast the streams to {coupled.dtype}"
+            )
+        if self.grid is not None:
+            self.grid.watch(coupled)
+        return coupled
+
+    def undo(self, coupled: Tensor, update: Tensor) -> Tensor:
+        """Returns the target, up to rounding, or exactly on a grid."""
+        if self.grid is not None:
+            update = self.grid.round(update.to(coupled.dtype))
+        return coupled - update
+
+
+class Storing:
+    """Runs halves under plain autograd, which stores every activation.
+
+    Args:
+        coupling: how an update is added to its target.
+    """
+
+    def __init__(self, coupling: Additive) -> None:
+        self.coupling = coupling
+
+    def __call__(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+        return self.coupling.couple(target, branch(source, **keywords))
 
 
 class ReversibleBlock(nn.Module):
@@ -60,21 +95,17 @@ class ReversibleBlock(nn.Module):
         f_kwargs: dict | None = None,
         g_kwargs: dict | None = None,
         *,
-        grid: Grid | None = None,
-        through: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        run: Run | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Couples the streams.
 
         Args:
             f_kwargs, g_kwargs: keyword arguments of f and g.
-            grid: the outputs of f and g are rounded to it; set by :class:`ReversibleSequence`.
-            through: runs in place of this method, so that the hooks of the module (FSDP2's, a user's) still run; set by a
-                backward schedule.
+            run: runs each half; set by the backward schedule of a :class:`ReversibleSequence`. None: plain autograd.
         """
-        if through is not None:
-            return through(x1, x2, f_kwargs or {}, g_kwargs or {})
-        y1 = couple(x1, self.f(x2, **(f_kwargs or {})), grid)
-        y2 = couple(x2, self.g(y1, **(g_kwargs or {})), grid)
+        run = run or Storing(Additive())
+        y1 = run("f", self.f, x1, x2, f_kwargs or {})
+        y2 = run("g", self.g, x2, y1, g_kwargs or {})
         return self.placed(y1, y2)
 
     def placed(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +125,8 @@ class ReversibleBlock(nn.Module):
 
         f and g must be deterministic (no dropout).
         """
+        coupling = Additive(grid)
         y1, y2 = self.placed(y1, y2)
-        x2 = couple(y2, -self.g(y1, **(g_kwargs or {})), grid)
-        x1 = couple(y1, -self.f(x2, **(f_kwargs or {})), grid)
+        x2 = coupling.undo(y2, self.g(y1, **(g_kwargs or {})))
+        x1 = coupling.undo(y1, self.f(x2, **(f_kwargs or {})))
         return x1, x2

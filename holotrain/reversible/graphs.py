@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from holotrain.reversible.ambient import Surroundings
-from holotrain.reversible.graph_random import Twins
+from holotrain.reversible.replay import Call, GraphGenerators
 
 WARM_UPS = 3
 """Ordinary steps before the capture, in which libraries allocate workspaces and autograd sets up its streams."""
@@ -48,14 +47,14 @@ class GraphedStep:
         shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs)
         if self._shapes is None:
             self._shapes = shapes
-            self._twins = Twins(inputs[0].device)
+            self._generators = GraphGenerators(inputs[0].device)
         if shapes != self._shapes:
             return self._ordinary(inputs)
         self._calls += 1
         if self._calls < WARM_UPS:
             return self._aside(inputs)
         if self._calls == WARM_UPS:
-            with self._twins.at_hand():  # the last ordinary step counts what will be recomputed
+            with self._generators.at_hand():  # the last ordinary step counts what will be recomputed
                 return self._aside(inputs)
         if self._graph is None:
             self._capture(inputs)
@@ -69,8 +68,7 @@ class GraphedStep:
     def _ordinary(self, inputs: tuple[Tensor, ...]) -> Tensor:
         for parameter in self._parameters:
             parameter.grad = None
-        surroundings = Surroundings.capture(inputs[0].device)
-        with surroundings.uncached():  # a cast weight in the cache would be captured as it was
+        with Call(inputs[0].device).uncached():  # a cast weight in the cache would be captured as it was
             loss = self._loss(*inputs)
         loss.backward()
         return loss.detach()
@@ -89,8 +87,8 @@ class GraphedStep:
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
-        self._twins.prepare(graph)
-        with torch.cuda.graph(graph), self._twins.at_hand():
+        self._generators.prepare(graph)
+        with torch.cuda.graph(graph), self._generators.at_hand():
             self._result = self._ordinary(tuple(self._inputs))
         self._grads = [parameter.grad for parameter in self._parameters]
         self._graph = graph

@@ -13,7 +13,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.ambient import is_imagined
+from holotrain.reversible.replay import is_imagined
 
 HEADROOM_BITS = 5
 """On a grid that is chosen from the first batch, the streams may grow by a factor of 2^5."""
@@ -81,8 +81,19 @@ class FixedPointGrid(nn.Module):
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
     def choose(self, largest: float, dtype: torch.dtype) -> None:
-        """Chooses the grid for streams of this magnitude."""
-        exponent = math.ceil(math.log2(largest)) if largest > 0 and math.isfinite(largest) else 0
+        """Chooses the grid for streams of this magnitude; zero leaves the choice to a later batch.
+
+        Raises:
+            ValueError: the magnitude is not finite.
+        """
+        if not math.isfinite(largest):
+            raise ValueError(
+                f"the streams of the first batch reach {largest}, so exact=True cannot choose its grid from them; "
+                "check the data, or set exact to a number of bits"
+            )
+        if largest == 0:
+            return  # sums of zeros are exact without a grid
+        exponent = math.ceil(math.log2(largest))
         self.step.fill_(2.0 ** (exponent + HEADROOM_BITS - significand_bits(dtype)))
         self.known = True
 

@@ -1,85 +1,84 @@
-"""The backward schedules by name: which activations blocks store, and which they recompute in the backward."""
+"""The backward schedules: what each block keeps for the backward, and what it recomputes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from torch import Tensor
-
-from holotrain.reversible.block import ReversibleBlock
-from holotrain.reversible.grid import Grid
 from holotrain.reversible.kept import Keeper
-from holotrain.reversible.ranges import in_trace
-
-SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
-"""Store everything; store the streams between blocks; rebuild the streams; rebuild them in parallel with the gradients."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of one block: its name, and the results that a recomputed block keeps."""
-
-    name: str
-    keep: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, words: str) -> Schedule:
-        """
-        Args:
-            words: a name, followed by the results to keep, separated by plus signs: ``"reversible+attention"``.
-
-        Raises:
-            ValueError: an unknown schedule, or one that cannot keep results.
-        """
-        name, *keep = words.split("+")
-        if name not in SCHEDULES:
-            raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
-        if keep:
-            if name not in ("reversible", "pareprop"):
-                raise ValueError(f"backward={words!r}: {name} cannot keep results; reversible and pareprop can")
-            Keeper(keep)
-        return cls(name, tuple(keep))
-
-
-STORING = Schedule("autograd")
-
-
-def schedules_of(backward: str | Sequence[str], depth: int) -> list[Schedule]:
-    """The schedule of each block.
+    """What one block does.
 
     Args:
-        backward: one schedule for all blocks, or one per block.
+        kind: ``"stored"`` keeps every activation, ``"checkpointed"`` the inputs of f and g, ``"rebuilt"`` nothing: its input is
+            computed from its output.
+        ahead: a rebuilt block is recomputed while the gradients of the block behind it are computed.
+        keep: results that a rebuilt block keeps all the same, as in :class:`~holotrain.reversible.kept.Keeper`.
+    """
+
+    kind: Literal["stored", "checkpointed", "rebuilt"]
+    ahead: bool = False
+    keep: tuple[str, ...] = ()
+
+
+SCHEDULES = {
+    "autograd": Schedule("stored"),
+    "checkpoint": Schedule("checkpointed"),
+    "reversible": Schedule("rebuilt"),
+    "pareprop": Schedule("rebuilt", ahead=True),
+}
+"""The schedules by name."""
+
+
+def schedule_of(words: str) -> Schedule:
+    """
+    Args:
+        words: a name, followed by the results to keep, separated by plus signs: ``"reversible+attention"``.
 
     Raises:
-        ValueError: an unknown schedule, or a wrong number of schedules.
+        ValueError: an unknown schedule, or one that cannot keep results.
     """
-    if isinstance(backward, str):
-        return [Schedule.parse(backward)] * depth
-    if len(backward) != depth:
+    name, *keep = words.split("+")
+    if name not in SCHEDULES:
+        raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, not {name!r}")
+    if keep and SCHEDULES[name].kind != "rebuilt":
+        raise ValueError(f"backward={words!r}: {name} cannot keep results; reversible and pareprop can")
+    return keeping(SCHEDULES[name], keep)
+
+
+def schedules_of(
+    backward: str | Sequence[str], depth: int, store: int | Collection[int] = 0, keep: str | Collection[str] = ()
+) -> list[Schedule]:
+    """The schedule of each of ``depth`` blocks; the arguments are those of :class:`~holotrain.reversible.ReversibleSequence`.
+
+    Raises:
+        ValueError: an unknown schedule or result, a wrong number of schedules, or no such block to store.
+    """
+    if not isinstance(backward, str) and len(backward) != depth:
         raise ValueError(f"backward lists {len(backward)} schedules for {depth} blocks")
-    return [Schedule.parse(words) for words in backward]
+    stored = frozenset(range(depth - store, depth) if isinstance(store, int) else store)
+    if not stored <= set(range(depth)) or (isinstance(store, int) and store < 0):
+        raise ValueError(f"store must be a number of blocks up to {depth} or indices below {depth}, not {store!r}")
+    named = [schedule_of(words) for words in ([backward] * depth if isinstance(backward, str) else backward)]
+    words = [keep] if isinstance(keep, str) else keep
+    return [SCHEDULES["autograd"] if i in stored else keeping(schedule, words) for i, schedule in enumerate(named)]
+
+
+def keeping(schedule: Schedule, words: Collection[str]) -> Schedule:
+    """The schedule, with results to keep added to it if it is rebuilt.
+
+    Raises:
+        ValueError: no such result.
+    """
+    if words:
+        Keeper(words)
+    return replace(schedule, keep=(*schedule.keep, *words)) if schedule.kind == "rebuilt" else schedule
 
 
 def stores_everything(backward: str | Sequence[str]) -> bool:
-    """Whether all blocks store all activations."""
-    return set([backward] if isinstance(backward, str) else backward) <= {STORING.name}
-
-
-def run_storing(
-    blocks: Sequence[ReversibleBlock],
-    x1: Tensor,
-    x2: Tensor,
-    f_kwargs: dict,
-    g_kwargs: dict,
-    grid: Grid | None = None,
-    first: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Plain autograd, which stores every activation. It is the reference, and it runs the blocks without gradients.
-
-    ``first`` is the number of the first block, for traces.
-    """
-    for number, block in enumerate(blocks, first):
-        with in_trace("forward", number):
-            x1, x2 = block(x1, x2, f_kwargs, g_kwargs, grid=grid)
-    return x1, x2
+    """Whether all blocks store all activations; also where there are no blocks."""
+    return all(schedule_of(words).kind == "stored" for words in ([backward] if isinstance(backward, str) else backward))

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import count, groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.ambient import RandomState, Surroundings, is_imagined
-from holotrain.reversible.block import ReversibleBlock
-from holotrain.reversible.buffers import Buffers
-from holotrain.reversible.checkpointing import run_checkpointing
+from holotrain.reversible.block import Additive, ReversibleBlock, Storing
 from holotrain.reversible.drift import Witness
-from holotrain.reversible.grid import FixedPointGrid, Grid
-from holotrain.reversible.half import Call
-from holotrain.reversible.kept import Keeper
-from holotrain.reversible.keywords import Keywords
-from holotrain.reversible.recompute import run_recomputing
-from holotrain.reversible.schedules import STORING, Schedule, run_storing, schedules_of
-from holotrain.reversible.trial import Overlap
+from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.reads import buffers_unchanged, is_compiled, is_sharded
+from holotrain.reversible.recomputation import Checkpointing, Tape
+from holotrain.reversible.replay import Call, generators_unmoved, in_trace, is_imagined
+from holotrain.reversible.schedules import SCHEDULES, Schedule, schedules_of
+
+Keywords = dict | Sequence[dict] | None
+"""Keyword arguments of f or g: the same for every block, or one dict for each."""
+
+
+class _Shorthand:
+    """An attribute from which the schedules are made."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sequence: ReversibleSequence, owner: type) -> Any:
+        return sequence._shorthands[self._name]
+
+    def __set__(self, sequence: ReversibleSequence, value: Any) -> None:
+        shorthands = sequence._shorthands | {self._name: value}
+        sequence.schedules = schedules_of(depth=len(sequence.blocks), **shorthands)
+        sequence._shorthands = shorthands
 
 
 class ReversibleSequence(nn.Module):
@@ -28,11 +46,11 @@ class ReversibleSequence(nn.Module):
 
     Args:
         blocks: the blocks, first to last.
-        backward: ``"autograd"`` stores everything (the reference), ``"checkpoint"`` stores the two streams between blocks
-            (torch.utils.checkpoint), ``"reversible"`` stores nothing between blocks and rebuilds each block's input from its
-            output, ``"pareprop"`` does so in parallel with the gradients of the next block (arXiv 2306.09342) and
-            changes to ``"reversible"`` if it measures that this is not faster. A list has one schedule per block; a recomputed
-            block may add what it keeps: ``"reversible+attention"``.
+        backward: ``"autograd"`` stores everything (the reference), ``"checkpoint"`` stores the inputs of f and g and recomputes
+            the rest, ``"reversible"`` stores nothing between blocks and rebuilds each block's input from its output,
+            ``"pareprop"`` does so on a second CUDA stream beside the gradients of the next block (arXiv 2306.09342)
+            and on a CPU the same as ``"reversible"``. A list has one schedule per block; a rebuilt block may add what it
+            keeps: ``"reversible+attention"``.
         store: blocks that store their activations under any schedule: the number of last blocks, or their indices.
         exact: rounds the input streams and the outputs of f and g to a fixed-point grid, so that streams are rebuilt bit for
             bit at any depth. True chooses the grid from the first batch and saves it in the ``state_dict``. A number k chooses
@@ -41,17 +59,20 @@ class ReversibleSequence(nn.Module):
             names of operators such as ``"aten.mm.default"``. For ``"reversible"`` and ``"pareprop"``.
 
     ``backward``, ``store`` and ``keep`` are plain attributes: they can be changed between calls and are not in the
-    ``state_dict``.
+    ``state_dict``. Together they make ``schedules``, the schedule of each block.
 
     Raises:
         ValueError: an unknown ``backward`` or ``keep``, a wrong number of schedules, or a ``store`` without such a block.
             At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
         TypeError: a block is not a ReversibleBlock.
 
-    Without gradients (``torch.no_grad``, ``torch.inference_mode``, nothing requires grad) the blocks just run. Under autocast
-    half precision streams are converted to fp32 and only f and g run in half precision, because streams that are rounded at
-    every addition cannot be rebuilt.
+    Without gradients (``torch.no_grad``, ``torch.inference_mode``) the blocks just run. Under autocast half precision streams
+    are converted to fp32 and only f and g run in half precision, because streams that are rounded at every addition cannot be
+    rebuilt.
     """
+
+    backward, store, keep = _Shorthand(), _Shorthand(), _Shorthand()
+    schedules: list[Schedule]
 
     def __init__(
         self,
@@ -59,62 +80,25 @@ class ReversibleSequence(nn.Module):
         backward: str | Sequence[str] = "reversible",
         store: int | Collection[int] = 0,
         exact: bool | int = False,
-        keep: Collection[str] = (),
+        keep: str | Collection[str] = (),
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         for block in self.blocks:
             _require_block(block)
-        self.backward = backward
-        self.store = store
+        self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
         self.exact = exact
         self.grid = None if exact is False else FixedPointGrid(None if exact is True else exact)
         self.witnesses: list[Witness] | None = None
-        self._overlap = Overlap()
 
-    @property
-    def backward(self) -> str | Sequence[str]:
-        return self._backward
-
-    @backward.setter
-    def backward(self, backward: str | Sequence[str]) -> None:
-        self._schedules = schedules_of(backward, len(self.blocks))
-        self._backward = backward
-
-    @property
-    def store(self) -> int | Collection[int]:
-        return self._store
-
-    @store.setter
-    def store(self, store: int | Collection[int]) -> None:
-        depth = len(self.blocks)
-        self._stored = frozenset(range(depth - store, depth) if isinstance(store, int) else store)
-        if not self._stored <= set(range(depth)) or (isinstance(store, int) and store < 0):
-            raise ValueError(f"store must be a number of blocks up to {depth} or indices below {depth}, not {store!r}")
-        self._store = store
-
-    @property
-    def keep(self) -> Collection[str]:
-        return self._keep
-
-    @keep.setter
-    def keep(self, keep: Collection[str]) -> None:
-        words = (keep,) if isinstance(keep, str) else tuple(keep)
-        if words:
-            Keeper(words)  # says so if there is nothing of that name
-        self._kept_words = words
-        self._keep = keep
-
-    def forward(
-        self, x1: Tensor, x2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x1: Tensor, x2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Runs the blocks.
 
         Args:
             x1, x2: the two streams, with the same shape, floating dtype and device.
-            f_kwargs, g_kwargs: keyword arguments of every f and every g; tensors in them (also in lists, tuples and dicts) may
-                require grad.
+            f_kwargs, g_kwargs: keyword arguments of every f and every g, or a list with those of each block. They are passed on
+                as they are; tensors among them may require grad.
 
         Returns:
             y1, y2: with the shape of x1 and x2.
@@ -124,84 +108,116 @@ class ReversibleSequence(nn.Module):
                 "the two streams must have the same shape, floating dtype and device, not "
                 f"{tuple(x1.shape)} {x1.dtype} on {x1.device} and {tuple(x2.shape)} {x2.dtype} on {x2.device}"
             )
+        if len(self.schedules) != len(self.blocks):  # blocks were added or removed
+            self.backward = self.backward
         x1, x2 = _widened(x1), _widened(x2)
-        f_kwargs, g_kwargs = f_kwargs or {}, g_kwargs or {}
-        grid = None
+        keywords = list(zip(self._each(f_kwargs), self._each(g_kwargs), strict=True))
+        coupling = Additive()
         if self.grid is not None:
             if not (self.grid.known or is_imagined(x1)):
-                self._choose_grid(x1, x2, f_kwargs, g_kwargs)
-            grid = self.grid.in_call(x1.dtype)
-            x1, x2 = grid.entered(x1), grid.entered(x2)
+                self._choose_grid(x1, x2, keywords)
+            if self.grid.known or is_imagined(x1):
+                coupling = Additive(self.grid.in_call(x1.dtype))
+                x1, x2 = coupling.grid.entered(x1), coupling.grid.entered(x2)
         if self.witnesses is not None:
             self.witnesses.clear()
-        first = 0
-        for schedule, blocks in self._runs():
-            run = blocks, x1, x2, f_kwargs, g_kwargs, grid, first
-            if schedule.name == "autograd":
-                x1, x2 = run_storing(*run)
-            elif schedule.name == "checkpoint":
-                x1, x2 = run_checkpointing(*run)
-            elif torch.compiler.is_compiling():
-                x1, x2 = torch.compiler.disable(self._run_recomputing)(schedule, *run)
-            else:
-                x1, x2 = self._run_recomputing(schedule, *run)
-            first += len(blocks)
-        if self.grid is not None:
+        schedules = self.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(self.blocks)
+        if all(schedule.kind == "stored" for schedule in schedules):
+            x1, x2 = self._store(zip(count(), schedules, self.blocks, keywords, strict=False), x1, x2, coupling)
+        elif torch.compiler.is_compiling():
+            x1, x2 = self._compiled(schedules, x1, x2, keywords, coupling)
+        else:
+            x1, x2 = self._recompute(schedules, x1, x2, keywords, coupling)
+        if coupling.grid is not None:
             self.grid.report(x1.dtype)
         return x1, x2
 
-    def _runs(self) -> Iterator[tuple[Schedule, list[ReversibleBlock]]]:
-        """Runs of blocks in a row that share a schedule."""
-        stored = range(len(self.blocks)) if not torch.is_grad_enabled() else self._stored
-        schedules = (STORING if i in stored else schedule for i, schedule in enumerate(self._schedules))
-        for schedule, run in groupby(zip(schedules, self.blocks, strict=True), lambda pair: pair[0]):
-            yield schedule, [block for _, block in run]
+    def _each(self, keywords: Keywords) -> Sequence[dict]:
+        depth = len(self.blocks)
+        if keywords is None or isinstance(keywords, dict):
+            return [keywords or {}] * depth
+        if len(keywords) != depth:
+            raise ValueError(f"there are keyword arguments for {len(keywords)} blocks, and {depth} blocks")
+        return keywords
 
-    def _run_recomputing(
-        self,
-        schedule: Schedule,
-        blocks: list[ReversibleBlock],
-        x1: Tensor,
-        x2: Tensor,
-        f_kwargs: dict,
-        g_kwargs: dict,
-        grid: Grid | None,
-        first: int,
+    def _store(self, group: Iterable[tuple], x1: Tensor, x2: Tensor, coupling: Additive) -> tuple[Tensor, Tensor]:
+        run = Storing(coupling)
+        for number, _, block, words in group:
+            with in_trace("forward", number):
+                x1, x2 = block(x1, x2, *words, run=run)
+        return x1, x2
+
+    def _recompute(
+        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
     ) -> tuple[Tensor, Tensor]:
+        call = Call(x1.device)
+        hooked = _has_any_global_hook()
+        each = zip(count(), schedules, self.blocks, keywords, strict=False)
+        for kind, group in groupby(each, lambda one: one[1].kind):
+            if kind == "stored":
+                x1, x2 = self._store(group, x1, x2, coupling)
+                call.present = None
+                continue
+            tape = self._tape(call, coupling, x1, x2) if kind == "rebuilt" else Checkpointing(call, coupling)
+            for number, schedule, block, words in group:
+                if hooked or block._forward_pre_hooks or block._forward_hooks:
+                    call.present = None  # a hook may draw random numbers
+                if schedule.ahead and is_sharded(type(block)):
+                    schedule = replace(schedule, ahead=False)
+                run = tape.block(number, schedule)
+                if is_compiled([block]):
+                    run = torch.compiler.disable(run)  # a recomputation runs outside the compiled block
+                with in_trace("forward", number):
+                    x1, x2 = block(x1, x2, *words, run=run)
+            tape.end(x1, x2)
+        call.end()
+        return x1, x2
+
+    def _tape(self, call: Call, coupling: Additive, x1: Tensor, x2: Tensor) -> Tape:
         if x1.dtype.itemsize < 4:
             warnings.warn(
                 f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
                 "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
-                stacklevel=3,
+                stacklevel=4,
             )
         witness = None
         if self.witnesses is not None:
             self.witnesses.append(witness := Witness())
-        words = (*self._kept_words, *schedule.keep)
-        call = Call(Surroundings.capture(x1.device), grid, Keeper(words) if words else None)
-        overlap = self._overlap if schedule.name == "pareprop" else None
-        return run_recomputing(blocks, x1, x2, f_kwargs, g_kwargs, call, overlap, witness, first)
+        return Tape(call, coupling, x1, x2, witness)
 
-    def _choose_grid(self, x1: Tensor, x2: Tensor, f_kwargs: dict, g_kwargs: dict) -> None:
-        """Runs the blocks once, without a trace, to see how large the streams become."""
-        streams = [x1, x2]
-        f_kwargs, g_kwargs = (
-            apart.by_value().put_together(tensors) for apart, tensors in map(Keywords.take_apart, (f_kwargs, g_kwargs))
-        )
-        with torch.no_grad(), RandomState.capture(x1.device).replayed(), Buffers(self.modules()).replayed():
-            largest = torch.stack([x1, x2]).abs().amax()
-            for block in self.blocks:
-                streams = block(*streams, f_kwargs, g_kwargs)
+    def _compiled(
+        self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
+    ) -> tuple[Tensor, Tensor]:
+        """In a model that is compiled as a whole. The compiler checkpoints by rules of its own, and cannot rebuild."""
+        if any(schedule.kind == "rebuilt" for schedule in schedules):
+            return torch.compiler.disable(self._recompute)(schedules, x1, x2, keywords, coupling)
+        for number, schedule in enumerate(schedules):
+            block, run = self.blocks[number], Storing(coupling)
+            if schedule.kind == "checkpointed":
+                x1, x2 = checkpoint(block, x1, x2, *keywords[number], run=run, use_reentrant=False)
+            else:
+                x1, x2 = block(x1, x2, *keywords[number], run=run)
+        return x1, x2
+
+    def _choose_grid(self, x1: Tensor, x2: Tensor, keywords: list) -> None:
+        """Runs the blocks once, without a graph, to see how large the streams become."""
+        if not x1.numel():
+            return  # a later batch will tell
+        streams = x1, x2
+        generators = [leaf for leaf in tree_leaves(keywords) if isinstance(leaf, torch.Generator)]
+        with torch.no_grad(), generators_unmoved(x1.device, generators), buffers_unchanged(self):
+            largest = torch.stack(streams).abs().amax()
+            for block, words in zip(self.blocks, keywords, strict=True):
+                streams = block(*streams, *words)
                 largest = torch.maximum(largest, torch.stack(streams).abs().amax())
         self.grid.choose(largest.item(), x1.dtype)
 
-    def inverse(
-        self, y1: Tensor, y2: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def inverse(self, y1: Tensor, y2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""
         grid = None if self.grid is None else self.grid.in_call(y1.dtype)
-        for block in reversed(self.blocks):
-            y1, y2 = block.inverse(y1, y2, f_kwargs, g_kwargs, grid=grid)
+        each = zip(self.blocks, self._each(f_kwargs), self._each(g_kwargs), strict=True)
+        for block, *keywords in reversed(list(each)):
+            y1, y2 = block.inverse(y1, y2, *keywords, grid=grid)
         return y1, y2
 
     def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
@@ -210,8 +226,7 @@ class ReversibleSequence(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        options = {"backward": self.backward, "store": self.store, "keep": self.keep}
-        return ", ".join(f"{name}={value!r}" for name, value in options.items() if value or name == "backward")
+        return ", ".join(f"{name}={value!r}" for name, value in self._shorthands.items() if value or name == "backward")
 
 
 def _require_block(block: nn.Module) -> None:

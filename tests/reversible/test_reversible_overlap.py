@@ -1,182 +1,271 @@
-"""Overlap: delays never change a gradient, and it is used only where it was measured to pay."""
+"""Recomputing ahead on a second CUDA stream: who waits for whom, checked without a GPU by stand-ins, and on one by delays.
 
-import copy
+The stand-in streams keep vector clocks. Every recomputation, inversion and gradient notes the stream that it runs on. Who reads
+what another stream wrote must have waited for it, through events: otherwise a GPU could run the two in either order.
+"""
+
 import random
-import time
+import weakref
+from collections import defaultdict
+from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
 from compared import assert_equal
 from torch import nn
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, trial
-from holotrain.reversible.lanes import Lanes, ThreadLanes
-from holotrain.reversible.trial import MEASURED, WARM_UPS, Overlap, Trial
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation
+from holotrain.reversible.block import Additive
 
 WIDTH = 8
+
+
+class Stream:
+    """Ticks with each piece of work; knows of the others' what it has waited for."""
+
+    def __init__(self, name):
+        self.name, self.cuda_stream = name, id(self)
+        self.clock = defaultdict(int)
+
+    def work(self):
+        self.clock[self.name] += 1
+        return self.name, self.clock[self.name]
+
+    def record_event(self):
+        return dict(self.clock)
+
+    def wait_event(self, event):
+        for name, tick in event.items():
+            self.clock[name] = max(self.clock[name], tick)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+class Watcher:
+    def __init__(self):
+        self.ambient = Stream("ambient")
+        self.current = self.ambient
+        self.written = {}
+        self.alive = []  # no address is used twice
+        self.races, self.log = [], []
+        self.reading = None  # what the side stream reads while it may not have been waited for
+
+    def reads(self, what, *tensors):
+        for tensor in tensors:
+            stream, tick = self.written.get(tensor.data_ptr(), (self.current.name, 0))
+            if self.current.clock[stream] < tick:
+                self.races.append(f"{what} on {self.current.name} reads what {stream} may not have written yet")
+
+    def writes(self, *tensors):
+        stamp = self.current.work()
+        for tensor in tensors:
+            self.alive.append(tensor)
+            self.written[tensor.data_ptr()] = stamp
+
+
+class Gradient(torch.autograd.Function):
+    """Multiplies by a weight; its backward notes where it runs and what it reads."""
+
+    @staticmethod
+    def forward(ctx, x, weight, watcher, name):
+        ctx.save_for_backward(x, weight)
+        ctx.watcher, ctx.name = watcher, name
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.watcher.reads("a gradient", x, grad)
+        ctx.watcher.log.append((f"gradient {ctx.name}", ctx.watcher.current.name))
+        into = grad * weight
+        ctx.watcher.writes(into)
+        if ctx.watcher.reading is not None:
+            assert all(stream() is not None for stream in ctx.watcher.reading), "let go of before it was waited for"
+        return into, (grad * x).sum(0), None, None
+
+
+class Branch(nn.Module):
+    def __init__(self, watcher, name):
+        super().__init__()
+        self.weight, self.watcher, self.name = nn.Parameter(torch.rand(WIDTH)), watcher, name
+
+    def forward(self, x):
+        return Gradient.apply(x.sin(), self.weight, self.watcher, self.name)
+
+
+@pytest.fixture
+def watcher(monkeypatch):
+    watcher = Watcher()
+
+    @contextmanager
+    def on(stream):
+        before, watcher.current = watcher.current, stream
+        try:
+            yield
+        finally:
+            watcher.current = before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: watcher.current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    side = Stream("side")
+    monkeypatch.setattr(recomputation, "_side_stream", lambda device, ambient: side)
+    monkeypatch.setattr(recomputation, "side_of", lambda stream: recomputation.SideStream(stream.device))
+    again, undo = recomputation.Branch.run_again, Additive.undo
+
+    def watched_again(self, source):
+        watcher.reads("a recomputation", source)
+        watcher.log.append((f"recompute {self.name}", watcher.current.name))
+        update, saved = again(self, source)
+        own = {p.data_ptr() for p in self.module.parameters()}
+        watcher.writes(update, *(tensor for tensor in saved if tensor.data_ptr() not in own | {source.data_ptr()}))
+        return update, saved
+
+    def watched_undo(self, coupled, update):
+        watcher.reads("an inversion", coupled, update)
+        watcher.reading = [weakref.ref(coupled.untyped_storage())] if watcher.current is side else None
+        target = undo(self, coupled, update)
+        watcher.writes(target)
+        return target
+
+    monkeypatch.setattr(recomputation.Branch, "run_again", watched_again)
+    monkeypatch.setattr(Additive, "undo", watched_undo)
+    return watcher
+
+
+def watched_backward(watcher, depth=4, backward="pareprop"):
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(Branch(watcher, f"{i}.f"), Branch(watcher, f"{i}.g")) for i in range(depth)]
+    net = ReversibleSequence(blocks, backward)
+    x = torch.rand(3, WIDTH, requires_grad=True)
+    y1, y2 = net(x, x.tanh())
+    return torch.autograd.grad((y1 * y2).sum(), [x, *net.parameters()])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_whoever_reads_has_waited_for_the_writer(watcher, depth):
+    watched_backward(watcher, depth)
+    assert watcher.log and not watcher.races
+
+
+def test_each_half_is_recomputed_beside_the_gradients_of_the_half_behind_it(watcher):
+    """All gradients on the ambient stream. Half a block runs ahead as soon as the backward reaches the half behind it."""
+    watched_backward(watcher, 3)
+    halves = [f"{i}.{letter}" for i in (2, 1, 0) for letter in "gf"]
+    expected = [(f"recompute {halves[0]}", "ambient")]
+    for behind, half in pairwise(halves):
+        expected += [(f"recompute {half}", "side"), (f"gradient {behind}", "ambient")]
+    assert watcher.log == [*expected, (f"gradient {halves[-1]}", "ambient")]
+
+
+def test_in_turn_nothing_leaves_the_ambient_stream(watcher):
+    watched_backward(watcher, 3, "reversible")
+    assert {stream for _, stream in watcher.log} == {"ambient"}
+
+
+def test_a_schedule_a_block_says_what_runs_ahead(watcher):
+    watched_backward(watcher, 3, ["reversible", "pareprop", "reversible"])
+    ahead = {what for what, stream in watcher.log if stream == "side"}
+    assert ahead == {"recompute 1.f", "recompute 1.g"} and not watcher.races
+
+
+@pytest.mark.parametrize("forgotten", ["wait_stream", "wait_event"])
+def test_a_forgotten_wait_would_be_found(watcher, monkeypatch, forgotten):
+    monkeypatch.setattr(Stream, forgotten, lambda self, other: None)
+    watched_backward(watcher)
+    assert watcher.races
+
+
+def test_a_recomputation_that_finds_no_memory_is_put_off(watcher, monkeypatch):
+    plain = watched_backward(watcher)
+    watched, failures = recomputation.Branch.run_again, []
+
+    def short_of_memory(self, source):
+        if watcher.current.name == "side" and len(failures) < 2:
+            failures.append(self)
+            raise torch.OutOfMemoryError
+        return watched(self, source)
+
+    monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)
+    assert_equal(watched_backward(watcher), plain)
+    assert len(failures) == 2
+
+
+def test_gradients_are_the_same_ahead_and_in_turn(watcher):
+    for depth in (1, 4):
+        ours = watched_backward(watcher, depth)
+        assert_equal(ours, watched_backward(watcher, depth, "reversible"))
+        true = watched_backward(watcher, depth, "autograd")
+        for one, other in zip(ours, true, strict=True):
+            assert ((one - other).abs().max() / other.abs().max()).item() <= 1e-5
+
+
 delays = random.Random(0)
 
 
-class _Delayed(torch.autograd.Function):
-    """Waits at random in the forward and in the backward: on whichever thread or stream they run."""
+class Delayed(torch.autograd.Function):
+    """Waits at random in the forward and in the backward, on whichever stream they run."""
 
     @staticmethod
     def forward(ctx, x):
-        _wait(x)
+        torch.cuda._sleep(delays.randrange(200_000))
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        _wait(grad)
+        torch.cuda._sleep(delays.randrange(200_000))
         return grad.clone()
 
 
-def _wait(tensor):
-    if tensor.is_cuda:
-        torch.cuda._sleep(delays.randrange(200_000))
-    else:
-        time.sleep(delays.choice((0, 0, 1e-4, 4e-4)))
-
-
-class Branch(nn.Module):
+class DelayedBranch(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner, self.outer = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
 
     def forward(self, x):
-        return self.outer(_Delayed.apply(torch.tanh(self.inner(_Delayed.apply(x)))))
-
-
-def net_and_input(device="cpu"):
-    torch.manual_seed(0)
-    net = ReversibleSequence([ReversibleBlock(Branch(), Branch()) for _ in range(3)], "autograd").double().to(device)
-    return net, torch.randn(2, 3, WIDTH, dtype=torch.float64).to(device)
-
-
-def gradients(net, x):
-    y1, y2 = net(x, x.tanh())
-    return torch.autograd.grad((y1 * y2.sin()).sum(), list(net.parameters()))
-
-
-@pytest.fixture
-def one_thread(monkeypatch):
-    monkeypatch.setattr(trial, "_cores", lambda: 2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.slow
-def test_random_delays_on_either_thread_never_change_a_gradient(one_thread, monkeypatch):
-    monkeypatch.setattr(Trial, "overlap", lambda self: True)
-    net, x = net_and_input()
-    reference = gradients(net, x)
-    net.backward = "pareprop"
-    first = gradients(net, x)
-    for ours, true in zip(first, reference, strict=True):
-        assert ((ours - true).abs().max() / true.abs().max()).item() <= 1e-10
-    for _ in range(200):
-        assert_equal(gradients(net, x), first)
-
-
-def test_a_failing_recomputation_on_the_thread_is_raised(one_thread, monkeypatch):
-    monkeypatch.setattr(Trial, "overlap", lambda self: True)
-    net, x = net_and_input()
-    net.backward = "pareprop"
-    loss = sum(y.sum() for y in net(x, x))
-    with torch.no_grad():
-        net.blocks[0].f.inner.weight.zero_()
-    with pytest.raises(RuntimeError, match="changed in place"):
-        loss.backward()
-
-
-@pytest.mark.parametrize(("beside", "verdict"), [(0.9, True), (1.1, False)])
-def test_the_faster_schedule_stays(beside, verdict):
-    contest = Trial()
-    seconds = {False: 1.0, True: beside}
-    tried = []
-    for _ in range(2 * (WARM_UPS + MEASURED)):
-        tried.append(contest.overlap())
-        contest.report(tried[-1], seconds[tried[-1]] * (100 if len(tried) <= 2 else 1))  # the first of each are slow
-    assert tried.count(True) == tried.count(False) == WARM_UPS + MEASURED
-    assert [contest.overlap() for _ in range(3)] == [verdict] * 3
-
-
-def test_overlap_on_a_cpu_takes_single_threaded_work_and_spare_cores(one_thread, monkeypatch):
-    stream = torch.zeros(2)
-    kinds = [type(Overlap().begin(stream, movable=True)[0])]
-    overlap = Overlap()
-    overlap.begin(stream, movable=True)
-    kinds.append(type(overlap.begin(stream, movable=True)[0]))
-    assert kinds == [Lanes, ThreadLanes]
-    assert type(overlap.begin(stream, movable=False)[0]) is Lanes
-    monkeypatch.setattr(trial, "_cores", lambda: 1)
-    assert all(overlap.begin(stream, movable=True)[1] is None for _ in range(4))
-    monkeypatch.setattr(trial, "_cores", lambda: 2)
-    torch.set_num_threads(2)
-    assert all(overlap.begin(stream, movable=True)[1] is None for _ in range(4))
-
-
-def test_what_was_learned_stays_with_the_sequence(one_thread):
-    net, x = net_and_input()
-    net.backward = "pareprop"
-    gradients(net, x)
-    assert len(net._overlap._trials) == 1
-    assert not copy.deepcopy(net)._overlap._trials
-
-
-def test_watchers_of_operations_see_them_all_in_turn(one_thread):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    net, x = net_and_input()
-    net.backward = "pareprop"
-    counts = []
-    for _ in range(3):
-        with FlopCounterMode(display=False) as counter:
-            gradients(net, x)
-        counts.append(counter.get_total_flops())
-    assert len(set(counts)) == 1 and not net._overlap._trials
-
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+        return self.outer(Delayed.apply(torch.tanh(self.inner(Delayed.apply(x)))))
 
 
 @pytest.mark.cuda
-@cuda
-@pytest.mark.parametrize("ambient", ["default", "another"])
-def test_random_delays_on_either_stream_never_change_a_gradient(ambient, monkeypatch):
-    monkeypatch.setattr(Trial, "overlap", lambda self: True)
-    net, x = net_and_input("cuda")
-    reference = gradients(net, x)
-    net.backward = "pareprop"
-    stream = torch.cuda.Stream() if ambient == "another" else torch.cuda.current_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        first = gradients(net, x)
-        for _ in range(200):
-            assert_equal(gradients(net, x), first)
-    torch.cuda.synchronize()
-    for ours, true in zip(first, reference, strict=True):
-        assert ((ours - true).abs().max() / true.abs().max()).item() <= 1e-10
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestOnCuda:
+    @pytest.mark.parametrize("ambient", ["default", "another"])
+    def test_random_delays_on_either_stream_never_change_a_gradient(self, ambient):
+        torch.manual_seed(0)
+        net = ReversibleSequence([ReversibleBlock(DelayedBranch(), DelayedBranch()) for _ in range(3)], "autograd")
+        net.double().cuda()
+        x = torch.randn(2, 3, WIDTH, dtype=torch.float64).cuda()
 
+        def gradients():
+            y1, y2 = net(x, x.tanh())
+            return torch.autograd.grad((y1 * y2.sin()).sum(), list(net.parameters()))
 
-@pytest.mark.cuda
-@cuda
-def test_no_host_synchronisation_and_no_second_pool():
-    net = ReversibleSequence([ReversibleBlock(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(6)], "pareprop")
-    net.cuda()
-    x = torch.randn(4096, 1024, device="cuda")
-    sum(net(x, x)).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(8):
-            loss = sum(net(x, x)).sum()
-            loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert torch.cuda.max_memory_reserved() <= 1.5 * torch.cuda.max_memory_allocated()
+        reference = gradients()
+        net.backward = "pareprop"
+        stream = torch.cuda.Stream() if ambient == "another" else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            first = gradients()
+            for _ in range(200):
+                assert_equal(gradients(), first)
+        torch.cuda.synchronize()
+        for ours, true in zip(first, reference, strict=True):
+            assert ((ours - true).abs().max() / true.abs().max()).item() <= 1e-10
+
+    def test_no_host_synchronisation_and_little_more_memory(self):
+        net = ReversibleSequence([ReversibleBlock(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(6)], "pareprop")
+        net.cuda()
+        x = torch.randn(4096, 1024, device="cuda")
+        sum(net(x, x)).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(8):
+                sum(net(x, x)).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_reserved() <= 1.5 * torch.cuda.max_memory_allocated()

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 SCHEDULES = ["autograd", "checkpoint", "reversible", "pareprop"]
-RECOMPUTING = ["reversible", "pareprop"]
+RECOMPUTING = ["checkpoint", "reversible", "pareprop"]
 WIDTH = 4
 
 
@@ -31,11 +30,6 @@ class Scaled(nn.Module):
         if log is not None:
             log.append(x.mean())
         return self.linear(x) + bias
-
-
-class Reentrant(Scaled):
-    def forward(self, x):
-        return checkpoint(self.linear, x, use_reentrant=True)
 
 
 def sequence(f=Scaled, g=Scaled, depth=2, backward="reversible") -> ReversibleSequence:
@@ -93,14 +87,6 @@ def test_streams_that_do_not_match(x1, x2):
 
 
 @pytest.mark.parametrize("backward", RECOMPUTING)
-def test_second_derivatives(backward):
-    x1, x2 = streams()
-    loss = sum(y.pow(2).sum() for y in sequence(backward=backward)(x1, x2))
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(loss, x1, create_graph=True)
-
-
-@pytest.mark.parametrize("backward", ["checkpoint", *RECOMPUTING])
 def test_a_keyword_tensor_edited_before_the_backward(backward):
     bias = torch.zeros(WIDTH)
     net = sequence(lambda: KeywordSaver(), backward=backward)
@@ -115,7 +101,7 @@ class KeywordSaver(Scaled):
         return self.linear(x) * bias
 
 
-@pytest.mark.parametrize("backward", RECOMPUTING)
+@pytest.mark.parametrize("backward", ["reversible", "pareprop"])  # the inputs that a checkpoint stores are others
 def test_an_output_edited_before_the_backward(backward):
     y1, y2 = sequence(backward=backward)(*streams())
     y1.add_(1)
@@ -144,16 +130,6 @@ def test_a_branch_that_reports_through_its_keywords():
         sequence()(*streams(), f_kwargs={"log": []})
 
 
-def test_a_keyword_module_with_parameters():
-    with pytest.raises(TypeError, match="module with trainable parameters"):
-        sequence()(*streams(), f_kwargs={"module": nn.Linear(2, 2)})
-
-
-def test_a_keyword_that_cannot_be_copied():
-    with pytest.raises(TypeError, match="generator cannot be copied"):
-        sequence()(*streams(), f_kwargs={"module": (number for number in range(3))})
-
-
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_hook_that_changes_a_blocks_streams(hook):
     net = sequence()
@@ -161,7 +137,7 @@ def test_a_hook_that_changes_a_blocks_streams(hook):
         net.blocks[0].register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
     else:
         net.blocks[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2, *inputs[1:]))
-    with pytest.raises(ValueError, match="replaced the (in|out)puts of a ReversibleBlock"):
+    with pytest.raises(ValueError, match="replaced the inputs or outputs of a ReversibleBlock"):
         net(*streams())
 
 
@@ -174,7 +150,7 @@ def test_a_hook_that_edits_a_blocks_streams_in_place(hook):
             (inputs if output is None else output)[1].mul_(2)
 
     getattr(net.blocks[1], hook)(edit)
-    with pytest.raises(ValueError, match="(in|out)puts of a ReversibleBlock in place"):
+    with pytest.raises(ValueError, match="inputs or outputs of a ReversibleBlock in place"):
         net(*streams())
 
 
@@ -184,21 +160,6 @@ def test_switching_to_evaluation_before_the_backward(backward):
     loss = sum(net(*streams())).sum()
     net.eval()
     with pytest.raises(RuntimeError, match="switch after the backward"):
-        loss.backward()
-
-
-def test_a_loss_on_an_inner_block_alone():
-    net, seen = sequence(depth=3), []
-    net.blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
-    net(*streams())
-    with pytest.raises(RuntimeError, match="last block of a separate sequence"):
-        seen[0].sum().backward()
-
-
-def test_reentrant_checkpointing_within_a_branch():
-    x1, x2 = streams()
-    loss = sum(sequence(Reentrant)(x1, x2)).sum()
-    with pytest.raises(RuntimeError, match="use_reentrant"):
         loss.backward()
 
 

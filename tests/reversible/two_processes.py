@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing, trial
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing
 
 WIDTH, DEPTH, BATCH = 16, 4, 4
 events: list[str] = []
@@ -182,8 +182,6 @@ def refusal(name: str) -> str:
 
 
 def find(rank: int) -> dict:
-    trial._cores = lambda: 2
-    trial.Trial.overlap = lambda self: True  # pareprop on a thread
     init_device_mesh("cpu", (2,))
     found = {"errors": {}, "orders": {}, "refused": {}}
     for backward in ("checkpoint", "reversible", "pareprop"):

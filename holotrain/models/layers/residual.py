@@ -1,13 +1,12 @@
 """Plain residual blocks: the twin of the reversible sequence."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.ranges import in_trace
+from holotrain.reversible import checkpointed
+from holotrain.reversible.replay import in_trace
 from holotrain.reversible.schedules import schedules_of
 
 
@@ -60,21 +59,14 @@ class ResidualSequence(nn.Module):
         for name in [backward] if isinstance(backward, str) else backward:
             if name not in self.SCHEDULES:
                 raise ValueError(f"a model that is not reversible takes backward {' or '.join(self.SCHEDULES)}, not {name!r}")
-        self._schedules = schedules_of(backward, len(self.blocks))
+        self.schedules = schedules_of(backward, len(self.blocks))
         self._backward = backward
 
     def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
-        for number, (block, schedule) in enumerate(zip(self.blocks, self._schedules, strict=True)):
+        for number, (block, schedule) in enumerate(zip(self.blocks, self.schedules, strict=True)):
             with in_trace("forward", number):
-                if schedule.name == "checkpoint" and torch.is_grad_enabled():
-                    x = checkpoint(block, x, f_kwargs, g_kwargs, use_reentrant=False, **_named(number))
+                if schedule.kind == "checkpointed" and torch.is_grad_enabled():
+                    x = checkpointed(block, x, name=str(number), f_kwargs=f_kwargs, g_kwargs=g_kwargs)
                 else:
                     x = block(x, f_kwargs, g_kwargs)
         return x
-
-
-def _named(number: int) -> dict:
-    """Names the recomputation in a trace. The compiler, which recomputes by its own rules, does not support contexts."""
-    if torch.compiler.is_compiling():
-        return {}
-    return {"context_fn": lambda: (nullcontext(), in_trace("recompute", number))}

@@ -1,0 +1,255 @@
+"""What a branch reads in its forward, and must read again in its recomputation: parameters, buffers and keyword arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from holotrain.reversible.replay import is_imagined
+
+try:
+    import numpy
+except ImportError:  # torch works without it
+    numpy = None
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """The module and all its submodules, each once; several times as fast as ``modules()``."""
+    seen = {id(module): module}
+    waiting = [module]
+    while waiting:
+        for part in waiting.pop()._modules.values():
+            if part is not None and id(part) not in seen:
+                seen[id(part)] = part
+                waiting.append(part)
+    return list(seen.values())
+
+
+def is_compiled(parts: Iterable[nn.Module]) -> bool:
+    """Whether one of the modules is compiled."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in parts)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts changes in place; 0 for an inference tensor, which has no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+_written: WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = WeakKeyDictionary()
+"""Names of the buffers that a module's forward changes, in training mode and not, as its first forward in that mode showed."""
+
+
+class _Buffer(NamedTuple):
+    """A buffer before a forward; ``before`` is a copy, if the forward may change it."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    before: Tensor | None
+
+    def was_written(self) -> bool:
+        if self.owner._buffers.get(self.name) is not self.tensor or version_of(self.tensor) != self.version:
+            return True
+        # torch's normalisations and ``.data`` write without counting it as a version.
+        if isinstance(self.owner, _NormBase) or self.before is None or is_imagined(self.tensor):
+            return isinstance(self.owner, _NormBase) and self.owner.training
+        return not torch.equal(self.tensor, self.before)
+
+
+class Reads:
+    """The parameters, buffers and modes of a branch in one forward. As a context: the branch has them again.
+
+    A module may change its buffers in the forward (running statistics, power iterations). The recomputation reads what the
+    forward read and changes nothing. So the buffers that a module's first forward changes are copied before each later one.
+
+    Args:
+        parts: the branch and its submodules.
+    """
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._parts = parts
+        self._modes = [part.training for part in parts]
+        self._places = _places(part._parameters for part in parts if part._parameters)
+        self._buffers: list[_Buffer] = []
+        for part in parts:
+            if part._buffers:
+                # At first any may turn out to be changed.
+                names = _written.get(part, {}).get(part.training, part._buffers)
+                self._buffers += [
+                    _Buffer(part, name, buffer, version_of(buffer), buffer.clone() if name in names else None)
+                    for name, buffer in part._buffers.items()
+                    if buffer is not None
+                ]
+        self._late: str | None = None
+
+    def settle(self) -> None:
+        """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
+        if self._buffers:
+            self._settle_buffers()
+        self._tensors = [tensor for _, _, tensor in self._places]
+        self._versions = [tensor._version for tensor in self._tensors]
+        # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+
+    def _settle_buffers(self) -> None:
+        written = []
+        for buffer in self._buffers:
+            known = _written.setdefault(buffer.owner, {}).setdefault(buffer.owner.training, set())
+            if not buffer.was_written():
+                self._places.append((buffer.owner._buffers, buffer.name, buffer.tensor))
+                continue
+            known.add(buffer.name)
+            if buffer.before is None:
+                self._late = buffer.name
+            else:
+                written.append(buffer)
+        self._buffers = written
+
+    def __enter__(self) -> None:
+        """
+        Raises:
+            RuntimeError: a parameter or buffer was changed after the forward, or a module's training mode was.
+        """
+        if self._late is not None:
+            raise RuntimeError(
+                f"the forward of f or g changed its buffer {self._late!r}, which its first forward did not do, so it was "
+                "not saved for the recomputation; it is from the next forward on"
+            )
+        if [part.training for part in self._parts] != self._modes:
+            raise RuntimeError(
+                "f or g was switched between train() and eval() after the forward, so its recomputation in the backward "
+                "would differ; switch after the backward"
+            )
+        same_versions = [tensor._version for tensor in self._tensors] == self._versions
+        storages = [tensor.untyped_storage() for tensor in self._tensors]
+        if not (same_versions and all(map(is_, storages, self._storages))):
+            raise RuntimeError(
+                "a parameter or buffer of f or g was changed between the forward and its recomputation in the backward, "
+                "so the activations can no longer be rebuilt; step the optimizer after the backward"
+            )
+        self._others = [(owner, name, owner.get(name)) for owner, name, tensor in self._places if owner.get(name) is not tensor]
+        if self._others:  # torch.func.functional_call, for one
+            for owner, name, tensor in self._places:
+                owner[name] = tensor
+        for buffer in self._buffers:
+            owner = buffer.owner._buffers
+            self._others.append((owner, buffer.name, owner[buffer.name]))
+            owner[buffer.name] = buffer.before.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, tensor in self._others:
+            owner[name] = tensor
+
+
+def _places(owners: Iterable[dict[str, Tensor | None]]) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    return [(owner, name, tensor) for owner in owners for name, tensor in owner.items() if tensor is not None]
+
+
+@contextmanager
+def buffers_unchanged(module: nn.Module) -> Iterator[None]:
+    """Inside, the module works on copies of its buffers."""
+    own = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None]
+    for part, name, buffer in own:
+        part._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for part, name, buffer in own:
+            part._buffers[name] = buffer
+
+
+class Arguments:
+    """The keyword arguments of a branch in one call. They are passed on and not copied, except for lists, tuples and dicts.
+
+    Raises:
+        TypeError: an argument is an iterator, which only one of the two runs could use.
+    """
+
+    def __init__(self, keywords: dict[str, Any]) -> None:
+        self._leaves, self._spec = tree_flatten(keywords)
+        for leaf in self._leaves:
+            if isinstance(leaf, Iterator):
+                raise TypeError(
+                    f"a keyword argument of f or g is a {type(leaf).__name__}, which the forward uses up, so that nothing is "
+                    "left for the recomputation; pass a list"
+                )
+        self._marks = [_mark(leaf) for leaf in self._leaves]
+        self.generators = [leaf for leaf in self._leaves if isinstance(leaf, torch.Generator)]
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments in containers of their own."""
+        return tree_unflatten(self._leaves, self._spec)
+
+    def require_containers_unchanged(self, keywords: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: the forward added, removed or replaced an entry; the recomputation would do so again.
+        """
+        leaves, spec = tree_flatten(keywords)
+        if spec != self._spec or any(a is not b for a, b in zip(leaves, self._leaves, strict=True)):
+            raise ValueError(
+                "f or g changed a list or dict among its keyword arguments; return results through the streams, "
+                'or use backward="autograd"'
+            )
+
+    def require_unchanged(self) -> None:
+        """
+        Raises:
+            RuntimeError: a tensor or array among them was changed in place after the forward.
+        """
+        for leaf, mark in zip(self._leaves, self._marks, strict=True):
+            if _mark(leaf) != mark:
+                raise RuntimeError(
+                    f"a keyword argument of f or g, a {type(leaf).__name__}, was modified by an inplace operation between the "
+                    "forward and its recomputation in the backward; change a copy"
+                )
+
+
+def _mark(leaf: Any) -> int | None:
+    """A number that tells whether an argument was changed in place; None: it cannot be told."""
+    if isinstance(leaf, Tensor):
+        return version_of(leaf)
+    return hash(leaf.tobytes()) if numpy is not None and isinstance(leaf, numpy.ndarray) else None
+
+
+def require_unwrapped(parts: Iterable[nn.Module]) -> None:
+    """
+    Raises:
+        ValueError: a branch or a submodule is wrapped in DDP, FSDP1 or similar, or sharded by itself.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _require_unwrapped(frozenset(map(type, parts)))
+
+
+@cache
+def _require_unwrapped(kinds: frozenset[type[nn.Module]]) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for the question's sake
+    for kind in kinds:
+        if kind.__module__.startswith("torch.nn.parallel") or (fsdp and issubclass(kind, fsdp.FullyShardedDataParallel)):
+            raise ValueError(
+                f"{kind.__name__} inside a ReversibleBlock would run twice, in the forward and in the recomputation; "
+                "wrap the whole model, or apply fully_shard to the blocks"
+            )
+        if is_sharded(kind):
+            raise ValueError(
+                "fully_shard was applied to f, g or a submodule; a recomputed block gathers its parameters as a whole: "
+                "apply fully_shard to the ReversibleBlock"
+            )
+
+
+@cache
+def is_sharded(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class gather their parameters in their call (FSDP2), so that they cannot run ahead of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and issubclass(kind, fsdp.FSDPModule)

@@ -1,0 +1,352 @@
+"""What a branch's result depends on besides its input and its weights, put back for the recomputation.
+
+This is the state of every random number generator that the branch used (PyTorch's on the CPU and on the device, those among the
+keyword arguments, Python's and NumPy's global ones), autocast, and the attention kernels that may be chosen.
+"""
+
+from __future__ import annotations
+
+import _random
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from ctypes import string_at
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+from torch.backends import cuda as kernels
+
+try:
+    import numpy
+except ImportError:  # torch works without it
+    numpy = None
+
+_NOTHING = nullcontext()
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def recomputing() -> bool:
+    """Whether the calling code runs in a recomputation, so that a forward hook can skip the second run."""
+    return _recomputing.get()
+
+
+def in_trace(doing: str, what: object) -> AbstractContextManager:
+    """Names the work inside the context ``<doing> <what>`` in the trace of a running torch.profiler.
+
+    There is no name under a compiler, a FLOP counter or fake tensors: a name is recorded by an operation, which they would
+    count.
+    """
+    if torch.compiler.is_compiling() or not profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
+        return _NOTHING
+    return profiler.record_function(f"{doing} {what}")
+
+
+def is_imagined(tensor: torch.Tensor) -> bool:
+    """Whether only the tensor's shape is real: nothing can be read of its values."""
+    return tensor.is_meta or _fake_mode_active()
+
+
+def _fake_mode_active() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+class _Source(NamedTuple):
+    """A source of random numbers: how to read, set and compare its state."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    same: Callable[[Any, Any], bool]
+
+    @classmethod
+    def of(cls, get: Callable[[], torch.Tensor], set: Callable[[torch.Tensor], None]) -> _Source:
+        """A generator of PyTorch's. States are compared by their first and last bytes, in a tenth of the time: these are the
+        counters, the first of 624 words, and a normal number that is left over."""
+
+        def read() -> tuple[torch.Tensor, bytes, bytes]:
+            state = get()
+            at, size = state.data_ptr(), state.numel()
+            part = min(64, size)
+            return state, string_at(at, part), string_at(at + size - part, part)
+
+        return cls(read, lambda state: set(state[0]), lambda a, b: a[1] == b[1] and a[2] == b[2])
+
+
+def _of_generator(generator: torch.Generator | random.Random) -> _Source:
+    if isinstance(generator, random.Random):
+        return _Source(generator.getstate, generator.setstate, tuple.__eq__)
+    return _Source.of(generator.get_state, generator.set_state)
+
+
+_own_generators: WeakKeyDictionary[nn.Module, list[torch.Generator | random.Random]] = WeakKeyDictionary()
+
+
+def own_generators(branch: nn.Module, parts: Iterable[nn.Module]) -> list[torch.Generator | random.Random]:
+    """Generators that a branch holds as attributes of its parts when it first runs."""
+    if branch not in _own_generators:
+        values = [value for part in parts for value in vars(part).values()]
+        _own_generators[branch] = [value for value in values if isinstance(value, torch.Generator | random.Random)]
+    return _own_generators[branch]
+
+
+_CPU = _of_generator(torch.default_generator)
+_SLOW = [_of_generator(random._inst)]
+"""The global generators of Python and NumPy. Reading their state takes 70 us, so it is read only for branches that use them."""
+if numpy is not None:
+
+    def _same_text(a: object, b: object) -> bool:
+        return repr(a) == repr(b)
+
+    _SLOW.append(_Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same_text))
+
+_uses_slow: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+"""Whether a branch uses one of them, in training mode and not, as its first run in that mode showed."""
+
+
+_HEADER, _OBJECT = object.__basicsize__, _random.Random.__basicsize__
+
+
+def _slow_states() -> tuple[bytes, ...]:
+    """What tells that one of them was used, in 1 us: the memory in which the generators hold their state."""
+    python = string_at(id(random._inst) + _HEADER, _OBJECT - _HEADER)
+    if numpy is None:
+        return (python,)
+    generator = numpy.random.get_bit_generator()
+    if isinstance(generator, numpy.random.MT19937):
+        return python, string_at(generator.ctypes.state_address, 2500)  # 624 words and a position
+    return python, repr(generator.state).encode()
+
+
+class _Settings(NamedTuple):
+    """Autocast and the attention kernels allowed. The backward runs outside autocast."""
+
+    kinds: tuple[str, ...]
+    enabled: list[bool]
+    dtypes: list[torch.dtype]
+    cached: bool
+    kernels: list[bool]
+
+    @classmethod
+    def present(cls, kinds: tuple[str, ...]) -> _Settings:
+        enabled = [*map(torch.is_autocast_enabled, kinds)]
+        dtypes = [*map(torch.get_autocast_dtype, kinds)] if any(enabled) else []
+        return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), [allowed() for allowed, _ in _KERNELS])
+
+    @contextmanager
+    def reinstated(self, cached: bool) -> Iterator[None]:
+        before = [allowed() for allowed, _ in _KERNELS]
+        with ExitStack() as stack:
+            for kind, enabled, dtype in zip(self.kinds, self.enabled, self.dtypes or [None] * len(self.kinds), strict=True):
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+            for (_, allow), allowed, was in zip(_KERNELS, self.kernels, before, strict=True):
+                allow(allowed)
+                stack.callback(allow, was)
+            yield
+
+
+_KERNELS = (
+    (kernels.flash_sdp_enabled, kernels.enable_flash_sdp),
+    (kernels.mem_efficient_sdp_enabled, kernels.enable_mem_efficient_sdp),
+    (kernels.math_sdp_enabled, kernels.enable_math_sdp),
+    (kernels.cudnn_sdp_enabled, kernels.enable_cudnn_sdp),
+)
+
+
+class Call:
+    """What all branches of one forward share.
+
+    Args:
+        device: of the streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.settings = _Settings.present(("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type))
+        self.sources: list[_Source] = []
+        if not _fake_mode_active():  # fake tensors draw nothing, and there may be no device whose state could be read
+            self.sources.append(_CPU)
+            if len(self.settings.kinds) == 2 and not _captured(device):
+                module = torch.get_device_module(device)
+                self.sources.append(
+                    _Source.of(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))
+                )
+        self.present: list[tuple[_Source, Any]] | None = None
+        """The states of the sources, if nothing can have drawn since they were read."""
+        self._slow, self.surprised = _slow_states(), False
+        self._task, self._unchanged = -1, False
+
+    def end(self) -> None:
+        """After the last branch: notices random numbers of Python or NumPy that no branch was known to use."""
+        self.surprised = _slow_states() != self._slow
+
+    def reinstated(self) -> AbstractContextManager:
+        """Inside a backward, the settings of the forward."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task or task == -1:  # they are compared once a backward
+            self._task, self._unchanged = task, _Settings.present(self.settings.kinds) == self.settings
+        return _NOTHING if self._unchanged else self.settings.reinstated(self.settings.cached)
+
+    def uncached(self) -> AbstractContextManager:
+        """Inside, autocast as it was but without its cache of cast weights, so that each run casts them."""
+        return self.settings.reinstated(cached=False)
+
+
+class Replay:
+    """The state before one run of a branch. As a context: everything is as it was then, and :func:`recomputing` is true.
+
+    Args:
+        call: what the branches of the forward share.
+        branch: the module that is about to run.
+        generators: generators among its keyword arguments and its attributes.
+    """
+
+    def __init__(self, call: Call, branch: nn.Module, generators: Iterable[torch.Generator | random.Random]) -> None:
+        self._call, self._branch, self._training = call, branch, branch.training
+        known = _uses_slow.get(branch, {}).get(branch.training)
+        self._learning, self._slow = known is None, known is not False
+        self._states = call.present or [(source, source.get()) for source in call.sources]
+        others = [*map(_of_generator, generators), *(_SLOW if self._slow else ())]
+        if others:
+            self._states = self._states + [(source, source.get()) for source in others]
+        self._pair = _next_pair(call.device) if call.device.type == "cuda" else None
+
+    def recorded(self) -> AbstractContextManager:
+        """The context in which the branch runs."""
+        return _NOTHING if self._pair is None else self._pair.used(self._pair.forward)
+
+    def settle(self) -> None:
+        """After the run: keeps the state of the generators that were used."""
+        after = [(source, source.get()) for source, _ in self._states]
+        self._call.present = after[: len(self._call.sources)]
+        self._states = [
+            before for before, (source, state) in zip(self._states, after, strict=True) if not source.same(before[1], state)
+        ]
+        if self._learning:
+            self._learn(any(source in _SLOW for source, _ in self._states))
+
+    def _learn(self, uses_slow: bool) -> None:
+        _uses_slow.setdefault(self._branch, {})[self._training] = uses_slow
+
+    def __enter__(self) -> None:
+        call = self._call
+        self._token = _recomputing.set(True)
+        self._watched = _slow_states() if call.surprised and not self._slow else None
+        self._present = [(source, source.get()) for source, _ in self._states]
+        for source, state in self._states:
+            source.set(state)
+        self._contexts = [call.reinstated()]
+        if self._pair is not None:
+            self._contexts.append(self._pair.used(self._pair.recomputation))
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        """
+        Raises:
+            RuntimeError: the branch draws random numbers of Python or NumPy, and did not when it first ran.
+        """
+        for context in reversed(self._contexts):
+            context.__exit__(None, None, None)
+        for source, state in self._present:
+            source.set(state)
+        _recomputing.reset(self._token)
+        if error[0] is None and self._watched is not None and _slow_states() != self._watched:
+            self._learn(True)
+            raise RuntimeError(
+                f"{type(self._branch).__name__} drew from Python's or NumPy's global random numbers, which it did not do when "
+                "it first ran, so they were not saved for its recomputation; they are from the next forward on"
+            )
+
+
+@contextmanager
+def generators_unmoved(device: torch.device, others: Iterable[torch.Generator]) -> Iterator[None]:
+    """After the context all generators of a device, and others, are as they were before it."""
+    states = [(source, source.get()) for source in (*Call(device).sources, *_SLOW, *map(_of_generator, others))]
+    try:
+        yield
+    finally:
+        for source, state in states:
+            source.set(state)
+
+
+# During the capture of a CUDA graph the state of a generator cannot be read or set. It can only be replaced by the state of
+# another generator that is registered with the graph. So each run that will be repeated gets two generators with equal seeds.
+# A replay of the graph advances both by the same amount, so they stay equal.
+
+
+class _Pair:
+    """Generators for one run of a branch in a captured step, and for its recomputation."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._default = torch.cuda.default_generators[device.index or 0]
+        self.forward, self.recomputation = (torch.Generator(device).manual_seed(seed) for _ in range(2))
+
+    @contextmanager
+    def used(self, generator: torch.Generator) -> Iterator[None]:
+        before = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(generator)
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(before)
+
+
+class GraphGenerators:
+    """Counts the pairs that a step needs, then hands them out while it is captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._asked = device, 0
+        self._pairs: list[_Pair] = []
+
+    def prepare(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Makes as many pairs as were asked for since the counting began, and registers them with ``graph``."""
+        seed = torch.cuda.initial_seed()
+        self._pairs = [_Pair(self._device, (seed + number + 1) % 2**63) for number in range(self._asked)]
+        for pair in self._pairs:
+            graph.register_generator_state(pair.forward)
+            graph.register_generator_state(pair.recomputation)
+        self._asked = 0
+
+    def next(self) -> _Pair | None:
+        """The next pair; None while they are counted."""
+        self._asked += 1
+        return self._pairs[self._asked - 1] if self._pairs else None
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Inside, runs of branches take their pairs from here."""
+        token = _graph_generators.set(self)
+        try:
+            yield
+        finally:
+            _graph_generators.reset(token)
+
+
+_graph_generators: ContextVar[GraphGenerators | None] = ContextVar("graph generators", default=None)
+
+
+def _captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _next_pair(device: torch.device) -> _Pair | None:
+    """The pair for the run that begins now; None where no graph is captured.
+
+    Raises:
+        RuntimeError: a graph is captured by other means than :class:`~holotrain.reversible.GraphedStep`, or a sequence runs
+            inside a branch of another.
+    """
+    if _fake_mode_active():
+        return None
+    generators = _graph_generators.get()
+    pair = None if generators is None else generators.next()
+    if pair is None and _captured(device):
+        raise RuntimeError(
+            "use holotrain.reversible.GraphedStep to capture a step that recomputes activations, without a reversible "
+            "sequence inside a branch of another; otherwise the recomputation would draw other random numbers"
+        )
+    return pair

@@ -1,0 +1,572 @@
+"""Branches that an engine cannot see through: each is differentiated as plain autograd does, or refused in a sentence.
+
+Each of these gave silently wrong gradients in an engine that differentiates a call which it makes itself.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from compared import assert_equal
+from engine_cases import ENGINES, F64, WIDTH, Branch, relative_error, sequence
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
+
+every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+RECOMPUTING = {name: engine for name, engine in ENGINES.items() if name in ("checkpoint", "reversible", "pareprop")}
+recomputing_engines = pytest.mark.parametrize("engine", RECOMPUTING.values(), ids=RECOMPUTING)
+
+
+def streams():
+    return torch.linspace(-1, 1, 12 * WIDTH, dtype=F64).view(2, 2, 3, WIDTH).requires_grad_().unbind()
+
+
+def loss_of(net, **keywords):
+    y1, y2 = net(*streams(), **keywords)
+    return (y1 * y2.sin()).sum()
+
+
+def both(engine, make_branch, **options):
+    """The same sequence under plain autograd and in an engine."""
+    nets = []
+    for each in (None, engine):
+        net = sequence(4, branch=lambda dropout: make_branch(), engine=each)
+        for name, value in options.items():
+            setattr(net, name, value)
+        nets.append(net)
+    return nets
+
+
+class Reading(nn.Module):
+    """Reads a tensor that is none of its parameters."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.inner, self.read = nn.Linear(WIDTH, WIDTH), read
+
+    def forward(self, x, holder=None):
+        return torch.tanh(self.inner(x)) * (self.read() if holder is None else holder.scale)
+
+
+class Holder:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "way", ["closure", "attribute", "list", "object in a keyword argument", "module in a keyword argument"]
+)
+def test_a_tensor_that_the_engine_is_not_told_of(engine, way):
+    found = []
+    for each in (None, engine):
+        scale = torch.linspace(0.5, 1, WIDTH, dtype=F64).requires_grad_()
+        kept = [scale.exp()]
+
+        def branch(scale=scale, kept=kept):
+            module = Reading(lambda: scale.exp() if way == "closure" else module.other if way == "attribute" else kept[0])
+            module.other = scale.exp()
+            return module
+
+        keywords = {}
+        if "keyword" in way:
+            holder = Holder(scale.exp()) if "object" in way else nn.Linear(1, 1)
+            holder.scale = scale.exp() if "object" in way else nn.Parameter(scale.detach().clone())
+            scale = scale if "object" in way else holder.scale
+            keywords = {"f_kwargs": {"holder": holder}, "g_kwargs": {"holder": holder}}
+        net = sequence(4, branch=lambda dropout: branch(), engine=each)
+        found.append(torch.autograd.grad(loss_of(net, **keywords), [scale, *net.parameters()]))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@every_engine
+def test_a_tensor_of_a_closure_that_is_stepped_before_the_backward_is_refused(engine):
+    """As plain autograd refuses it: the tensor is saved, but it is no parameter of the branch."""
+    prompt = torch.linspace(0.5, 1, WIDTH, dtype=F64).requires_grad_()
+    for net in both(engine, lambda: Reading(lambda: prompt)):
+        loss = loss_of(net)
+        with torch.no_grad():
+            prompt.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@every_engine
+def test_functional_call(engine):
+    """The parameters are other tensors in the forward, and the module's own again in the backward."""
+    found = []
+    for net in both(engine, Branch):
+        leaves = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
+        y1, y2 = torch.func.functional_call(net, {name: leaf * 1.5 for name, leaf in leaves.items()}, streams())
+        found.append(torch.autograd.grad((y1 * y2.sin()).sum(), list(leaves.values())))
+        assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+def replace_parameter(net):
+    net.blocks[1].f.inner.bias = nn.Parameter(torch.zeros_like(net.blocks[1].f.inner.bias))
+
+
+@recomputing_engines
+def test_a_parameter_replaced_before_the_backward(engine):
+    """Its gradient belongs to the tensor that the forward read."""
+    found = []
+    for net in both(engine, Branch):
+        parameters = list(net.parameters())
+        loss = loss_of(net)
+        replace_parameter(net)
+        found.append(torch.autograd.grad(loss, parameters))
+        assert net.blocks[1].f.inner.bias.abs().sum() == 0
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@recomputing_engines
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_data_swapped_before_the_backward_are_refused(engine, name, times):
+    _, net = both(engine, Branch)
+    loss = loss_of(net)
+    for _ in range(times):  # the second could lie where the first did
+        parameter = getattr(net.blocks[0].f.inner, name)
+        parameter.data = parameter.data * 0.9
+    with pytest.raises(RuntimeError, match="changed between the forward and its recomputation"):
+        loss.backward()
+
+
+@every_engine
+@pytest.mark.parametrize("how", ["a list", "hooks"])
+def test_keyword_arguments_of_each_block(engine, how):
+    found = []
+    for each in (None, engine):
+        net = sequence(4, dropout=0.1, engine=each)
+        biases = [torch.full((2 * WIDTH,), 0.1 * i, dtype=F64, requires_grad=True) for i in range(4)]
+        f_kwargs = [{"bias": bias, "scale": 0.5 + i} for i, bias in enumerate(biases)]
+        torch.manual_seed(3)
+        if how == "a list":
+            loss = loss_of(net, f_kwargs=f_kwargs)
+        else:
+            for block, own in zip(net.blocks, f_kwargs, strict=True):
+                block.register_forward_pre_hook(lambda module, inputs, own=own: (*inputs[:2], own, *inputs[3:]))
+            loss = loss_of(net)
+        found.append(torch.autograd.grad(loss, [*biases, *net.parameters()]))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+def test_too_few_keyword_arguments():
+    with pytest.raises(ValueError, match="for 2 blocks, and 4 blocks"):
+        loss_of(sequence(4), f_kwargs=[{}, {}])
+
+
+@recomputing_engines
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_a_keyword_argument_that_a_later_block_edits_is_refused(engine, kind):
+    scale = np.array([0.5]) if kind == "array" else torch.tensor([0.5], dtype=F64)
+
+    class Editing(Branch):
+        def forward(self, x, scale=1.0):
+            result = super().forward(x, scale=scale)
+            if self.edits:
+                scale[0] = 2.0
+            return result
+
+    _, net = both(engine, Editing)
+    for number, block in enumerate(net.blocks):
+        block.f.edits, block.g.edits = number == 2, False
+    loss = loss_of(net, f_kwargs={"scale": scale})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class AsksForTheMode(Branch):
+    """In inference nothing of this would be needed."""
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if torch.is_grad_enabled() else 1.0)
+
+
+@every_engine
+def test_a_branch_that_asks_whether_gradients_are_enabled(engine):
+    found = [torch.autograd.grad(loss_of(net), list(net.parameters())) for net in both(engine, AsksForTheMode)]
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+class Exponential(nn.Module):
+    def forward(self, weight):
+        return weight.exp() * weight
+
+
+class Parametrized(Branch):
+    def __init__(self):
+        super().__init__()
+        parametrize.register_parametrization(self.inner, "weight", Exponential())
+
+    def forward(self, x):
+        return super().forward(x + super().forward(x))  # reads the weight twice
+
+
+@every_engine
+@pytest.mark.parametrize("around", ["the forward", "both"])
+def test_parametrized_weights_that_are_cached_are_right_or_refused(engine, around):
+    found = []
+    for net in both(engine, Parametrized):
+        net.keep = ()
+        with parametrize.cached():
+            loss = loss_of(net)
+            if around == "both":
+                try:
+                    found.append(torch.autograd.grad(loss, list(net.parameters())))
+                except RuntimeError as refusal:
+                    assert "did something else" in str(refusal)
+                    return
+        if around == "the forward":
+            try:
+                found.append(torch.autograd.grad(loss, list(net.parameters())))
+            except RuntimeError as refusal:
+                assert "did something else" in str(refusal)
+                return
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@recomputing_engines
+def test_a_branch_that_does_something_else_each_time_is_refused(engine):
+    class Counting(Branch):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) if self.calls % 2 else super().forward(x).sin()
+
+    _, net = both(engine, Counting)
+    loss = loss_of(net)
+    with pytest.raises(RuntimeError, match="did something else"):
+        loss.backward()
+
+
+@every_engine
+def test_a_backward_in_inference_mode(engine):
+    found = []
+    for net in both(engine, Branch):
+        loss = loss_of(net)
+        with torch.inference_mode():
+            loss.backward()
+        found.append([p.grad for p in net.parameters()])
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@recomputing_engines
+def test_a_sequence_within_a_branch_of_a_sequence(engine):
+    """Two levels down, also on a grid. Nothing of the inner streams is kept between the outer blocks."""
+
+    def nested(depth):
+        if not depth:
+            return Branch()
+        blocks = [ReversibleBlock(nested(depth - 1), nested(depth - 1)) for _ in range(2)]
+        return Averaged(blocks, engine.backward, exact=20)
+
+    class Averaged(ReversibleSequence):
+        def forward(self, x):
+            return sum(super().forward(x, x.tanh())) / 2
+
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        net = ReversibleSequence([ReversibleBlock(nested(2), nested(1)) for _ in range(2)], engine.backward, exact=20).double()
+        for module in net.modules():
+            if plain and isinstance(module, ReversibleSequence):
+                module.backward = "autograd"
+        found.append(torch.autograd.grad(loss_of(net), list(net.parameters())))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+class Drawing(Branch):
+    def __init__(self, draw, p=1.0):
+        super().__init__()
+        self.draw, self.p = draw, p
+
+    def forward(self, x):
+        return super().forward(x) * (self.draw() if self.p else 1.0)
+
+
+DRAWS = {
+    "random": random.random,
+    "random, a normal pair": lambda: random.gauss(1, 0.1),
+    "numpy": np.random.rand,
+    "numpy, a normal pair": np.random.standard_normal,
+}
+
+
+@every_engine
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_of_python_and_numpy(engine, draw):
+    found = []
+    for net in both(engine, lambda: Drawing(draw)):
+        for step in range(3):
+            random.seed(step)
+            np.random.seed(step)
+            grads = torch.autograd.grad(loss_of(net), list(net.parameters()))
+            found.append((grads, draw()))
+    for (ours, after), (true, after_true) in zip(found[3:], found[:3], strict=True):
+        assert relative_error(ours, true) <= 1e-12
+        assert after == after_true
+
+
+@recomputing_engines
+def test_a_branch_that_begins_to_draw_is_refused_once(engine):
+    reference, net = both(engine, lambda: Drawing(random.random, p=0.0))
+    loss_of(net).backward()
+    for each in (reference, net):
+        each.blocks[1].f.p = 1.0
+    loss = loss_of(net)
+    with pytest.raises(RuntimeError, match="did not do when it first ran"):
+        loss.backward()
+    found = []
+    for each in (reference, net):
+        random.seed(0)
+        found.append(torch.autograd.grad(loss_of(each), list(each.parameters())))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@recomputing_engines
+def test_others_that_draw_meanwhile_do_no_harm(engine):
+    """Another thread may use Python's random numbers during the forward."""
+    net = both(engine, Branch)[1]
+    loss_of(net).backward()
+    net.blocks[1].register_forward_hook(lambda *_: random.random() and None)
+    loss_of(net).backward()
+
+
+class OwnGenerator(Branch):
+    def forward(self, x, generator=None):
+        return super().forward(x) * torch.rand((), generator=generator, dtype=F64)
+
+
+@every_engine
+def test_a_generator_among_the_keyword_arguments(engine):
+    found = []
+    for net in both(engine, OwnGenerator):
+        generator = torch.Generator().manual_seed(3)
+        torch.manual_seed(3)  # which g draws from
+        grads = torch.autograd.grad(loss_of(net, f_kwargs={"generator": generator}), list(net.parameters()))
+        found.append((grads, generator.get_state()))
+    assert relative_error(found[1][0], found[0][0]) <= 1e-12
+    assert_equal(found[1][1], found[0][1])
+
+
+class Reentrant(Branch):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@every_engine
+def test_reentrant_checkpointing_within_a_branch(engine):
+    found = []
+    for net in both(engine, Reentrant):
+        loss_of(net).backward()
+        found.append([p.grad for p in net.parameters()])
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@every_engine
+def test_a_sequence_within_a_checkpoint(engine):
+    found = []
+    for net in both(engine, lambda: Branch(0.2)):
+        torch.manual_seed(1)
+        y1, y2 = checkpoint(net, *streams(), use_reentrant=False)
+        found.append(torch.autograd.grad((y1 * y2.sin()).sum(), list(net.parameters())))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+class ReadsItsSavedTensorsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).sum((0, 1))
+
+
+class OwnFunction(Branch):
+    def forward(self, x):
+        return super().forward(ReadsItsSavedTensorsTwice.apply(x, self.norm.weight))
+
+
+@every_engine
+def test_a_function_that_reads_its_saved_tensors_twice(engine):
+    found = [torch.autograd.grad(loss_of(net), list(net.parameters())) for net in both(engine, OwnFunction)]
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+class EditsWhatWasSaved(Branch):
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(x))
+        result = self.outer(hidden)
+        hidden.add_(1)
+        return result
+
+
+@every_engine
+def test_a_saved_tensor_that_the_branch_edits_is_refused_as_by_plain_autograd(engine):
+    for net in both(engine, EditsWhatWasSaved):
+        loss = loss_of(net)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class LateWriter(Branch):
+    """Its buffer changes the result, and is changed by the forward from some step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=F64))
+        self.writes = False
+
+    def forward(self, x):
+        if self.writes:
+            self.scale.mul_(0.5)
+        return super().forward(x) * self.scale
+
+
+@recomputing_engines
+def test_a_branch_that_begins_to_write_a_buffer_is_refused_once(engine):
+    reference, net = both(engine, LateWriter)
+    loss_of(net).backward()
+    for each in (reference, net):
+        each.blocks[1].f.writes = True
+    loss = loss_of(net)
+    with pytest.raises(RuntimeError, match="buffer"):
+        loss.backward()
+    reference.load_state_dict(net.state_dict())
+    found = [torch.autograd.grad(loss_of(each), list(each.parameters())) for each in (reference, net)]
+    assert relative_error(found[1], found[0]) <= 1e-12
+    assert_equal(list(net.buffers()), list(reference.buffers()))
+
+
+def test_objects_are_passed_on_and_never_copied():
+    class Uncopied:
+        scale = 0.5
+
+        def __deepcopy__(self, memory):
+            raise AssertionError("copied")
+
+        __copy__ = __reduce_ex__ = __deepcopy__
+
+    seen, given = [], Uncopied()
+
+    class Noting(Branch):
+        def forward(self, x, holder):
+            seen.append(holder)
+            return super().forward(x) * holder.scale
+
+    net = sequence(3, branch=lambda dropout: Noting(), engine=ENGINES["reversible"])
+    loss_of(net, f_kwargs={"holder": given}, g_kwargs={"holder": given}).backward()
+    assert len(seen) == 12 and all(each is given for each in seen)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_grid_is_not_chosen_from_a_batch_that_says_nothing(value):
+    net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))], exact=True)
+    x = torch.full((2, 4), value, requires_grad=True)
+    if value == 0:
+        sum(net(x, x)).sum().backward()
+        assert not net.grid.known
+    else:
+        with pytest.raises(ValueError, match="cannot choose its grid"):
+            net(x, x)
+    sum(net(torch.empty(0, 4), torch.empty(0, 4))).sum().backward()
+    assert not net.grid.known
+    sum(net(torch.ones(2, 4), torch.ones(2, 4))).sum().backward()
+    assert net.grid.known
+
+
+class Routed(nn.Module):
+    """Which rows it works on depends on the run."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.rows = nn.LayerNorm(WIDTH), [2, 1]
+
+    def forward(self, x):
+        rows = self.rows.pop(0) if self.rows else 2
+        return torch.cat([self.norm(x[:rows]), x[rows:]]) if rows < len(x) else self.norm(x)
+
+
+@recomputing_engines
+def test_a_branch_that_saves_other_shapes_is_refused(engine):
+    _, net = both(engine, Routed)
+    loss = loss_of(net)
+    with pytest.raises(RuntimeError, match="did something else"):
+        loss.backward()
+
+
+@every_engine
+def test_blocks_that_are_added_later_run(engine):
+    found = []
+    for net in both(engine, Branch):
+        net.backward, net.store = "autograd" if net.backward == "autograd" else "reversible", 0
+        torch.manual_seed(9)
+        net.blocks.append(ReversibleBlock(Branch(), Branch()).double())
+        found.append(torch.autograd.grad(loss_of(net), list(net.parameters())))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@recomputing_engines
+def test_a_hook_that_returns_another_view_of_a_stream(engine):
+    net = ReversibleSequence([ReversibleBlock(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(3)], engine.backward)
+    net.blocks[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].T, inputs[1].T, *inputs[2:]))
+    if engine.backward == "checkpoint":
+        sum(net(torch.rand(3, 3, requires_grad=True), torch.rand(3, 3))).sum().backward()
+    else:
+        with pytest.raises(ValueError, match="replaced the inputs or outputs"):
+            net(torch.rand(3, 3, requires_grad=True), torch.rand(3, 3))
+
+
+class WritesByData(Branch):
+    """The exponential average of a vector quantiser: written without that autograd counts it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.ones((), dtype=F64))
+
+    def forward(self, x):
+        self.average.data.mul_(0.5).add_(0.1)
+        return super().forward(x) * self.average.clone()
+
+
+@every_engine
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_that_are_written_unseen_or_in_evaluation(engine, training):
+    found = []
+    for net in both(engine, WritesByData):
+        net.train(training)
+        for _ in range(2):
+            grads = torch.autograd.grad(loss_of(net), list(net.parameters()))
+        found.append((grads, list(net.buffers())))
+    assert relative_error(found[1][0], found[0][0]) <= 1e-12
+    assert_equal(found[1][1], found[0][1])
+
+
+@every_engine
+@pytest.mark.parametrize("kind", [torch.Generator, random.Random])
+def test_generators_that_a_branch_owns(engine, kind):
+    class Owning(Branch):
+        def __init__(self):
+            super().__init__()
+            self.own = kind()
+            (self.own.manual_seed if kind is torch.Generator else self.own.seed)(5)
+
+        def forward(self, x):
+            drawn = torch.rand((), generator=self.own).item() if kind is torch.Generator else self.own.random()
+            return super().forward(x) * drawn
+
+    found = []
+    for net in both(engine, Owning):
+        for _ in range(2):
+            grads = torch.autograd.grad(loss_of(net), list(net.parameters()))
+        found.append(grads)
+    assert relative_error(found[1], found[0]) <= 1e-12
