@@ -80,10 +80,16 @@ class ReversibleBlock(nn.Module):
         exchange: return the streams swapped, (y2, y1). The next block's f then reads the stream that this block's f updated.
 
     Shapes: x1, x2, y1 and y2 have the same shape, with any number of dimensions.
+
+    Raises:
+        TypeError: f or g is not a module.
     """
 
     def __init__(self, f: nn.Module, g: nn.Module, exchange: bool = False) -> None:
         super().__init__()
+        for branch in (f, g):
+            if not isinstance(branch, nn.Module):
+                raise TypeError(f"f and g of a ReversibleBlock must be modules, not a {type(branch).__name__}")
         self.f = f
         self.g = g
         self.exchange = exchange

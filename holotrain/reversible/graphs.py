@@ -54,7 +54,7 @@ class GraphedStep:
         if self._calls < WARM_UPS:
             return self._aside(inputs)
         if self._calls == WARM_UPS:
-            with self._generators.at_hand():  # the last ordinary step counts what will be recomputed
+            with self._generators.available():  # the last ordinary step counts what will be recomputed
                 return self._aside(inputs)
         if self._graph is None:
             self._capture(inputs)
@@ -88,7 +88,7 @@ class GraphedStep:
         self._inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         self._generators.prepare(graph)
-        with torch.cuda.graph(graph), self._generators.at_hand():
+        with torch.cuda.graph(graph), self._generators.available():
             self._result = self._ordinary(tuple(self._inputs))
         self._grads = [parameter.grad for parameter in self._parameters]
         self._graph = graph

@@ -50,7 +50,9 @@ class Keeper:
         self._operators = frozenset(operator for word in words for operator in _operators(word))
 
     def __call__(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        return create_selective_checkpoint_contexts(self._policy)
+        keeping, reusing = create_selective_checkpoint_contexts(self._policy)
+        keeping.respect_saved_tensors_hooks = False  # what is kept must not be discarded like the rest
+        return keeping, reusing
 
     def _policy(self, context, operator, *args, **kwargs) -> CheckpointPolicy:
         if operator in self._operators and not _drops(operator, args, kwargs):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from holotrain.reversible.replay import is_imagined
+from holotrain.reversible.replay import generators_among, is_imagined
 
 try:
     import numpy
@@ -91,7 +91,7 @@ class Reads:
                     for name, buffer in part._buffers.items()
                     if buffer is not None
                 ]
-        self._late: str | None = None
+        self._newly_written: str | None = None
 
     def settle(self) -> None:
         """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
@@ -111,7 +111,7 @@ class Reads:
                 continue
             known.add(buffer.name)
             if buffer.before is None:
-                self._late = buffer.name
+                self._newly_written = buffer.name
             else:
                 written.append(buffer)
         self._buffers = written
@@ -121,10 +121,10 @@ class Reads:
         Raises:
             RuntimeError: a parameter or buffer was changed after the forward, or a module's training mode was.
         """
-        if self._late is not None:
+        if self._newly_written is not None:
             raise RuntimeError(
-                f"the forward of f or g changed its buffer {self._late!r}, which its first forward did not do, so it was "
-                "not saved for the recomputation; it is from the next forward on"
+                f"the forward of f or g changed its buffer {self._newly_written!r}, which its first forward did not do, so it "
+                "was not saved for the recomputation; it is from the next forward on"
             )
         if [part.training for part in self._parts] != self._modes:
             raise RuntimeError(
@@ -185,7 +185,7 @@ class Arguments:
                     "left for the recomputation; pass a list"
                 )
         self._marks = [_mark(leaf) for leaf in self._leaves]
-        self.generators = [leaf for leaf in self._leaves if isinstance(leaf, torch.Generator)]
+        self.generators = generators_among(self._leaves)
 
     def keywords(self) -> dict[str, Any]:
         """The arguments in containers of their own."""

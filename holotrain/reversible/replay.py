@@ -76,41 +76,51 @@ class _Source(NamedTuple):
         return cls(read, lambda state: set(state[0]), lambda a, b: a[1] == b[1] and a[2] == b[2])
 
 
-def _of_generator(generator: torch.Generator | random.Random) -> _Source:
+_KINDS = (torch.Generator, random.Random) if numpy is None else (torch.Generator, random.Random, numpy.random.Generator)
+
+
+def _same_text(a: object, b: object) -> bool:
+    return repr(a) == repr(b)
+
+
+def _of_generator(generator: Any) -> _Source:
+    if isinstance(generator, torch.Generator):
+        return _Source.of(generator.get_state, generator.set_state)
     if isinstance(generator, random.Random):
         return _Source(generator.getstate, generator.setstate, tuple.__eq__)
-    return _Source.of(generator.get_state, generator.set_state)
+    bits = generator.bit_generator
+    return _Source(lambda: bits.state, partial(setattr, bits, "state"), _same_text)
 
 
-_own_generators: WeakKeyDictionary[nn.Module, list[torch.Generator | random.Random]] = WeakKeyDictionary()
+def generators_among(values: Iterable[Any]) -> list[Any]:
+    """The generators of PyTorch, Python and NumPy among some values."""
+    return [value for value in values if isinstance(value, _KINDS)]
 
 
-def own_generators(branch: nn.Module, parts: Iterable[nn.Module]) -> list[torch.Generator | random.Random]:
+_own_generators: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def own_generators(branch: nn.Module, parts: Iterable[nn.Module]) -> list[Any]:
     """Generators that a branch holds as attributes of its parts when it first runs."""
     if branch not in _own_generators:
-        values = [value for part in parts for value in vars(part).values()]
-        _own_generators[branch] = [value for value in values if isinstance(value, torch.Generator | random.Random)]
+        _own_generators[branch] = generators_among(value for part in parts for value in vars(part).values())
     return _own_generators[branch]
 
 
 _CPU = _of_generator(torch.default_generator)
-_SLOW = [_of_generator(random._inst)]
+_GLOBAL = [_of_generator(random._inst)]
 """The global generators of Python and NumPy. Reading their state takes 70 us, so it is read only for branches that use them."""
 if numpy is not None:
+    _GLOBAL.append(_Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same_text))
 
-    def _same_text(a: object, b: object) -> bool:
-        return repr(a) == repr(b)
-
-    _SLOW.append(_Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same_text))
-
-_uses_slow: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+_uses_global: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 """Whether a branch uses one of them, in training mode and not, as its first run in that mode showed."""
 
 
 _HEADER, _OBJECT = object.__basicsize__, _random.Random.__basicsize__
 
 
-def _slow_states() -> tuple[bytes, ...]:
+def _global_marks() -> tuple[bytes, ...]:
     """What tells that one of them was used, in 1 us: the memory in which the generators hold their state."""
     python = string_at(id(random._inst) + _HEADER, _OBJECT - _HEADER)
     if numpy is None:
@@ -176,12 +186,12 @@ class Call:
                 )
         self.present: list[tuple[_Source, Any]] | None = None
         """The states of the sources, if nothing can have drawn since they were read."""
-        self._slow, self.surprised = _slow_states(), False
+        self._marks, self.drew_unexpectedly = _global_marks(), False
         self._task, self._unchanged = -1, False
 
     def end(self) -> None:
         """After the last branch: notices random numbers of Python or NumPy that no branch was known to use."""
-        self.surprised = _slow_states() != self._slow
+        self.drew_unexpectedly = _global_marks() != self._marks
 
     def reinstated(self) -> AbstractContextManager:
         """Inside a backward, the settings of the forward."""
@@ -204,12 +214,12 @@ class Replay:
         generators: generators among its keyword arguments and its attributes.
     """
 
-    def __init__(self, call: Call, branch: nn.Module, generators: Iterable[torch.Generator | random.Random]) -> None:
+    def __init__(self, call: Call, branch: nn.Module, generators: Iterable[Any]) -> None:
         self._call, self._branch, self._training = call, branch, branch.training
-        known = _uses_slow.get(branch, {}).get(branch.training)
-        self._learning, self._slow = known is None, known is not False
+        known = _uses_global.get(branch, {}).get(branch.training)
+        self._learning, self._saves_global = known is None, known is not False
         self._states = call.present or [(source, source.get()) for source in call.sources]
-        others = [*map(_of_generator, generators), *(_SLOW if self._slow else ())]
+        others = [*map(_of_generator, generators), *(_GLOBAL if self._saves_global else ())]
         if others:
             self._states = self._states + [(source, source.get()) for source in others]
         self._pair = _next_pair(call.device) if call.device.type == "cuda" else None
@@ -226,15 +236,15 @@ class Replay:
             before for before, (source, state) in zip(self._states, after, strict=True) if not source.same(before[1], state)
         ]
         if self._learning:
-            self._learn(any(source in _SLOW for source, _ in self._states))
+            self._learn(any(source in _GLOBAL for source, _ in self._states))
 
-    def _learn(self, uses_slow: bool) -> None:
-        _uses_slow.setdefault(self._branch, {})[self._training] = uses_slow
+    def _learn(self, uses_global: bool) -> None:
+        _uses_global.setdefault(self._branch, {})[self._training] = uses_global
 
     def __enter__(self) -> None:
         call = self._call
         self._token = _recomputing.set(True)
-        self._watched = _slow_states() if call.surprised and not self._slow else None
+        self._watched = _global_marks() if call.drew_unexpectedly and not self._saves_global else None
         self._present = [(source, source.get()) for source, _ in self._states]
         for source, state in self._states:
             source.set(state)
@@ -254,7 +264,7 @@ class Replay:
         for source, state in self._present:
             source.set(state)
         _recomputing.reset(self._token)
-        if error[0] is None and self._watched is not None and _slow_states() != self._watched:
+        if error[0] is None and self._watched is not None and _global_marks() != self._watched:
             self._learn(True)
             raise RuntimeError(
                 f"{type(self._branch).__name__} drew from Python's or NumPy's global random numbers, which it did not do when "
@@ -263,9 +273,9 @@ class Replay:
 
 
 @contextmanager
-def generators_unmoved(device: torch.device, others: Iterable[torch.Generator]) -> Iterator[None]:
+def generators_unmoved(device: torch.device, others: Iterable[Any]) -> Iterator[None]:
     """After the context all generators of a device, and others, are as they were before it."""
-    states = [(source, source.get()) for source in (*Call(device).sources, *_SLOW, *map(_of_generator, others))]
+    states = [(source, source.get()) for source in (*Call(device).sources, *_GLOBAL, *map(_of_generator, others))]
     try:
         yield
     finally:
@@ -317,7 +327,7 @@ class GraphGenerators:
         return self._pairs[self._asked - 1] if self._pairs else None
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def available(self) -> Iterator[None]:
         """Inside, runs of branches take their pairs from here."""
         token = _graph_generators.set(self)
         try:

@@ -58,10 +58,12 @@ def schedules_of(
     Raises:
         ValueError: an unknown schedule or result, a wrong number of schedules, or no such block to store.
     """
+    if not isinstance(backward, Sequence):
+        raise ValueError(f"backward must be one of {', '.join(SCHEDULES)}, or a list of them, not {backward!r}")
     if not isinstance(backward, str) and len(backward) != depth:
         raise ValueError(f"backward lists {len(backward)} schedules for {depth} blocks")
     stored = frozenset(range(depth - store, depth) if isinstance(store, int) else store)
-    if not stored <= set(range(depth)) or (isinstance(store, int) and store < 0):
+    if not stored <= set(range(depth)) or isinstance(store, bool) or (isinstance(store, int) and store < 0):
         raise ValueError(f"store must be a number of blocks up to {depth} or indices below {depth}, not {store!r}")
     named = [schedule_of(words) for words in ([backward] * depth if isinstance(backward, str) else backward)]
     words = [keep] if isinstance(keep, str) else keep

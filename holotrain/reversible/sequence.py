@@ -19,7 +19,7 @@ from holotrain.reversible.drift import Witness
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import buffers_unchanged, is_compiled, is_sharded
 from holotrain.reversible.recomputation import Checkpointing, Tape
-from holotrain.reversible.replay import Call, generators_unmoved, in_trace, is_imagined
+from holotrain.reversible.replay import Call, generators_among, generators_unmoved, in_trace, is_imagined
 from holotrain.reversible.schedules import SCHEDULES, Schedule, schedules_of
 
 Keywords = dict | Sequence[dict] | None
@@ -62,7 +62,7 @@ class ReversibleSequence(nn.Module):
     ``state_dict``. Together they make ``schedules``, the schedule of each block.
 
     Raises:
-        ValueError: an unknown ``backward`` or ``keep``, a wrong number of schedules, or a ``store`` without such a block.
+        ValueError: an unknown ``backward``, ``keep`` or ``exact``, a wrong number of schedules, or no such block to store.
             At the call: f or g changes shape or dtype, or a block cannot be recomputed correctly.
         TypeError: a block is not a ReversibleBlock.
 
@@ -89,6 +89,8 @@ class ReversibleSequence(nn.Module):
         self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
         self.exact = exact
+        if not isinstance(exact, int) or exact < 0:
+            raise ValueError(f"exact must be False, True or a number of bits, not {exact!r}")
         self.grid = None if exact is False else FixedPointGrid(None if exact is True else exact)
         self.witnesses: list[Witness] | None = None
 
@@ -136,6 +138,8 @@ class ReversibleSequence(nn.Module):
         depth = len(self.blocks)
         if keywords is None or isinstance(keywords, dict):
             return [keywords or {}] * depth
+        if not isinstance(keywords, Sequence):
+            raise TypeError(f"f_kwargs and g_kwargs are a dict, or a list of one dict for each block, not {keywords!r}")
         if len(keywords) != depth:
             raise ValueError(f"there are keyword arguments for {len(keywords)} blocks, and {depth} blocks")
         return keywords
@@ -204,7 +208,8 @@ class ReversibleSequence(nn.Module):
         if not x1.numel():
             return  # a later batch will tell
         streams = x1, x2
-        generators = [leaf for leaf in tree_leaves(keywords) if isinstance(leaf, torch.Generator)]
+        attributes = [value for part in self.modules() for value in vars(part).values()]
+        generators = generators_among([*tree_leaves(keywords), *attributes])
         with torch.no_grad(), generators_unmoved(x1.device, generators), buffers_unchanged(self):
             largest = torch.stack(streams).abs().amax()
             for block, words in zip(self.blocks, keywords, strict=True):

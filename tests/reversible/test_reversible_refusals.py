@@ -53,16 +53,30 @@ def test_a_branch_that_changes_shape_or_dtype(f, words, backward):
     ("options", "error", "words"),
     [
         ({"backward": "revresible"}, ValueError, "autograd, checkpoint, reversible, pareprop"),
+        ({"backward": None}, ValueError, "or a list of them, not None"),
         ({"store": 3}, ValueError, "up to 2"),
         ({"store": -1}, ValueError, "up to 2"),
+        ({"store": True}, ValueError, "not True"),
         ({"store": [0, 2]}, ValueError, "indices below 2"),
         ({"keep": ["atention"]}, ValueError, "attention"),
         ({"keep": ["aten.mm"]}, ValueError, "aten.mm.default"),
+        ({"exact": "yes"}, ValueError, "exact must be"),
+        ({"exact": -3}, ValueError, "exact must be"),
     ],
 )
 def test_options(options, error, words):
     with pytest.raises(error, match=words):
         ReversibleSequence(sequence().blocks, **options)
+
+
+def test_arguments_that_are_no_keyword_arguments():
+    with pytest.raises(TypeError, match="one dict for each block, not 3"):
+        sequence()(*streams(), f_kwargs=3)
+
+
+def test_a_branch_that_is_no_module():
+    with pytest.raises(TypeError, match="must be modules, not a builtin_function_or_method"):
+        ReversibleBlock(torch.tanh, Scaled())
 
 
 def test_blocks_of_another_kind():
