@@ -23,11 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import checkpointed, help
 from holotrain.config.arguments import Arguments, parse, parse_folders
-from holotrain.config.composition import config_folder
+from holotrain.config.chosen import with_own_options
+from holotrain.config.composition import composed, config_folder
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.jobs import recorded_jobs
 from holotrain.config.register import register
-from holotrain.config.schema import FOLDER_COMMANDS, RunConfig
+from holotrain.config.schema import FOLDER_COMMANDS, OPEN, RunConfig
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place, found
 
@@ -59,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         register(arguments.resume)
         if arguments.help:
             return _help(arguments)
-        return Launch(arguments, place).run()
+        launch = Launch(arguments, place)
+        return launch.show() if arguments.flag("--cfg", "-c") == "job" else launch.run()
     except UserError as error:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
@@ -165,7 +167,7 @@ class Launch:
         overrides = list(hydra.overrides.task)
         self.jobs[folder] = overrides
         try:
-            typed = self._typed(config)
+            typed = self._typed(config, overrides)
             from holotrain.commands.quiet import quieten
             from holotrain.commands.run import Run
 
@@ -198,11 +200,25 @@ class Launch:
         keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
-    def _typed(self, config: DictConfig) -> RunConfig:
+    def _completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
+        plain = with_own_options(OmegaConf.to_container(config), overrides, OPEN)
+        if self.origin is not None:
+            plain = checkpointed.without_leftovers(plain, self.origin)
+        return checkpointed.completed(self.arguments.command, plain)
+
+    def _typed(self, config: DictConfig, overrides: list[str]) -> RunConfig:
         try:
-            plain = OmegaConf.to_container(config, resolve=True)
-            if self.origin is not None:
-                plain = checkpointed.without_leftovers(plain, self.origin)
-            return checkpointed.typed(self.arguments.command, plain)
+            return OmegaConf.to_object(self._completed(config, overrides))
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error
+
+    def show(self) -> int:
+        """``--cfg job``: prints the configuration."""
+        arguments = self.arguments
+        try:
+            config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
+            config = self._completed(config, arguments.overrides)
+            print(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags), end="")
+        except CONFIGURATION_ERRORS as error:
+            raise explained(error, arguments) from error
+        return 0

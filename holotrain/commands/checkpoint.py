@@ -12,6 +12,7 @@ from holotrain.checks import described_by
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names
 from holotrain.config.build_synthesis import check_synthesis_continues
+from holotrain.config.chosen import TARGET
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.data import TextDataConfig
 from holotrain.errors import UserError
@@ -161,9 +162,9 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
             )
     check_weights(task, checkpoint["state_dict"], path)
     for group in ("optimizer", "scheduler"):
-        kept, wanted = checkpoint[checkpointed.KEY]["config"][group]["kind"], getattr(config, group).kind
+        kept, wanted = checkpoint[checkpointed.KEY]["config"][group][TARGET], getattr(config, group).target
         if kept != wanted:
-            raise UserError(f"{group}={wanted}: {path} was trained with {group}={kept} and can only continue with it")
+            raise UserError(f"{group}: {path} was trained with {kept} and can only continue with it, not with {wanted}")
     kept = checkpoint[checkpointed.KEY]["config"].get("synthesis", {"kind": "none"})["kind"]
     if kept != config.synthesis.kind:
         raise UserError(

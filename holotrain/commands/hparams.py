@@ -3,7 +3,6 @@
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from omegaconf import OmegaConf
 from tensorboard.compat.proto.summary_pb2 import Summary as Event
 from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
@@ -11,6 +10,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
+from holotrain.config import checkpointed
 from holotrain.config.schema import RunConfig
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
@@ -26,7 +26,7 @@ def log_options(logger: Logger, config: RunConfig, run: Run, summary: Summary, m
     Args:
         monitored: the metric, as ``val/...``, that selects the best checkpoint.
     """
-    options = dict(_flat(OmegaConf.to_container(OmegaConf.structured(config))))
+    options = dict(_flat(checkpointed.container(config)))
     if not isinstance(logger, TensorBoardLogger):
         logger.log_hyperparams(options)
         return

@@ -46,7 +46,7 @@ def show_start(
         "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
         "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
-        "optimizer": f"{config.optimizer.kind}, learning rate {config.optimizer.lr:g}" if command == "fit" else None,
+        "optimizer": _optimizer(config, run) if command == "fit" else None,
         "precision": config.trainer.precision,
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
@@ -129,6 +129,11 @@ def _table(title: str, rows: dict[str, object]) -> Table:
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _optimizer(config: RunConfig, run: Run) -> str:
+    name, rate = run.choices.get("optimizer", config.optimizer.name), getattr(config.optimizer, "lr", None)
+    return name if rate is None else f"{name}, learning rate {rate:g}"
 
 
 def _parameters(model: nn.Module) -> str:

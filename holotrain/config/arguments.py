@@ -9,7 +9,7 @@ from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, ReportConfig
 from holotrain.errors import UserError
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
-VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"}
+VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"}
 BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
 HELP = {"--help", "-h"}
 
@@ -46,11 +46,14 @@ class Arguments:
 
     @property
     def config_dir(self) -> str | None:
-        for flag, value in zip(self.flags, self.flags[1:], strict=False):
-            if flag in ("--config-dir", "-cd"):
-                return value
-            if flag.startswith("--config-dir="):
-                return flag.partition("=")[2]
+        return self.flag("--config-dir", "-cd")
+
+    def flag(self, *names: str) -> str | None:
+        """The value of a flag of Hydra's; None if it is not given."""
+        for flag, following in zip(self.flags, [*self.flags[1:], ""], strict=False):
+            name, equals, value = flag.partition("=")
+            if name in names:
+                return value if equals else following
         return None
 
     def value(self, key: str) -> str | None:

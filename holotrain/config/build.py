@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from holotrain import data as datasets
 from holotrain import tasks
 from holotrain.checks import described_by
+from holotrain.config.build_optimization import optimizer_of, scheduler_of
 from holotrain.config.build_weights import prepare_weights
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
@@ -22,7 +23,6 @@ from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks, registry
 from holotrain.models.schedules import schedule_blocks
-from holotrain.tasks import optimizers, schedules
 
 DATA = {
     "digits": datasets.Digits,
@@ -34,8 +34,6 @@ DATA = {
     "text_stdlib": datasets.StdlibText,
     "text_files": datasets.TextFiles,
 }
-OPTIMIZERS = {"adamw": optimizers.adamw, "sgd": optimizers.sgd, "muon": optimizers.muon}
-SCHEDULES = {"cosine": schedules.cosine, "multistep": schedules.multistep, "constant": schedules.constant}
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -146,9 +144,10 @@ def task_of(model: nn.Module, config: RunConfig, described: dict[str, Any]) -> t
     Args:
         described: from :func:`description`.
     """
+    optimizer = optimizer_of(config.optimizer)
     options = {
-        "optimizer": partial(OPTIMIZERS[config.optimizer.kind], **_arguments(config.optimizer)),
-        "scheduler": partial(SCHEDULES[config.scheduler.kind], **_arguments(config.scheduler)),
+        "optimizer": optimizer,
+        "scheduler": scheduler_of(config.scheduler, optimizer),
         "cuda_graph": config.backward.cuda_graph,
     }
     return TASKS[config.task.kind](model, config, described, options)

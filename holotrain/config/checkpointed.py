@@ -13,25 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from holotrain.checks import described_by
 from holotrain.config.arguments import Arguments, literal
+from holotrain.config.chosen import TARGET, Chosen, defaults
 from holotrain.config.folders import LAST_CHECKPOINT, run_folder
-from holotrain.config.schema import COMMANDS, KINDS, PLAIN, RunConfig
+from holotrain.config.register import options
+from holotrain.config.schema import COMMANDS, GROUPS, KINDS, OPEN, PLAIN, RunConfig
+from holotrain.config.schema.backward import reversible
 from holotrain.config.schema.data import TextDataConfig
 from holotrain.config.schema.running import PROCESSES
 from holotrain.config.schema.task import LEARNED_FROM, tells_classes
+from holotrain.config.trust import require_trusted
 from holotrain.errors import UserError
 
 KEY = "holotrain"
 """Where a checkpoint holds what ``stamp`` returns."""
 
-BRINGS = {"task": ("data", "model", "backward"), "model": ("backward",)}
+BRINGS = {"task": ("data", "model")}
 """The groups whose default an option of another group brings along."""
 
-NEVER_KEPT = ("output_dir", "ckpt_path")
+NEVER_KEPT = ("output_dir", "ckpt_path", "trust")
 """Options of a run that only a command line sets."""
 
 SHAPE_ARGUMENTS = ("image_size", "channels", "classes", "vocab", "context")
@@ -60,7 +64,12 @@ def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any
 
 def container(config: RunConfig) -> dict[str, Any]:
     """The configuration in plain containers. ``typed`` reverses it."""
-    return asdict(config)
+    values = ((field.name, getattr(config, field.name)) for field in fields(config))
+    return {name: value.plain() if isinstance(value, Chosen) else _in_containers(value) for name, value in values}
+
+
+def _in_containers(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) else value
 
 
 @dataclass
@@ -85,7 +94,7 @@ def origin(arguments: Arguments) -> Origin | None:
     vary everything but the checkpoint.
 
     Raises:
-        UserError: there is no such file, or it is not a checkpoint of holotrain.
+        UserError: there is no such file, it is not a checkpoint of holotrain, or it names a class that is not trusted.
     """
     if arguments.multirun and arguments.command == "fit":
         return None
@@ -97,6 +106,8 @@ def origin(arguments: Arguments) -> Origin | None:
     if path is None:
         return None
     kept = load(path)[KEY]
+    trusted = (arguments.value("trust") or "").strip("[]").split(",")
+    require_trusted(kept["config"], path, filter(None, map(str.strip, trusted)), arguments.config_dir)
     return Origin(path, kept["config"], kept["choices"])
 
 
@@ -111,9 +122,7 @@ def primary(arguments: Arguments, start: Origin) -> str:
     if "data.download" in given and not {"data.root", "data"} & given:
         raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
     brought = {group for chosen in given for group in BRINGS.get(chosen, ())}
-    if "backward" not in given:  # an experiment may choose a model, which brings its own
-        brought.add("backward")
-    groups = [group for group in (*KINDS, *PLAIN) if group not in (*brought, "task", "trainer")]
+    groups = [group for group in GROUPS if group not in (*brought, "task", "trainer")]
     groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
     kept, logger = dict(start.config), None
     if not arguments.resume:  # a file does not decide what is sent to W&B or MLflow
@@ -121,20 +130,17 @@ def primary(arguments: Arguments, start: Origin) -> str:
         del kept["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
         kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
-    own = OmegaConf.to_container(OmegaConf.structured(COMMANDS[command]))
-    node = {
-        "defaults": [
-            "_hydra",
-            {"trainer": "default"},
-            "_self_",
-            *({group: logger if group == "logger" else None} for group in groups),
-            {"override hydra/hydra_logging": "none"},
-            {"override hydra/job_logging": "none"},
-        ],
-        "hydra": {"job": {"name": command}},
-        **{key: value for key, value in own.items() if key not in (*KINDS, *PLAIN)},
-        **_literally(kept),
-    }
+    node = options(command)
+    node.defaults = [
+        "_hydra",
+        {"trainer": "default"},
+        "_self_",
+        *({group: logger if group == "logger" else None} for group in groups),
+        {"override hydra/hydra_logging": "none"},
+        {"override hydra/job_logging": "none"},
+    ]
+    node.hydra = {"job": {"name": command}}
+    node.merge_with(_literally(kept))
     name = "_checkpoint"
     ConfigStore.instance().store(name=name, node=node)
     return name
@@ -148,6 +154,13 @@ def without_leftovers(plain: dict[str, Any], start: Origin) -> dict[str, Any]:
         if kind in classes and kind != start.config[group]["kind"]:
             names = [field.name for field in fields(classes[kind])]
             result[group] = {name: value for name, value in plain[group].items() if name in names}
+    for group in OPEN:
+        kept = start.config[group]
+        if plain[group][TARGET] != kept[TARGET]:
+            result[group] = {name: value for name, value in plain[group].items() if name not in kept or value != kept[name]}
+    models = plain["model"].get("kind", ""), start.config["model"]["kind"]
+    if plain["backward"] == start.config["backward"] and reversible(models[0]) != reversible(models[1]):
+        result["backward"] = {}  # that of the other model
     return result
 
 
@@ -238,21 +251,30 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     config = typed("fit", {key: value for key, value in plain.items() if key in _kept_keys()})
     _check_values(config, "config")
     kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
-    for group, options in NOT_FROM_FILES.items():
-        defaults = type(getattr(config, group)).__dataclass_fields__
-        for name, value in options.items():
-            if name in defaults:
-                kept[group][name] = defaults[name].default if value is None else value
+    for group, fixed in NOT_FROM_FILES.items():
+        known = type(getattr(config, group)).__dataclass_fields__
+        for name, value in fixed.items():
+            if name in known:
+                kept[group][name] = known[name].default if value is None else value
     return kept
 
 
 def _check_values(node: Any, where: str) -> None:
-    """Options whose type is open hold scalars or lists of scalars."""
-    if is_dataclass(node):
+    """Options whose type is open hold scalars or lists of scalars; arguments of any class may be nested."""
+    if isinstance(node, Chosen):
+        if not _is_plain(node.arguments):
+            raise ValueError(f"{where} holds more than values, lists and mappings")
+    elif is_dataclass(node):
         for name, value in vars(node).items():
             _check_values(value, f"{where}.{name}")
     elif not _is_scalar(node) and not (isinstance(node, list) and all(map(_is_scalar, node))):
         raise ValueError(f"{where} is {type(node).__name__}, not a value or a list of values")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, list) else _is_scalar(value)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -321,6 +343,15 @@ def typed(command: str, plain: dict[str, Any]) -> RunConfig:
         UserError: a value out of range, or a combination that cannot be.
         OmegaConfBaseException: an unknown key, a value of another type, a value that is missing.
     """
+    return OmegaConf.to_object(completed(command, _literally(plain)))
+
+
+def completed(command: str, plain: dict[str, Any]) -> DictConfig:
+    """A configuration with the defaults of all options that it does not mention. Checks names and types, but no values.
+
+    Raises:
+        UserError, OmegaConfBaseException: see :func:`typed`.
+    """
     root = OmegaConf.structured(COMMANDS[command])
     for group, classes in KINDS.items():
         if not isinstance(plain.get(group), dict):
@@ -331,7 +362,10 @@ def typed(command: str, plain: dict[str, Any]) -> RunConfig:
         root[group] = OmegaConf.structured(classes[kind])
     for group, schema in PLAIN.items():
         root[group] = OmegaConf.structured(schema)
-    return OmegaConf.to_object(OmegaConf.merge(root, _literally(plain)))
+    for group, given in OPEN.items():
+        root[group] = defaults(group, plain.get(group) or {}, given)
+    root.backward.kind = "reversible" if reversible(plain["model"]["kind"]) else "autograd"
+    return OmegaConf.merge(root, plain)
 
 
 def _literally(node: Any) -> Any:

@@ -8,6 +8,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.checks import did_you_mean
 from holotrain.config.arguments import Arguments
+from holotrain.config.checkpointed import completed
 from holotrain.config.composition import composed, option_names
 from holotrain.config.schema import KINDS
 from holotrain.errors import UserError
@@ -68,7 +69,8 @@ def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
     try:
         config = composed(arguments.primary, [word for word in choices if word.partition("=")[0] != key], arguments.config_dir)
-    except CONFIGURATION_ERRORS:
+        config = completed(arguments.command, OmegaConf.to_container(config))
+    except (*CONFIGURATION_ERRORS, UserError):
         return []
     node = OmegaConf.select(config, parent) if parent else config
     keys = [str(name) for name in node] if isinstance(node, DictConfig) else []

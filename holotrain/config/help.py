@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from omegaconf import OmegaConf
 
 from holotrain.config.arguments import Arguments
+from holotrain.config.checkpointed import completed
+from holotrain.config.chosen import TARGET
 from holotrain.config.composition import composed, option_names
-from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, KINDS, PLAIN
+from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, KINDS, OPEN, PLAIN
+from holotrain.config.signatures import signature
 
 FLAGS = """\
 Flags, in any position:
@@ -52,6 +55,7 @@ def command_help(arguments: Arguments) -> str:
     for group, options in option_names(arguments.config_dir).items():
         lines += textwrap.wrap(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
     lines += ["", "Options:"]
+    config = completed(arguments.command, OmegaConf.to_container(config))
     for key, value, meaning in _options(COMMANDS[arguments.command], OmegaConf.to_container(config), ""):
         lines.append(f"  {f'{key}={value}':<45} {meaning}".rstrip())
     return "\n".join([*lines, "", FLAGS])
@@ -77,14 +81,22 @@ def folder_command_help(command: str) -> str:
 def _options(schema: type, values: dict, prefix: str) -> Iterator[tuple[str, str, str]]:
     meanings = _meanings(schema)
     for name, value in values.items():
-        if name == "kind" and prefix:
+        if name in ("kind", TARGET) and prefix:
             continue
         key = f"{prefix}{name}"
-        if isinstance(value, dict):
+        if name in OPEN:
+            described = signature(value[TARGET]).options
+            for option, given in value.items():
+                if option != TARGET:
+                    yield f"{key}.{option}", _shown(given), described[option].meaning if option in described else ""
+        elif isinstance(value, dict):
             yield from _options(_schema_of(schema, name, value), value, f"{key}.")
         else:
-            shown = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-            yield key, shown, meanings.get(name, "")
+            yield key, _shown(value), meanings.get(name, "")
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _schema_of(parent: type, name: str, value: dict) -> type:

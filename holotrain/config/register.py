@@ -1,17 +1,16 @@
-"""Registers the schemas and the resolvers for run folders with Hydra."""
-
-from functools import cache
+"""Registers with Hydra what is no file under ``conf``: the options of each command, and the resolvers for run folders."""
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config.folders import run_folder, sweep_folder
-from holotrain.config.schema import COMMANDS, KINDS, PLAIN
+from holotrain.config.schema import COMMANDS, GROUPS
 
 
 def register(resume: bool = False) -> None:
     """Fills the ConfigStore; ``resume``: use the folder of the latest run or sweep instead of a new one."""
-    _store_schemas()
+    for command in COMMANDS:
+        ConfigStore.instance().store(group="command", name=command, node=options(command))
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     for name, resolver in (("run_folder", run_folder), ("sweep_folder", sweep_folder)):
         OmegaConf.register_new_resolver(
@@ -19,13 +18,11 @@ def register(resume: bool = False) -> None:
         )
 
 
-@cache
-def _store_schemas() -> None:
-    store = ConfigStore.instance()
-    for command, schema in COMMANDS.items():
-        store.store(group="schema/command", name=command, node=schema)
-    for group, schemas in KINDS.items():
-        for kind, schema in schemas.items():
-            store.store(group=f"schema/{group}", name=kind, node=schema)
-    for group, schema in PLAIN.items():
-        store.store(group="schema", name=group, node=schema)
+def options(command: str) -> DictConfig:
+    """The options of a command with their defaults, and its groups.
+
+    Hydra composes a group from any keys; :func:`~holotrain.config.checkpointed.typed` checks them.
+    """
+    node = OmegaConf.structured(COMMANDS[command])
+    own = {name: value for name, value in OmegaConf.to_container(node).items() if name not in GROUPS}
+    return DictConfig(own | {group: DictConfig({}, flags={"struct": False}) for group in GROUPS})

@@ -1,7 +1,5 @@
 """Optimizers with two parameter groups: with weight decay and without."""
 
-from collections.abc import Sequence
-
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -25,18 +23,25 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def adamw(
-    model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
 ) -> AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) with the groups of :func:`decay_groups`."""
+    """AdamW (Loshchilov and Hutter, 2019) with the groups of :func:`decay_groups`.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the running averages of the gradient and its square
+        eps: term added to the denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
     return AdamW(decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
 
 
 def muon(
     model: nn.Module,
-    lr: float,
+    lr: float = 1.6e-2,
     others: float = 0.5,
     momentum: float = 0.95,
-    betas: Sequence[float] = (0.9, 0.95),
+    betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.1,
 ) -> CombinedOptimizer:
@@ -46,9 +51,18 @@ def muon(
     Scalable for LLM Training", 2025), so that both use learning rates of the same order.
 
     Args:
-        lr: learning rate of Muon.
-        others: learning rate of AdamW as a multiple of ``lr``.
+        lr: peak learning rate of Muon
+        others: AdamW's learning rate divided by lr; AdamW updates all but the weight matrices in blocks
+        momentum: momentum factor of Muon
+        betas: decay rates of AdamW's running averages
+        eps: term added to AdamW's denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+
+    Raises:
+        ValueError: a value out of range.
     """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum {momentum} is out of range; it must be in [0, 1)")
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
     inner = {id(layer.weight) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
     decayed, exempt = (group["params"] for group in decay_groups(model, weight_decay))
@@ -63,6 +77,13 @@ def muon(
     return CombinedOptimizer(parts)
 
 
-def sgd(model: nn.Module, lr: float, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> SGD:
-    """Stochastic gradient descent with the groups of :func:`decay_groups`."""
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> SGD:
+    """Stochastic gradient descent with the groups of :func:`decay_groups`.
+
+    Args:
+        lr: peak learning rate
+        momentum: momentum factor
+        nesterov: use Nesterov momentum
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
     return SGD(decay_groups(model, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)

@@ -14,32 +14,61 @@ def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float =
     """Half a cosine from the optimizer's learning rate down to ``final`` times that rate.
 
     Args:
-        steps: optimizer steps of the whole training.
-        warmup: the share of steps, in [0, 1), over which the learning rate first rises linearly from almost zero.
-        final: the last learning rate divided by the highest.
+        steps: optimizer steps of the whole training
+        warmup: fraction of the training during which the learning rate rises linearly from 0
+        final: final learning rate divided by the peak
+
+    Raises:
+        ValueError: a fraction out of range.
     """
+    if not 0 <= final <= 1:
+        raise ValueError(f"final {final} is out of range; it must be in [0, 1]")
     rise = round(warmup * steps)
 
     def factor(step: int) -> float:
         done = min((step - rise) / max(steps - rise, 1), 1.0)
         return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
 
-    return _warmed_up(optimizer, rise, factor)
+    return _warmed_up(optimizer, steps, warmup, factor)
 
 
 def multistep(
     optimizer: Optimizer, steps: int, warmup: float = 0.0, milestones: Sequence[float] = (0.6, 0.8), gamma: float = 0.1
 ) -> LambdaLR:
-    """Multiplies the learning rate by ``gamma`` at each milestone, given as a share of the training in (0, 1)."""
-    return _warmed_up(
-        optimizer, round(warmup * steps), lambda step: gamma ** sum(step >= round(part * steps) for part in milestones)
-    )
+    """Multiplies the learning rate by ``gamma`` at each milestone.
+
+    Args:
+        steps: optimizer steps of the whole training
+        warmup: fraction of the training during which the learning rate rises linearly from 0
+        milestones: fractions of the training at which the learning rate is multiplied by gamma
+        gamma: factor of the learning rate at each milestone
+
+    Raises:
+        ValueError: a fraction out of range.
+    """
+    for milestone in milestones:
+        if not 0 <= milestone < 1:
+            raise ValueError(f"milestones {milestone} is out of range; it must be in [0, 1)")
+    if gamma < 0:
+        raise ValueError(f"gamma {gamma} is out of range; it must be at least 0")
+    return _warmed_up(optimizer, steps, warmup, lambda step: gamma ** sum(step >= round(part * steps) for part in milestones))
 
 
 def constant(optimizer: Optimizer, steps: int, warmup: float = 0.0) -> LambdaLR:
-    """A constant learning rate, the optimizer's."""
-    return _warmed_up(optimizer, round(warmup * steps), lambda step: 1.0)
+    """A constant learning rate, the optimizer's.
+
+    Args:
+        steps: optimizer steps of the whole training
+        warmup: fraction of the training during which the learning rate rises linearly from 0
+
+    Raises:
+        ValueError: a fraction out of range.
+    """
+    return _warmed_up(optimizer, steps, warmup, lambda step: 1.0)
 
 
-def _warmed_up(optimizer: Optimizer, rise: int, factor: Callable[[int], float]) -> LambdaLR:
+def _warmed_up(optimizer: Optimizer, steps: int, warmup: float, factor: Callable[[int], float]) -> LambdaLR:
+    if not 0 <= warmup < 1:
+        raise ValueError(f"warmup {warmup} is out of range; it must be in [0, 1)")
+    rise = round(warmup * steps)
     return LambdaLR(optimizer, lambda step: (step + 1) / (rise + 1) if step < rise else factor(step))

@@ -13,10 +13,11 @@ from holotrain.config.build import build_data, build_model, build_task
 from holotrain.config.build_synthesis import build_synthesis
 from holotrain.config.build_trainer import build_loggers
 from holotrain.config.checkpointed import typed
+from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.devices import check_device, check_training_device
 from holotrain.config.register import register
-from holotrain.config.schema import COMMANDS
+from holotrain.config.schema import COMMANDS, OPEN
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
 
@@ -61,7 +62,8 @@ def configuration(command, *overrides):
     config = copy.deepcopy(chosen(command, *choices))
     for override in OverridesParser.create().parse_overrides([word for word in overrides if word not in choices]):
         OmegaConf.update(config, override.key_or_group, override.value())
-    return typed(command, OmegaConf.to_container(config, resolve=True))
+    plain = with_own_options(OmegaConf.to_container(config, resolve=True), list(overrides), OPEN)
+    return typed(command, plain)
 
 
 @pytest.fixture
@@ -160,15 +162,6 @@ def test_options_reach_what_they_describe():
     [
         (["trainer.precision=banana"], "trainer.precision: 'banana' is not one of 32-true"),
         (["data.batch_size=-3"], "data.batch_size: -3 is out of range"),
-        (["optimizer.lr=nan"], "optimizer.lr"),
-        (["optimizer.betas=[0.9]"], "optimizer.betas: give two numbers, not 1"),
-        (["optimizer.betas=[0.9,1.5]"], "optimizer.betas: 1.5"),
-        (
-            ["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"],
-            "optimizer.nesterov: needs optimizer.momentum above 0",
-        ),
-        (["scheduler.warmup=1"], "scheduler.warmup"),
-        (["scheduler=multistep", "scheduler.milestones=[2]"], "scheduler.milestones"),
         (["trainer.limit_train_batches=1.5"], "1.5 is not valid; give a whole number of batches or a fraction"),
         (["trainer.val_check_interval=often"], "'often' is not valid; give a whole number"),
         (["model=vit_tiny", "backward=reversible"], "not reversible; use backward=autograd"),
@@ -222,6 +215,54 @@ def test_values_out_of_range_are_named(overrides, words):
     with pytest.raises(UserError) as error:
         configuration("fit", *overrides)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optimizer.lr=nan"], "optimizer.lr: nan is not a number"),
+        (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
+        (["optimizer.model=1"], "optimizer.model: there is no 'model' in optimizer."),
+        (["optimizer.betas=[0.9]"], "optimizer.betas: [0.9] is not a list of 2 values"),
+        (["optimizer.betas=[0.9,1.5]"], "optimizer: Invalid beta parameter at index 1: 1.5"),
+        (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1.0"),
+        (
+            ["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"],
+            "optimizer: Nesterov momentum requires a momentum",
+        ),
+        (["optimizer=muon", "optimizer.momentum=1"], "optimizer: momentum 1.0 is out of range; it must be in [0, 1)"),
+        (["scheduler.warmup=1"], "scheduler: warmup 1.0 is out of range; it must be in [0, 1)"),
+        (["scheduler.final=2"], "scheduler: final 2.0 is out of range; it must be in [0, 1]"),
+        (["scheduler=multistep", "scheduler.milestones=[2]"], "scheduler: milestones 2.0 is out of range"),
+        (
+            ["optimizer._target_=torch.optim.NAdaam"],
+            "optimizer._target_: there is no 'NAdaam' in torch.optim. Did you mean 'NAdam'?",
+        ),
+        (["optimizer._target_=tourch.optim.Adam"], "optimizer._target_: there is no package 'tourch'"),
+        (["optimizer._target_=torch.optim"], "optimizer._target_: torch.optim is not a class or function"),
+        (["optimizer._target_=torch.nn.Linear"], "optimizer.in_features: a value is needed"),
+        (["scheduler._target_=torch.optim.lr_scheduler.StepLR"], "scheduler.step_size: a value is needed"),
+    ],
+)
+def test_optimizers_and_schedules_that_cannot_be_are_named(overrides, words):
+    with pytest.raises(UserError) as error:
+        config = configuration("fit", *overrides)
+        build_task(config, build_data(config))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_optimizers_and_schedules_of_torch():
+    config = configuration(
+        "fit", "optimizer._target_=torch.optim.NAdam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1",
+        "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "scheduler.max_lr=0.02",
+    )  # fmt: skip
+    task = build_task(config, build_data(config))
+    optimizer = task.make_optimizer(task.model)
+    assert type(optimizer) is torch.optim.NAdam
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(task.model.parameters()))
+    schedule = task.make_scheduler(optimizer, 70)
+    assert type(schedule) is torch.optim.lr_scheduler.OneCycleLR and schedule.total_steps == 70
 
 
 def synthesis_of(*overrides):

@@ -58,6 +58,10 @@ CHANGES = {
     "a target at the top": put("config", "_target_", "os.system"),
     "a target in place of a group": put("config", "model", CALL),
     "a target in a group": put("config", "optimizer", "_target_", "os.system"),
+    "a command in place of an optimizer": put("config", "optimizer", {"_target_": "subprocess.run", "input": None}),
+    "a command by way of torch": put("config", "optimizer", {"_target_": "torch.optim.lr_scheduler.warnings.warn"}),
+    "a command among an optimizer's arguments": put("config", "optimizer", {"_target_": "torch.optim.AdamW", "lr": CALL}),
+    "an optimizer that nobody has": put("config", "optimizer", "_target_", "torch.optim.Nothing"),
     "a target below a group": put("config", "callbacks", "checkpoint", "_target_", "os.system"),
     "a target in place of a number": put("config", "data", "batch_size", CALL),
     "a target in a list": put("config", "backward", "store", [CALL]),
@@ -355,7 +359,7 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     changed = composed("data.batch_size=7", "trainer=ddp", "trainer.max_epochs=9", "optimizer=sgd", "backward=pareprop")
     assert changed["data"] == kept["data"] | {"batch_size": 7}
     assert changed["trainer"] == kept["trainer"] | {"strategy": "ddp", "devices": "auto", "max_epochs": 9}
-    assert changed["optimizer"]["kind"] == "sgd" and changed["backward"]["kind"] == "pareprop"
+    assert changed["optimizer"]["_target_"].endswith(".sgd") and changed["backward"]["kind"] == "pareprop"
     assert changed["model"] == kept["model"]
     assert composed("model=swin_nano")["model"]["kind"] == "swin"
     assert composed("experiment=cifar10_rev_vit_tiny")["data"]["kind"] == "cifar10"

@@ -6,15 +6,18 @@ from typing import Any
 from omegaconf import MISSING
 
 from holotrain.checks import described_by, within
+from holotrain.config.chosen import Chosen, chosen
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig, reversible, schedules_of
 from holotrain.config.schema.data import DATA, DataConfig
 from holotrain.config.schema.model import ModelConfig, TransformerConfig, family
-from holotrain.config.schema.optimization import OptimizerConfig, SchedulerConfig
 from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
 from holotrain.config.schema.synthesis import SynthesisConfig
 from holotrain.config.schema.task import FAMILIES, LEARNED_FROM, TaskConfig, tells_classes
 from holotrain.errors import UserError
 from holotrain.sizes import parse_bytes
+
+OPEN = {"optimizer": ("model", "params"), "scheduler": ("optimizer", "steps", "total_steps")}
+"""The groups that name any class or function, and the parameters that the program fills in."""
 
 
 @dataclass
@@ -31,9 +34,9 @@ class RunConfig:
 
     synthesis: SynthesisConfig = MISSING
 
-    optimizer: OptimizerConfig = MISSING
+    optimizer: Any = MISSING
 
-    scheduler: SchedulerConfig = MISSING
+    scheduler: Any = MISSING
 
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 
@@ -56,7 +59,13 @@ class RunConfig:
     ckpt_path: str | None = None
     """checkpoint to start from, with its configuration; overrides change that"""
 
+    trust: Any = None
+    """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
+
     def __post_init__(self) -> None:
+        for group, given in OPEN.items():
+            if not isinstance(getattr(self, group), Chosen):
+                setattr(self, group, chosen(group, getattr(self, group), given))
         within("seed", self.seed, 0, 2**32)
         if self.memory is not None:
             with described_by("memory"):
@@ -98,7 +107,7 @@ class RunConfig:
             raise UserError(f"synthesis={self.synthesis.kind}: {layers} Linear layers, which it needs; use synthesis=none")
         if self.compile:
             raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
-        if self.optimizer.kind == "muon":
+        if self.optimizer.target == "holotrain.tasks.optimizers.muon":
             raise UserError(f"optimizer=muon: {layers} blocks, which it needs; use error_diffusion, sgd or adamw")
         if self.task.clamp_signs and self.model.rule == "kaneko":
             raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")

@@ -1,0 +1,57 @@
+"""Builds optimizers and learning rate schedules: holotrain's, torch's, or anybody's."""
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from holotrain.checks import described_by
+from holotrain.config.chosen import Chosen
+from holotrain.config.signatures import signature
+from holotrain.errors import UserError
+from holotrain.tasks.optimizers import decay_groups
+
+
+def optimizer_of(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
+    """A function of the model that makes its optimizer.
+
+    A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
+    groups of :func:`~holotrain.tasks.optimizers.decay_groups`: norms, biases and positions have no weight decay.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    takes_model = "model" in signature(chosen.target).options
+
+    def make(model: nn.Module) -> Optimizer:
+        if takes_model:
+            return chosen.make(model)
+        return chosen.make(decay_groups(model, chosen.arguments.get("weight_decay", 0.0)))
+
+    with described_by("optimizer"):
+        made = make(nn.Linear(1, 1))
+    if not isinstance(made, Optimizer):
+        raise UserError(f"optimizer: {chosen.target} is not an optimizer but returns a {type(made).__name__}")
+    return make
+
+
+def scheduler_of(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) -> Callable[[Optimizer, int], LRScheduler]:
+    """A function of the optimizer and the number of optimizer steps of the training that makes the schedule.
+
+    The number of steps is given as ``steps`` or ``total_steps``, where the function or class has such a parameter. The schedule
+    advances after every optimizer step.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    options = signature(chosen.target).options
+
+    def make(optimizer: Optimizer, steps: int) -> LRScheduler:
+        return chosen.make(optimizer, **{name: steps for name in ("steps", "total_steps") if name in options})
+
+    with described_by("scheduler"):
+        made = make(optimizer(nn.Linear(1, 1)), 10)
+    if not isinstance(made, LRScheduler):
+        raise UserError(f"scheduler: {chosen.target} is not a learning rate schedule but returns a {type(made).__name__}")
+    return make

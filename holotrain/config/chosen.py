@@ -1,0 +1,114 @@
+"""What a configuration group chooses: any class or function, by its full name, and the arguments that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holotrain.checks import did_you_mean
+from holotrain.config.signatures import REQUIRED, UNKNOWN, checked, signature
+from holotrain.errors import UserError
+
+TARGET = "_target_"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A class or function and its arguments, which are also attributes.
+
+    Args:
+        target: its full name, as the user wrote it.
+        arguments: by name, in plain containers.
+    """
+
+    target: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["arguments"][name]
+        except KeyError:
+            raise AttributeError(f"{self.__dict__.get('target')} is not given {name!r}") from None
+
+    @property
+    def name(self) -> str:
+        """The last part of the target."""
+        return self.target.rpartition(".")[2]
+
+    def with_arguments(self, **arguments: Any) -> Chosen:
+        return replace(self, arguments=self.arguments | arguments)
+
+    def plain(self) -> dict[str, Any]:
+        return {TARGET: self.target, **self.arguments}
+
+    def make(self, *first: Any, **given: Any) -> Any:
+        """Calls it, with its own arguments and others. Imports its module."""
+        from hydra.utils import get_object, instantiate
+
+        own = instantiate(self.arguments, _convert_="all")  # an argument may itself name a class
+        return get_object(self.target)(*first, **own, **given)
+
+
+def defaults(group: str, plain: dict[str, Any], given: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The options of a group with the defaults of its target's signature.
+
+    Args:
+        plain: the group as composed.
+        given: parameters that the program fills in.
+
+    Raises:
+        UserError: there is no such class or function.
+    """
+    target = plain.get(TARGET)
+    if not isinstance(target, str):
+        raise UserError(f"{group}: an option is needed; give {group}=... or {group}.{TARGET}=package.Class")
+    try:
+        options = signature(target).options
+    except ValueError as error:
+        raise UserError(f"{group}.{TARGET}: {error}") from error
+    known = {name: option.default for name, option in options.items() if name not in given}
+    return {TARGET: target, **{name: value for name, value in known.items() if value not in (REQUIRED, UNKNOWN)}, **plain}
+
+
+def with_own_options(plain: dict[str, Any], overrides: list[str], groups: Iterable[str]) -> dict[str, Any]:
+    """A composed configuration in which ``group._target_=...`` among the overrides replaces the whole group.
+
+    What the file of the group's option gives are arguments of another class.
+    """
+    given = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    result = dict(plain)
+    for group in groups:
+        if f"{group}.{TARGET}" in given:
+            own = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
+            result[group] = {name: value for name, value in plain[group].items() if name in own}
+    return result
+
+
+def chosen(group: str, plain: dict[str, Any], given: tuple[str, ...] = ()) -> Chosen:
+    """Checks the options of a group against the signature of its target.
+
+    Args:
+        plain: with defaults.
+        given: parameters that the program fills in.
+
+    Raises:
+        UserError: an unknown option, a value of another type, or a value that is missing.
+    """
+    described = signature(plain[TARGET])
+    arguments = {}
+    for name, value in plain.items():
+        if name == TARGET:
+            continue
+        option = described.options.get(name)
+        if option is None or name in given:
+            if not described.takes_others or name in given:
+                near = did_you_mean(name, [each for each in described.options if each not in given])
+                raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{near}")
+            arguments[name] = value
+        else:
+            arguments[name] = checked(f"{group}.{name}", option.type, value)
+    for name, option in described.options.items():
+        if option.default is REQUIRED and name not in arguments and name not in given:
+            raise UserError(f"{group}.{name}: a value is needed; give {group}.{name}=...")
+    return Chosen(plain[TARGET], arguments)
