@@ -14,10 +14,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def one_of(where: str, value: str, choices: Iterable[str]) -> None:
+def one_of(where: str, value: str | None, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
-        raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
+        raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
 
 
 def at_least(where: str, value: float, least: float) -> None:

@@ -172,7 +172,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         )
     if kept != "none":
         check_synthesis_continues(config.synthesis, task, checkpoint["callbacks"])
-    if checkpoint["epoch"] > config.trainer.max_epochs > 0:
+    if checkpoint["epoch"] > (config.trainer.max_epochs or -1) > 0:
         raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is already at epoch {checkpoint['epoch']}")
     if "optimizer_states" not in checkpoint:
         raise UserError(f"ckpt_path: {path} holds only weights; training cannot continue from it")

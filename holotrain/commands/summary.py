@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
 
     from holotrain.commands.run import Run
+    from holotrain.config.chosen import Chosen
     from holotrain.config.schema import RunConfig
-    from holotrain.config.schema.running import TrainerConfig
 
 SUMMARY = "summary.json"
 
@@ -69,7 +69,7 @@ class Summary:
         write_whole(folder / SUMMARY, json.dumps(_finite(asdict(self)), indent=2) + "\n")
 
 
-def ended(trainer: TrainerConfig, folder: Path) -> str | None:
+def ended(trainer: Chosen, folder: Path) -> str | None:
     """A message if the training of this folder has already reached its limit, else None.
 
     Resuming such a training would overwrite its results with those of zero steps.

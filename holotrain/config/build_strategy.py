@@ -9,9 +9,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device, device_kind
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.running import TrainerConfig
 from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
@@ -22,7 +22,7 @@ from holotrain.ranks.place import Place
 from holotrain.ranks.watch import longer
 
 
-def processes_of(config: TrainerConfig) -> int:
+def processes_of(config: Chosen) -> int:
     """The number of processes to start on this machine."""
     if config.strategy == "single":
         return 1
@@ -66,36 +66,36 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
         )
 
 
-def device_of(config: TrainerConfig, place: Place) -> torch.device:
+def device_of(config: Chosen, place: Place) -> torch.device:
     """The device of this process."""
     return torch.device("cuda", place.local_rank) if device_kind(config.accelerator) == "cuda" else torch.device("cpu")
 
 
-def backend_of(config: TrainerConfig, device: torch.device) -> str:
+def backend_of(config: Chosen, device: torch.device) -> str:
     """The name of the communication backend."""
     if config.backend != "auto":
         return config.backend
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def share_of(config: TrainerConfig, place: Place) -> tuple[int, int]:
+def share_of(config: Chosen, place: Place) -> tuple[int, int]:
     """Which shard of the data this process reads, and the number of shards."""
     group = group_of(config, place)
     return place.rank // group, place.size // group
 
 
-def group_of(config: TrainerConfig, place: Place) -> int:
+def group_of(config: Chosen, place: Place) -> int:
     """The size of a tensor parallel group, whose processes read the same data."""
     return 1 if config.strategy != "tp" else config.tensor_parallel or place.size
 
 
-def left_whole(config: TrainerConfig, place: Place, model: nn.Module) -> list[str]:
+def left_whole(config: Chosen, place: Place, model: nn.Module) -> list[str]:
     """The layers that tensor parallelism does not shard, each with the reason."""
     ranks = group_of(config, place)
     return division(model, ranks).whole if ranks > 1 else []
 
 
-def check_division(config: TrainerConfig, place: Place | None, model: nn.Module) -> None:
+def check_division(config: Chosen, place: Place | None, model: nn.Module) -> None:
     """
     Raises:
         UserError: tensor parallelism cannot shard any layer of the model.
@@ -108,7 +108,7 @@ def check_division(config: TrainerConfig, place: Place | None, model: nn.Module)
         raise UserError(f"trainer=tp: no layer can be sharded over {ranks} processes: {error}") from error
 
 
-def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str:
+def build_strategy(config: Chosen, place: Place | None) -> Strategy | str:
     """Lightning's strategy; "auto" for a single process."""
     if place is None:
         return "auto"
@@ -119,13 +119,13 @@ def build_strategy(config: TrainerConfig, place: Place | None) -> Strategy | str
     return ddp(config.compression, **common)
 
 
-def styles_of(config: TrainerConfig) -> Styles | None:
+def styles_of(config: Chosen) -> Styles | None:
     """The tensor parallel layers; None: those of torch, without overlap."""
     if config.overlap is None:
         return None
     return overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
 
 
-def spread(config: TrainerConfig, place: Place | None) -> dict[str, Any]:
+def spread(config: Chosen, place: Place | None) -> dict[str, Any]:
     """Lightning's arguments for the numbers of devices and machines."""
     return {"devices": 1, "num_nodes": 1} if place is None else {"devices": place.local_size, "num_nodes": place.nodes}

@@ -12,10 +12,12 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    ProgressBar,
     RichProgressBar,
 )
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from holotrain.callbacks import (
@@ -37,11 +39,13 @@ from holotrain.checks import one_of
 from holotrain.config.build import build_model
 from holotrain.config.build_strategy import build_strategy, spread
 from holotrain.config.build_synthesis import build_synthesis
+from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device, device_name
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import BackwardConfig
-from holotrain.config.schema.running import PROCESSES, CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.config.schema.running import LoggerConfig
+from holotrain.config.schema.trainer import OURS
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
 from holotrain.parallel.checkpoints import CheckpointFiles
@@ -49,12 +53,9 @@ from holotrain.parallel.environment import Joined
 from holotrain.ranks.place import Place
 from holotrain.tasks import Task
 
-OURS = (*PROCESSES, "backend", "timeout")
-"""Trainer options that are not passed on to Lightning."""
-
 
 def build_trainer(
-    config: TrainerConfig,
+    config: Chosen,
     folder: Path,
     callbacks: list[pl.Callback],
     logger: object,
@@ -73,8 +74,11 @@ def build_trainer(
         UserError: the device is missing or does not support the precision.
     """
     check_device(config)
-    changed: dict[str, Any] = {"profiler": _profiler(profiler if place is None or place.is_main else None, folder)}
-    changed |= spread(config, place) | {"strategy": build_strategy(config, place), "plugins": [CheckpointFiles()]}
+    own = {name: value for name, value in config.arguments.items() if name not in OURS}
+    changed: dict[str, Any] = {"plugins": [*_given_plugins(own.pop("plugins")), CheckpointFiles()]}
+    changed |= spread(config, place) | {"strategy": build_strategy(config, place)}
+    if profiler is not None:
+        changed["profiler"] = _profiler(profiler if place is None or place.is_main else None, folder)
     if place is not None:
         changed["plugins"].append(Joined(place))
     if place is not None and config.precision == "64-true":
@@ -83,30 +87,31 @@ def build_trainer(
         changed["plugins"].append(DoublePrecision())
     if batches is not None:
         changed |= validation(config, batches)
-    return pl.Trainer(
-        default_root_dir=folder,
-        callbacks=callbacks,
-        logger=logger,
-        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # our batch samplers shard the data
-        **{name: value for name, value in vars(config).items() if name not in OURS} | changed,
-    )
+    changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    try:
+        return Chosen(config.target, own | changed).make(default_root_dir=folder, callbacks=callbacks, logger=logger)
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        raise UserError(f"trainer: {str(error).strip().splitlines()[0]}") from error
 
 
-def validation(config: TrainerConfig, batches: int) -> dict[str, Any]:
+def _given_plugins(plugins: Any) -> list[Any]:
+    return plugins if isinstance(plugins, list) else [] if plugins is None else [plugins]
+
+
+def validation(config: Chosen, batches: int) -> dict[str, Any]:
     """Lightning's arguments for when to validate: as configured, and at the latest at the end of the training.
 
     Args:
         batches: number of batches per epoch, before limit_train_batches.
     """
-    limit, interval = config.limit_train_batches, config.val_check_interval
+    limit = 1.0 if config.limit_train_batches is None else config.limit_train_batches
+    interval = 1.0 if config.val_check_interval is None else config.val_check_interval
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     asked = {"val_check_interval": interval, "check_val_every_n_epoch": config.check_val_every_n_epoch}
     if not batches or config.overfit_batches or config.fast_dev_run:
         return asked
     steps_an_epoch = -(-batches // config.accumulate_grad_batches)
-    last = config.max_epochs * batches if config.max_epochs > 0 else None
+    last = config.max_epochs * batches if (config.max_epochs or 0) > 0 else None
     if config.max_steps > 0:
         whole, rest = divmod(config.max_steps, steps_an_epoch)
         needed = whole * batches + rest * config.accumulate_grad_batches
@@ -145,9 +150,9 @@ def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
     return [loggers.MLFlowLogger(experiment_name=config.project, run_name=folder.name, tracking_uri=uri)]
 
 
-def build_progress(config: CallbacksConfig) -> list[pl.Callback]:
+def build_progress(config: RunConfig) -> list[pl.Callback]:
     """The progress bar or the lines per epoch."""
-    style = config.progress
+    style = "none" if config.trainer.enable_progress_bar is False else config.callbacks.progress
     if style == "auto":
         style = "bar" if sys.stdout.isatty() else "lines"
     return {"bar": [RichProgressBar()], "lines": [EpochLog()], "none": []}[style]
@@ -161,7 +166,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
     """
     settings = config.callbacks
     checkpoint = settings.checkpoint
-    callbacks: list[pl.Callback] = [*build_progress(settings), ExactResume(config.seed)]
+    callbacks: list[pl.Callback] = [*build_progress(config), ExactResume(config.seed)]
     if settings.memory:
         callbacks.append(MemoryMonitor())
     if settings.drift.enabled and not config.backward.cuda_graph:  # a CUDA graph runs no Python hooks

@@ -24,8 +24,8 @@ from holotrain.config.register import options
 from holotrain.config.schema import COMMANDS, GROUPS, KINDS, OPEN, PLAIN, RunConfig
 from holotrain.config.schema.backward import reversible
 from holotrain.config.schema.data import TextDataConfig
-from holotrain.config.schema.running import PROCESSES
 from holotrain.config.schema.task import LEARNED_FROM, tells_classes
+from holotrain.config.schema.trainer import PROCESSES
 from holotrain.config.trust import require_trusted
 from holotrain.errors import UserError
 
@@ -362,8 +362,8 @@ def completed(command: str, plain: dict[str, Any]) -> DictConfig:
         root[group] = OmegaConf.structured(classes[kind])
     for group, schema in PLAIN.items():
         root[group] = OmegaConf.structured(schema)
-    for group, given in OPEN.items():
-        root[group] = defaults(group, plain.get(group) or {}, given)
+    for group, filled in OPEN.items():
+        root[group] = defaults(group, plain.get(group) or {}, filled)
     root.backward.kind = "reversible" if reversible(plain["model"]["kind"]) else "autograd"
     return OmegaConf.merge(root, plain)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holotrain.checks import did_you_mean
-from holotrain.config.signatures import REQUIRED, UNKNOWN, checked, signature
+from holotrain.config.signatures import REQUIRED, UNKNOWN, Option, checked, signature
 from holotrain.errors import UserError
 
 TARGET = "_target_"
@@ -50,12 +50,36 @@ class Chosen:
         return get_object(self.target)(*first, **own, **given)
 
 
-def defaults(group: str, plain: dict[str, Any], given: tuple[str, ...] = ()) -> dict[str, Any]:
+class Filled:
+    """What the program knows of the parameters of a group's class.
+
+    Args:
+        names: parameters that the program fills in, which are no options.
+        also: another class whose parameters are options too, and come first.
+    """
+
+    def __init__(self, *names: str, also: str | None = None) -> None:
+        self._names, self._also = names, also
+
+    def options(self, target: str) -> dict[str, Option]:
+        """
+        Raises:
+            ValueError: there is no such class or function.
+        """
+        others = signature(self._also).options if self._also else {}
+        options = signature(target).options | others
+        return {name: option for name, option in options.items() if name not in self._names}
+
+    def takes(self, target: str, name: str) -> bool:
+        """Whether the class takes keywords that its signature does not name, and this may be one of them."""
+        return signature(target).takes_others and name not in self._names
+
+
+def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any]:
     """The options of a group with the defaults of its target's signature.
 
     Args:
         plain: the group as composed.
-        given: parameters that the program fills in.
 
     Raises:
         UserError: there is no such class or function.
@@ -64,11 +88,11 @@ def defaults(group: str, plain: dict[str, Any], given: tuple[str, ...] = ()) -> 
     if not isinstance(target, str):
         raise UserError(f"{group}: an option is needed; give {group}=... or {group}.{TARGET}=package.Class")
     try:
-        options = signature(target).options
+        options = filled.options(target)
     except ValueError as error:
         raise UserError(f"{group}.{TARGET}: {error}") from error
-    known = {name: option.default for name, option in options.items() if name not in given}
-    return {TARGET: target, **{name: value for name, value in known.items() if value not in (REQUIRED, UNKNOWN)}, **plain}
+    known = {name: option.default for name, option in options.items() if option.default not in (REQUIRED, UNKNOWN)}
+    return {TARGET: target, **known, **plain}
 
 
 def with_own_options(plain: dict[str, Any], overrides: list[str], groups: Iterable[str]) -> dict[str, Any]:
@@ -85,30 +109,25 @@ def with_own_options(plain: dict[str, Any], overrides: list[str], groups: Iterab
     return result
 
 
-def chosen(group: str, plain: dict[str, Any], given: tuple[str, ...] = ()) -> Chosen:
+def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
     """Checks the options of a group against the signature of its target.
 
     Args:
         plain: with defaults.
-        given: parameters that the program fills in.
 
     Raises:
         UserError: an unknown option, a value of another type, or a value that is missing.
     """
-    described = signature(plain[TARGET])
+    target, options = plain[TARGET], filled.options(plain[TARGET])
     arguments = {}
     for name, value in plain.items():
-        if name == TARGET:
-            continue
-        option = described.options.get(name)
-        if option is None or name in given:
-            if not described.takes_others or name in given:
-                near = did_you_mean(name, [each for each in described.options if each not in given])
-                raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{near}")
+        if name in options:
+            arguments[name] = checked(f"{group}.{name}", options[name].type, value)
+        elif name != TARGET:
+            if not filled.takes(target, name):
+                raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, options)}")
             arguments[name] = value
-        else:
-            arguments[name] = checked(f"{group}.{name}", option.type, value)
-    for name, option in described.options.items():
-        if option.default is REQUIRED and name not in arguments and name not in given:
+    for name, option in options.items():
+        if option.default is REQUIRED and name not in arguments:
             raise UserError(f"{group}.{name}: a value is needed; give {group}.{name}=...")
-    return Chosen(plain[TARGET], arguments)
+    return Chosen(target, arguments)

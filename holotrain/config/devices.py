@@ -4,8 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from holotrain.config.chosen import Chosen
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.running import TrainerConfig
 from holotrain.errors import UserError
 
 
@@ -26,13 +26,13 @@ def device_name(accelerator: str) -> str:
     return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
 
 
-def autocast_of(config: TrainerConfig, device: str | None = None) -> AbstractContextManager:
+def autocast_of(config: Chosen, device: str | None = None) -> AbstractContextManager:
     """The autocast context of a run outside a Trainer; ``device`` replaces the type of the accelerator."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
     return torch.autocast(device or device_kind(config.accelerator), dtype) if dtype else nullcontext()
 
 
-def check_device(config: TrainerConfig) -> None:
+def check_device(config: Chosen) -> None:
     """
     Raises:
         UserError: the accelerator is missing or does not support the precision.

@@ -15,7 +15,7 @@ from holotrain.config.checkpointed import completed
 from holotrain.config.chosen import TARGET
 from holotrain.config.composition import composed, option_names
 from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, KINDS, OPEN, PLAIN
-from holotrain.config.signatures import signature
+from holotrain.config.signatures import Option
 
 FLAGS = """\
 Flags, in any position:
@@ -85,14 +85,19 @@ def _options(schema: type, values: dict, prefix: str) -> Iterator[tuple[str, str
             continue
         key = f"{prefix}{name}"
         if name in OPEN:
-            described = signature(value[TARGET]).options
+            described = OPEN[name].options(value[TARGET])
             for option, given in value.items():
                 if option != TARGET:
-                    yield f"{key}.{option}", _shown(given), described[option].meaning if option in described else ""
+                    yield f"{key}.{option}", _shown(given), _first_sentence(described, option)
         elif isinstance(value, dict):
             yield from _options(_schema_of(schema, name, value), value, f"{key}.")
         else:
             yield key, _shown(value), meanings.get(name, "")
+
+
+def _first_sentence(options: dict[str, Option], name: str) -> str:
+    meaning = options[name].meaning if name in options else ""
+    return meaning.split(". ")[0].replace("``", "").rstrip(".")
 
 
 def _shown(value: object) -> str:

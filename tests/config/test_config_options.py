@@ -1,9 +1,11 @@
 """Every option under conf/ composes and builds; every mistake is answered in one line."""
 
 import copy
+import inspect
 from functools import cache
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -11,7 +13,7 @@ from omegaconf import OmegaConf
 
 from holotrain.config.build import build_data, build_model, build_task
 from holotrain.config.build_synthesis import build_synthesis
-from holotrain.config.build_trainer import build_loggers
+from holotrain.config.build_trainer import build_loggers, build_progress, build_trainer
 from holotrain.config.checkpointed import typed
 from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder, option_names
@@ -263,6 +265,44 @@ def test_optimizers_and_schedules_of_torch():
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(task.model.parameters()))
     schedule = task.make_scheduler(optimizer, 70)
     assert type(schedule) is torch.optim.lr_scheduler.OneCycleLR and schedule.total_steps == 70
+
+
+TRAINER = inspect.signature(pl.Trainer).parameters
+ELSEWHERE = ("callbacks", "logger", "default_root_dir")
+"""Arguments of Lightning's Trainer that are groups, or output_dir."""
+
+
+def written(value):
+    return {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINER if name not in ELSEWHERE])
+def test_every_argument_of_lightnings_trainer_is_an_option(name):
+    default = TRAINER[name].default
+    value = {"strategy": "ddp", "devices": 1, "precision": "bf16-mixed", "max_epochs": 3}.get(name, default)
+    config = configuration("fit", f"trainer.{name}={written(value)}")
+    assert getattr(config.trainer, name) == value
+    with pytest.raises(UserError) as error:
+        configuration("fit", f"trainer.{name}x=1")
+    assert f"trainer.{name}x: there is no '{name}x' in trainer. Did you mean {name!r}?" in str(error.value)
+
+
+def test_arguments_of_the_trainer_reach_it(tmp_path):
+    config = configuration(
+        "fit", "trainer.accelerator=cpu", "trainer.fast_dev_run=3", "trainer.min_steps=2", "trainer.enable_progress_bar=false",
+        "trainer.reload_dataloaders_every_n_epochs=2", "trainer.gradient_clip_val=0.5", "trainer.profiler=simple",
+        "trainer.plugins=[{_target_: lightning.pytorch.plugins.environments.LightningEnvironment}]",
+    )  # fmt: skip
+    trainer = build_trainer(config.trainer, tmp_path, build_progress(config), False)
+    assert (trainer.fast_dev_run, trainer.min_steps, trainer.gradient_clip_val) == (3, 2, 0.5)
+    assert trainer.progress_bar_callback is None and type(trainer.profiler).__name__ == "SimpleProfiler"
+    assert type(trainer._accelerator_connector.cluster_environment).__name__ == "LightningEnvironment"
+
+
+def test_arguments_of_the_trainer_that_exclude_each_other_are_named(tmp_path):
+    config = configuration("fit", "trainer.accelerator=cpu", "trainer.barebones=true")
+    with pytest.raises(UserError, match="trainer: .*barebones"):
+        build_trainer(config.trainer, tmp_path, [], True)
 
 
 def synthesis_of(*overrides):

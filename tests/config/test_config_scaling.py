@@ -55,7 +55,7 @@ def test_estimates_are_flops_over_a_share_of_the_peak():
     assert (fast.update, fast.batches, found.sms) == (0, 3, 108)
     for word in ("estimated", "35% to 55%", "312 TFLOP/s of A100"):
         assert word in found.source
-    config.trainer.precision = "64-true"
+    config.trainer = config.trainer.with_arguments(precision="64-true")
     assert timing.estimated(Planner(config, data, "cuda"), (1e12, 3e12), "A100").band is None
 
 

@@ -3,7 +3,13 @@
 import pytest
 
 from holotrain.config.build_trainer import validation
-from holotrain.config.schema import TrainerConfig
+from holotrain.config.chosen import Chosen, chosen, defaults
+from holotrain.config.schema import OPEN
+
+
+def trainer_of(**options) -> Chosen:
+    plain = {"_target_": "lightning.pytorch.Trainer", "max_epochs": 16, **options}
+    return chosen("trainer", defaults("trainer", plain, OPEN["trainer"]), OPEN["trainer"])
 
 
 @pytest.mark.parametrize(
@@ -26,5 +32,5 @@ from holotrain.config.schema import TrainerConfig
     ],
 )
 def test_a_training_is_validated_before_it_ends(options, batches, expected):
-    found = validation(TrainerConfig(**options), batches)
+    found = validation(trainer_of(**options), batches)
     assert (found["val_check_interval"], found["check_val_every_n_epoch"]) == expected

@@ -40,7 +40,10 @@ def test_hparams_of_a_run_hold_every_option_and_list_what_was_overridden(holotra
     words = [*SMALL, "trainer.deterministic=true", "test=false"]
     holotrain("fit", *words)
     experiment, options = hparams(only(Path("runs/fit")))
-    assert options["model.dim"].number_value == 16 and options["optimizer._target_"].string_value == "holotrain.tasks.optimizers.adamw"
+    assert (
+        options["model.dim"].number_value == 16
+        and options["optimizer._target_"].string_value == "holotrain.tasks.optimizers.adamw"
+    )
     assert options["model"].string_value == "rev_vit_tiny" and options["trainer.deterministic"].string_value == "true"
     marked = [info.name for info in experiment.hparam_infos if info.differs]
     assert marked == [word.partition("=")[0] for word in words]

@@ -22,7 +22,7 @@ from holotrain.config.schema.commands import (
 from holotrain.config.schema.data import DATA
 from holotrain.config.schema.model import MODELS
 from holotrain.config.schema.run import OPEN, RunConfig
-from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.config.schema.running import CallbacksConfig, LoggerConfig
 from holotrain.config.schema.synthesis import SYNTHESES
 from holotrain.config.schema.task import TASKS
 
@@ -52,7 +52,7 @@ KINDS: dict[str, dict[str, type]] = {
 }
 """The classes of each group that has several, by kind."""
 
-PLAIN = {"backward": BackwardConfig, "callbacks": CallbacksConfig, "trainer": TrainerConfig, "logger": LoggerConfig}
+PLAIN = {"backward": BackwardConfig, "callbacks": CallbacksConfig, "logger": LoggerConfig}
 """The class of each of the other groups."""
 
 GROUPS = (*KINDS, *PLAIN, *OPEN)

@@ -6,18 +6,23 @@ from typing import Any
 from omegaconf import MISSING
 
 from holotrain.checks import described_by, within
-from holotrain.config.chosen import Chosen, chosen
+from holotrain.config.chosen import Chosen, Filled, chosen
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig, reversible, schedules_of
 from holotrain.config.schema.data import DATA, DataConfig
 from holotrain.config.schema.model import ModelConfig, TransformerConfig, family
-from holotrain.config.schema.running import CallbacksConfig, LoggerConfig, TrainerConfig
+from holotrain.config.schema.running import CallbacksConfig, LoggerConfig
 from holotrain.config.schema.synthesis import SynthesisConfig
 from holotrain.config.schema.task import FAMILIES, LEARNED_FROM, TaskConfig, tells_classes
+from holotrain.config.schema.trainer import check_trainer
 from holotrain.errors import UserError
 from holotrain.sizes import parse_bytes
 
-OPEN = {"optimizer": ("model", "params"), "scheduler": ("optimizer", "steps", "total_steps")}
-"""The groups that name any class or function, and the parameters that the program fills in."""
+OPEN = {
+    "optimizer": Filled("model", "params"),
+    "scheduler": Filled("optimizer", "steps", "total_steps"),
+    "trainer": Filled("callbacks", "logger", "default_root_dir", also="holotrain.config.schema.trainer.Processes"),
+}
+"""The groups that name any class or function, and what the program knows of their parameters."""
 
 
 @dataclass
@@ -40,7 +45,7 @@ class RunConfig:
 
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: Any = MISSING
 
     logger: LoggerConfig = MISSING
 
@@ -63,9 +68,10 @@ class RunConfig:
     """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
 
     def __post_init__(self) -> None:
-        for group, given in OPEN.items():
+        for group, filled in OPEN.items():
             if not isinstance(getattr(self, group), Chosen):
-                setattr(self, group, chosen(group, getattr(self, group), given))
+                setattr(self, group, chosen(group, getattr(self, group), filled))
+        check_trainer(self.trainer)
         within("seed", self.seed, 0, 2**32)
         if self.memory is not None:
             with described_by("memory"):

@@ -1,0 +1,100 @@
+"""Options of the trainer: those of Lightning's Trainer, and those about several processes."""
+
+import re
+from typing import Literal
+
+from holotrain.checks import amount, at_least, at_least_or_auto, one_of
+from holotrain.config.chosen import Chosen
+from holotrain.errors import UserError
+
+PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
+"""Options about several processes. A training continues with the same ones; the other commands default to one process."""
+
+OURS = (*PROCESSES, "backend", "timeout")
+"""Options that are not passed on to Lightning."""
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
+SPLITS = ("train", "val", "test", "predict")
+
+
+class Processes:
+    """The processes of a run. Its parameters are options of the trainer; they replace those of Lightning with the same name.
+
+    Args:
+        strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters) or tp (tensor parallel)
+        devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun or srun started
+        num_nodes: number of machines; start the command on each with torchrun or srun; null: as many as were started
+        tensor_parallel: tp: processes per tensor parallel group; FSDP2 runs across the groups; null: all
+        overlap: tp: row groups per all-reduce, overlapped with computation; auto: measure the best; null: no overlap (torch's
+            layers)
+        signals: tp with overlap: one kernel signals each finished group, instead of one kernel per group (NVIDIA GPUs,
+            bf16-mixed)
+        backend: communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)
+        compression: ddp: compression of gradients: none, bf16 or powersgd (low rank; Vogels et al., 2019)
+        sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
+        timeout: seconds after which a process that does not answer is considered dead
+    """
+
+    def __init__(
+        self,
+        strategy: Literal["single", "ddp", "fsdp", "tp"] = "single",
+        devices: int | Literal["auto"] = 1,
+        num_nodes: int | None = None,
+        tensor_parallel: int | None = None,
+        overlap: int | Literal["auto"] | None = "auto",
+        signals: bool = False,
+        backend: Literal["auto", "nccl", "gloo"] = "auto",
+        compression: Literal["none", "bf16", "powersgd"] = "none",
+        sharded_checkpoints: bool = False,
+        timeout: float = 600.0,
+    ) -> None:
+        at_least_or_auto("trainer.devices", devices, 1)
+        at_least("trainer.timeout", timeout, 1)
+        if overlap is not None:
+            at_least_or_auto("trainer.overlap", overlap, 1, "auto or null")
+        for name, count in (("num_nodes", num_nodes), ("tensor_parallel", tensor_parallel)):
+            if count is not None:
+                at_least(f"trainer.{name}", count, 1)
+        if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
+            raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp or tp")
+        if compression != "none" and strategy != "ddp":
+            raise UserError(f"trainer.compression={compression}: needs trainer=ddp")
+        for name, changed in (("tensor_parallel", tensor_parallel is not None), ("overlap", overlap != "auto")):
+            if changed and strategy != "tp":
+                raise UserError(f"trainer.{name}: needs trainer=tp")
+        if signals and (strategy != "tp" or overlap is None):
+            raise UserError("trainer.signals: needs trainer=tp and trainer.overlap")
+        if sharded_checkpoints and strategy not in ("fsdp", "tp"):
+            raise UserError("trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp")
+
+
+def check_trainer(trainer: Chosen) -> None:
+    """
+    Raises:
+        UserError: a value out of range, or options that exclude each other.
+    """
+    Processes(**{name: trainer.arguments[name] for name in OURS})
+    one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu", "mps"))
+    one_of("trainer.precision", trainer.precision, PRECISIONS)
+    if trainer.compression == "powersgd" and trainer.precision == "16-mixed":
+        raise UserError("trainer.compression=powersgd: no support for the gradient scaling of 16-mixed; use bf16-mixed")
+    if trainer.strategy in ("fsdp", "tp") and trainer.precision == "16-mixed":
+        raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
+    if trainer.gradient_clip_algorithm is not None:
+        one_of("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, ("norm", "value"))
+    if trainer.max_epochs not in (None, -1):
+        at_least("trainer.max_epochs", trainer.max_epochs, 1)
+    elif trainer.max_steps < 1 and trainer.max_time is None:
+        raise UserError("trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
+    if isinstance(trainer.max_time, str) and not re.fullmatch(r"\d+:\d+:\d+:\d+", trainer.max_time):
+        raise UserError(f"trainer.max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
+    at_least("trainer.max_steps", trainer.max_steps, -1)
+    least = {"num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0}
+    for name, smallest in (least | {"gradient_clip_val": 0}).items():
+        if (value := getattr(trainer, name)) is not None:
+            at_least(f"trainer.{name}", value, smallest)
+    for name in ("val_check_interval", "overfit_batches", *(f"limit_{split}_batches" for split in SPLITS)):
+        if (value := getattr(trainer, name)) is not None:
+            amount(f"trainer.{name}", value)
+    if trainer.val_check_interval == 0:
+        raise UserError("trainer.val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
