@@ -174,7 +174,7 @@ class Launch:
             together = self.together  # imports Lightning, which can now be silenced
             quieten()
             choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
-            choices = (self.origin.choices if self.origin else {}) | choices
+            choices = {"backward": typed.backward.kind} | (self.origin.choices if self.origin else {}) | choices
             run = Run(self.arguments.command, folder, overrides, choices, self._varied(overrides))
             status = together.run(self.arguments.command, typed, run)
         except UserError as error:
@@ -218,7 +218,9 @@ class Launch:
         try:
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
             config = self._completed(config, arguments.overrides)
-            print(OmegaConf.to_yaml(config, resolve="--resolve" in arguments.flags), end="")
+            plain = OmegaConf.to_container(config, resolve="--resolve" in arguments.flags)
+            plain["callbacks"] |= plain["callbacks"].pop("others")
+            print(OmegaConf.to_yaml(plain), end="")
         except CONFIGURATION_ERRORS as error:
             raise explained(error, arguments) from error
         return 0

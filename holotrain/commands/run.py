@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
+from holotrain.config.chosen import TARGET
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
@@ -44,7 +45,8 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        again = [word for word in self.overrides if word.lstrip("+").partition("=")[0] in COMMAND_LINE_ONLY]
+        keys = {word: word.lstrip("+").partition("=")[0] for word in self.overrides}
+        again = [word for word, key in keys.items() if key in COMMAND_LINE_ONLY or key.endswith(f".{TARGET}")]
         job = shlex.join(["python", "-m", "holotrain", "fit", "resume=true", f"hydra.run.dir={self.folder}", *again])
         if not self.varied:
             return f"resume with: {job}"

@@ -35,7 +35,7 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
-from holotrain.checks import one_of
+from holotrain.checks import described_by, one_of
 from holotrain.config.build import build_model
 from holotrain.config.build_strategy import build_strategy, spread
 from holotrain.config.build_synthesis import build_synthesis
@@ -200,7 +200,16 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
     callbacks.append(last_checkpoint(last))
     if checkpoint.every_n_train_steps is not None:
         callbacks.append(last_checkpoint(last, checkpoint.every_n_train_steps))
-    return [*callbacks, SaveOnSignal(last)]
+    return [*callbacks, *map(_made, settings.others.items()), SaveOnSignal(last)]
+
+
+def _made(named: tuple[str, Chosen]) -> pl.Callback:
+    name, other = named
+    with described_by(f"callbacks.{name}"):
+        made = other.make()
+    if not isinstance(made, pl.Callback):
+        raise UserError(f"callbacks.{name}: {other.target} is not a callback of Lightning but a {type(made).__name__}")
+    return made
 
 
 def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMonitor:

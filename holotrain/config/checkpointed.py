@@ -24,6 +24,7 @@ from holotrain.config.register import options
 from holotrain.config.schema import COMMANDS, GROUPS, KINDS, OPEN, PLAIN, RunConfig
 from holotrain.config.schema.backward import reversible
 from holotrain.config.schema.data import TextDataConfig
+from holotrain.config.schema.running import CALLBACK
 from holotrain.config.schema.task import LEARNED_FROM, tells_classes
 from holotrain.config.schema.trainer import PROCESSES
 from holotrain.config.trust import require_trusted
@@ -64,12 +65,12 @@ def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any
 
 def container(config: RunConfig) -> dict[str, Any]:
     """The configuration in plain containers. ``typed`` reverses it."""
-    values = ((field.name, getattr(config, field.name)) for field in fields(config))
-    return {name: value.plain() if isinstance(value, Chosen) else _in_containers(value) for name, value in values}
-
-
-def _in_containers(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) else value
+    found = {}
+    for name, value in vars(config).items():
+        found[name] = value.plain() if isinstance(value, Chosen) else asdict(value) if is_dataclass(value) else value
+    del found["callbacks"]["others"]
+    found["callbacks"] |= {name: other.plain() for name, other in config.callbacks.others.items()}
+    return found
 
 
 @dataclass
@@ -107,7 +108,8 @@ def origin(arguments: Arguments) -> Origin | None:
         return None
     kept = load(path)[KEY]
     trusted = (arguments.value("trust") or "").strip("[]").split(",")
-    require_trusted(kept["config"], path, filter(None, map(str.strip, trusted)), arguments.config_dir)
+    named = [word.partition("=")[2] for word in arguments.words if word.partition("=")[0].endswith(f".{TARGET}")]
+    require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], named, arguments.config_dir)
     return Origin(path, kept["config"], kept["choices"])
 
 
@@ -264,6 +266,9 @@ def _check_values(node: Any, where: str) -> None:
     if isinstance(node, Chosen):
         if not _is_plain(node.arguments):
             raise ValueError(f"{where} holds more than values, lists and mappings")
+    elif isinstance(node, dict) and all(isinstance(value, Chosen) for value in node.values()):
+        for name, value in node.items():
+            _check_values(value, f"{where}.{name}")
     elif is_dataclass(node):
         for name, value in vars(node).items():
             _check_values(value, f"{where}.{name}")
@@ -364,8 +369,16 @@ def completed(command: str, plain: dict[str, Any]) -> DictConfig:
         root[group] = OmegaConf.structured(schema)
     for group, filled in OPEN.items():
         root[group] = defaults(group, plain.get(group) or {}, filled)
+    plain = plain | {"callbacks": _with_others(plain.get("callbacks") or {})}
     root.backward.kind = "reversible" if reversible(plain["model"]["kind"]) else "autograd"
     return OmegaConf.merge(root, plain)
+
+
+def _with_others(callbacks: dict[str, Any]) -> dict[str, Any]:
+    """The options of the group ``callbacks``, with what names a class of its own apart from the others."""
+    others = {name: value for name, value in callbacks.items() if isinstance(value, dict) and TARGET in value}
+    own = {name: value for name, value in callbacks.items() if name not in others}
+    return own | {"others": {name: defaults(f"callbacks.{name}", value, CALLBACK) for name, value in others.items()}}
 
 
 def _literally(node: Any) -> Any:

@@ -84,6 +84,8 @@ def _options(schema: type, values: dict, prefix: str) -> Iterator[tuple[str, str
         if name in ("kind", TARGET) and prefix:
             continue
         key = f"{prefix}{name}"
+        if name == "others":
+            continue
         if name in OPEN:
             described = OPEN[name].options(value[TARGET])
             for option, given in value.items():

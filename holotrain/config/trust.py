@@ -15,13 +15,16 @@ ALWAYS = ("holotrain.tasks.optimizers", "holotrain.tasks.schedules", "torch.opti
 """Packages whose classes and functions only compute."""
 
 
-def require_trusted(config: dict[str, Any], path: Path, packages: Iterable[str], config_dir: str | None) -> None:
+def require_trusted(
+    config: dict[str, Any], path: Path, packages: Iterable[str], named: Iterable[str], config_dir: str | None
+) -> None:
     """Nothing is imported for this check.
 
     Args:
         config: the configuration in a checkpoint.
         path: that of the checkpoint.
         packages: packages that the user trusts.
+        named: classes that the command line names.
         config_dir: the user's YAML folder.
 
     Raises:
@@ -36,12 +39,12 @@ def require_trusted(config: dict[str, Any], path: Path, packages: Iterable[str],
         if any(defined.startswith(f"{package}.") for package in (*ALWAYS, *packages)):
             continue
         if allowed is None:
-            allowed = set(_named_in_files(config_dir))
+            allowed = {*named, *_named_in_files(config_dir)}
         if target not in allowed:
             package = str(target).partition(".")[0]
             raise UserError(
-                f"ckpt_path: {path} names {target!r} as {where}, which no file in conf or --config-dir does; "
-                f"if you trust it, add trust={package}"
+                f"ckpt_path: {path} names {target!r} as {where}, and neither the command line nor a file in conf or --config-dir "
+                f"does; if you trust it, add trust={package}"
             )
 
 

@@ -9,12 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from omegaconf import OmegaConf
 
+from holotrain.callbacks import MemoryMonitor
 from holotrain.config.build import build_data, build_model, build_task
 from holotrain.config.build_synthesis import build_synthesis
-from holotrain.config.build_trainer import build_loggers, build_progress, build_trainer
-from holotrain.config.checkpointed import typed
+from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_progress, build_trainer
+from holotrain.config.checkpointed import container, typed
 from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.devices import check_device, check_training_device
@@ -303,6 +305,39 @@ def test_arguments_of_the_trainer_that_exclude_each_other_are_named(tmp_path):
     config = configuration("fit", "trainer.accelerator=cpu", "trainer.barebones=true")
     with pytest.raises(UserError, match="trainer: .*barebones"):
         build_trainer(config.trainer, tmp_path, [], True)
+
+
+SWA = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
+
+
+def test_callbacks_of_others(tmp_path):
+    config = configuration("fit", SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.memory=false")
+    data = build_data(config)
+    made = build_fit_callbacks(config, tmp_path, build_task(config, data), data)
+    (swa,) = [callback for callback in made if isinstance(callback, StochasticWeightAveraging)]
+    assert swa._swa_lrs == 0.1 and not any(isinstance(callback, MemoryMonitor) for callback in made)
+    assert typed("fit", container(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([SWA], "callbacks.swa.swa_lrs: a value is needed"),
+        ([SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.swa.epochs=1"], "callbacks.swa.epochs: there is no 'epochs'"),
+        ([SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.swa.annealing_strategy=sin"], "'sin' is not one of cos, linear"),
+        (["callbacks.mine._target_=torch.nn.ReLU"], "callbacks.mine: torch.nn.ReLU is not a callback of Lightning but a ReLU"),
+        (
+            ["callbacks.mine._target_=lightning.pytorch.callbacks.Nothing"],
+            "there is no 'Nothing' in lightning.pytorch.callbacks",
+        ),
+    ],
+)
+def test_callbacks_of_others_that_cannot_be_are_named(overrides, words, tmp_path):
+    with pytest.raises(UserError) as error:
+        config = configuration("fit", *overrides)
+        data = build_data(config)
+        build_fit_callbacks(config, tmp_path, build_task(config, data), data)
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def synthesis_of(*overrides):

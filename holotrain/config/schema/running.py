@@ -1,10 +1,12 @@
 """Options of the callbacks and the loggers."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
 from holotrain.checks import at_least, one_of, within
+from holotrain.config.chosen import Filled, chosen
 
 
 @dataclass
@@ -64,6 +66,9 @@ class DriftConfig:
         at_least("callbacks.drift.threshold", self.threshold, 0)
 
 
+CALLBACK = Filled()
+
+
 @dataclass
 class CallbacksConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -83,10 +88,15 @@ class CallbacksConfig:
     progress: str = "auto"
     """bar, lines (one per epoch) or none; auto: bar on a terminal, else lines"""
 
+    others: dict[str, Any] = field(default_factory=dict)
+    """further callbacks by name, such as callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"""
+
     def __post_init__(self) -> None:
         one_of("callbacks.progress", self.progress, ("auto", "bar", "lines", "none"))
         if self.patience is not None:
             at_least("callbacks.patience", self.patience, 1)
+        for name, other in self.others.items():
+            self.others[name] = chosen(f"callbacks.{name}", other, CALLBACK)
 
 
 @dataclass
