@@ -11,13 +11,7 @@ from holotrain.planning import Planner, Size, TrainingStep
 def planner(
     make=RevViT, sizes=IMAGE, batch=4, backward="reversible", device="cpu", half=False, batches=1, change=None, **options
 ):
-    """
-    Args:
-        half: autocast to bf16.
-        batches: gradients of that many batches are accumulated.
-        change: applied to the model.
-        options: of the planner.
-    """
+    """``half``: autocast to bf16. ``batches``: number of accumulated batches. ``change``: applied to the model."""
 
     def make_model(backward, depth):
         blocks = {"backward": backward} if "dim" in sizes else {}

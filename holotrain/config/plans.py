@@ -7,7 +7,7 @@ from functools import partial
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from holotrain.config.build import build_task
 from holotrain.config.build_synthesis import built_synthesis
@@ -80,11 +80,14 @@ def _step(config: RunConfig, data: pl.LightningDataModule, device: str, task: Ta
     held: dict[str, list[Tensor]] = {"batch": list(batch.values() if isinstance(batch, dict) else batch)}
     if config.callbacks.ema.decay is not None:
         held["average"] = [torch.empty_like(tensor) for tensor in task.model.state_dict().values()]
-    rewrite = None
     if config.synthesis.kind != "none":
         offloaded = device == "cuda" and getattr(config.synthesis, "offload", False)
         held["hologram"] = [] if offloaded else built_synthesis(config.synthesis, task).state_tensors
-        rewrite = partial(_gathered, task.model) if device == "cuda" else None
+
+    def copied() -> list[Tensor]:
+        """On a GPU, synthesis works on a copy of all gradients."""
+        return [torch.empty_like(parameter.grad) for parameter in task.parameters() if parameter.grad is not None]
+
     return TrainingStep(
         model=task.model,
         loss=lambda: task.loss(*task.inputs(batch)),
@@ -93,15 +96,10 @@ def _step(config: RunConfig, data: pl.LightningDataModule, device: str, task: Ta
         batches=config.trainer.accumulate_grad_batches,
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",
-        rewrite=rewrite,
+        rewrite=copied if config.synthesis.kind != "none" and device == "cuda" else None,
         held=held,
         sequences=sequences(task.model),
     )
-
-
-def _gathered(model: nn.Module) -> list[Tensor]:
-    """On a GPU, synthesis works on a copy of all gradients."""
-    return [torch.empty_like(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
 
 
 def smallest_batch(config: RunConfig) -> RunConfig:

@@ -1,6 +1,5 @@
 """Predicts the memory of a training step before anything is allocated, and chooses what each block stores so that it fits.
 
-One training step:
 imagination   fake models and tensors: shapes without memory
 ledger        all bytes that operations allocate and free
 allocators    how a device's allocator counts them
@@ -8,8 +7,6 @@ scratch       upper bound of what an operation may hold inside itself on a CPU
 rehearsal     one training step, in the order of a training
 footprint     the memory of a step
 measured      the memory of a real step, for comparison
-
-A training and its variants:
 planner       the memory of a step with other schedules, batch sizes and depths
 search        the largest size that fits
 limits        the largest batch and the largest depth that fit
@@ -18,8 +15,6 @@ choice        the schedules of all blocks within a budget
 auto          chooses the schedules or the batch size of a training
 budget        the free memory of a device
 plan          memory under each schedule, largest batch and depth
-
-Several devices:
 work          the arithmetic of a step, of the parts of a model and of a tensor parallel rank
 step_times    the time of a step on one device
 rank_memory   the memory of one rank of several devices
@@ -31,7 +26,7 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.auto import choose_batch, choose_schedules
 from holotrain.planning.budget import free_memory
 from holotrain.planning.choice import Choice, Option, Stage, TooSmall, choose
-from holotrain.planning.costs import flops, seconds, stage_of, visited
+from holotrain.planning.costs import flops, seconds, stage_of, visits_of
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.imagination import Unplannable, fused_dropout, imagine, imagined, selecting
 from holotrain.planning.limits import largest_batch, largest_depth
@@ -78,5 +73,5 @@ __all__ = [
     "seconds",
     "selecting",
     "stage_of",
-    "visited",
+    "visits_of",
 ]

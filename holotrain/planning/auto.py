@@ -6,10 +6,9 @@ import torch
 
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose
-from holotrain.planning.costs import Visit, flops, seconds, stage_of, visited
+from holotrain.planning.costs import flops, seconds, stage_of, visits_of
 from holotrain.planning.limits import largest_batch
 from holotrain.planning.planner import Planner
-from holotrain.planning.rehearsal import TrainingStep
 
 
 def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Choice:
@@ -29,7 +28,7 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
         raise TooSmall(least)
     costs = _seconds(planner, names) if measure else None
     with planner.imagined_step(planner.imagined_model(names[0])) as step:
-        visits = _visits(step)
+        visits = visits_of(step)
         if costs is None:
             costs = [flops(visit, names) for visit in visits]
         allocator = ALLOCATORS[planner.device]
@@ -74,10 +73,4 @@ def _seconds(planner: Planner, names: list[str]) -> list[dict[str, float]]:
     """Measured seconds of each schedule, for each sequence of the model."""
     with torch.random.fork_rng():
         step = planner.make_step(planner.make_model(names[0], None).to(planner.device), planner.batch.value)
-        return [seconds(visit, names, step.autocast) for visit in _visits(step)]
-
-
-def _visits(step: TrainingStep) -> list[Visit]:
-    with visited(step.sequences) as visits, torch.no_grad(), step.autocast():
-        step.loss()
-    return visits
+        return [seconds(visit, names, step.autocast) for visit in visits_of(step)]

@@ -21,13 +21,7 @@ Backward = str | list[str]
 
 @dataclass(frozen=True)
 class Size:
-    """A size of a training that a plan can change.
-
-    Args:
-        name: for messages.
-        value: the configured size.
-        unit: the smallest sensible increment.
-    """
+    """A size of a training that a plan can change: its name for messages, its value, and the smallest sensible increment."""
 
     name: str
     value: int

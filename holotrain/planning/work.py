@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,15 +33,12 @@ class Work:
     batches: int
 
 
-class Sums(Protocol):
-    """What a divided model records: products whose results are summed over ranks, and which layers stay whole and why."""
+Divide = Callable[[nn.Module, int], Any]
+"""Replaces layers of a model by one rank's part of them, given the number of ranks, as :func:`holotrain.models.divided.divide`.
 
-    jobs: list[Job]
-    whole: list[str]
-
-
-Divide = Callable[[nn.Module, int], Sums]
-"""Replaces layers of a model by one rank's part of them, given the number of ranks. A ValueError says why none can be split."""
+It returns a record of later runs: ``jobs``, the products whose results are summed over ranks, and ``whole``, which layers are
+not split, and why. A ValueError says why no layer can be split.
+"""
 
 
 def work_of(planner: Planner, backward: Backward) -> Work:

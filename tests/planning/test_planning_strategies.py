@@ -67,10 +67,3 @@ def test_a_rank_takes_less_the_more_there_are():
     assert memory[2]["DDP"] == memory[4]["DDP"] > plan.configured.peak
     assert memory[4]["FSDP2"] < memory[2]["FSDP2"] < plan.configured.peak
     assert memory[2]["TP"] < memory[4]["TP"] < plan.configured.peak  # of two heads: four ranks have attention whole
-
-
-def test_a_model_that_cannot_be_split_says_why():
-    planned = planner(schedules=("reversible",))
-    found = make_scaling(planned, make_plan(planned, None), 7, "nvlink", divide, "H100", lambda name: Gpu(name, "fp32", 1e12))
-    (reason,) = {prediction.reason for prediction in found.predictions if prediction.memory is None}
-    assert reason == "no layer can be sharded: 2 heads (not divisible by 7); MLPs of width 64 (not divisible by 7)"
