@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.schedules import schedule_blocks, sequences
-from holotrain.planning import ALLOCATORS, TrainingStep, choose, imagine, imagined, rehearse, seconds, stage_of, visited
+from holotrain.planning import ALLOCATORS, TrainingStep, choose, imagine, imagined, rehearse, seconds, stage_of, visits_of
 from holotrain.planning.measured import measured_peak
 from holotrain.reversible.recomputation import imagining_a_side_stream
 
@@ -149,6 +149,7 @@ def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, imagina
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-4, foreach=options.device == "cuda"),
         autocast=functools.partial(torch.autocast, place.type, torch.bfloat16, enabled=options.amp),
         held={"batch": [given for given in batch if given is not None]},
+        sequences=sequences(model),
     )
 
 
@@ -175,19 +176,13 @@ class Auto:
         keeping = [] if options.compiled else [f"{recomputing}+attention"]
         names = [recomputing, *keeping, "checkpoint", "autograd"]
         real = make_step(shape, ours(backward=recomputing), options)
-        costs = [seconds(visit, names, real.autocast) for visit in self._visits(real)]
+        costs = [seconds(visit, names, real.autocast) for visit in visits_of(real)]
         with imagined():
             step = make_step(shape, ours(backward=recomputing), options, imaginary=True)
-            visits = self._visits(step)
             self.stages = [
                 stage_of(visit, cost, step.autocast, ALLOCATORS[options.device])
-                for visit, cost in zip(visits, costs, strict=True)
+                for visit, cost in zip(visits_of(step), costs, strict=True)
             ]
-
-    def _visits(self, step: TrainingStep):
-        with visited(sequences(step.model)) as visits, torch.no_grad(), step.autocast():
-            step.loss()
-        return visits
 
     def peak(self, blocks: list[str]) -> int:
         overlaps = imagining_a_side_stream() if self.options.device == "cuda" else nullcontext()

@@ -16,7 +16,6 @@ import functools
 import gc
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -37,9 +36,8 @@ from holotrain.models import (
     RevSwin,
     RevViT,
 )
-from holotrain.planning import ALLOCATORS, TrainingStep, imagine, imagined, rehearse, selecting
+from holotrain.planning import Planner, Size, TrainingStep
 from holotrain.planning.measured import measured_peak
-from holotrain.reversible.recomputation import imagining_a_side_stream
 
 FAMILIES = {
     "vit": (RevViT, VIT_SIZES),
@@ -56,25 +54,30 @@ SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")
 MASKED = 0.15
 
 
-def make_step(name: str, backward: str, half: bool, options, imaginary: bool) -> TrainingStep:
+def planner_of(name: str, half: bool, options) -> Planner:
     family, size = name.split("_")
     make, sizes = FAMILIES[family]
     images = family in ("vit", "swin", "mvit")
     pixels = 32 if size == "nano" else 224
     more = {"image_size": pixels} if images else {"vocab": 50257, "context": options.tokens}
-    place = torch.device("cpu" if imaginary else options.device)
-    with torch.device("meta") if imaginary else nullcontext():
-        model = make(**sizes[size], **more, backward=backward)
-    model = imagine(model, place) if imaginary else model.to(place)
-    if images:
-        batch = [torch.zeros(options.batch, 3, pixels, pixels, device=place)]
-        targets = torch.zeros(options.batch, dtype=torch.int64, device=place)
-    else:
-        batch = [torch.zeros(options.batch, options.tokens, dtype=torch.int64, device=place)]
-        targets = torch.zeros(options.batch, options.tokens, dtype=torch.int64, device=place)
+    share = round(MASKED * options.tokens) / options.tokens
+    return Planner(
+        lambda backward, depth: make(**sizes[size], **more, backward=backward),
+        functools.partial(make_step, family, pixels if images else None, half, options),
+        options.device,
+        Size("batch", options.batch),
+        selected=share,
+    )
+
+
+def make_step(family: str, pixels: int | None, half: bool, options, model: nn.Module, size: int) -> TrainingStep:
+    place = next(model.parameters()).device
+    shape = (size, 3, pixels, pixels) if pixels else (size, options.tokens)
+    batch = [torch.zeros(shape, dtype=torch.float32 if pixels else torch.int64, device=place)]
+    targets = torch.zeros(size if pixels else shape, dtype=torch.int64, device=place)
 
     def loss() -> Tensor:
-        if images:
+        if pixels:
             return nn.functional.cross_entropy(model(*batch), targets)
         if family == "gpt":
             return model(*batch, targets)
@@ -102,7 +105,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    overlaps = imagining_a_side_stream if options.device == "cuda" else nullcontext
+    device = torch.device(options.device)
     rows = []
     columns = f"{'planned MiB':>13}{'at most MiB':>13}{'actual MiB':>11}{'error':>8}{'seconds':>9}"
     print(f"{'model':15}{'precision':>10}{'backward':>12}{columns}")
@@ -110,16 +113,11 @@ def main() -> None:
         for precision in options.precisions:
             for backward in options.backwards:
                 started = time.perf_counter()
-                share = round(MASKED * options.tokens) / options.tokens
-                with overlaps(), imagined(), selecting(share):
-                    step = make_step(name, backward, precision == "bf16", options, imaginary=True)
-                    footprint = rehearse(step, ALLOCATORS[options.device])
+                planner = planner_of(name, precision == "bf16", options)
+                footprint = planner.footprint(backward)
                 planned, bound = footprint.peak, footprint.bound
                 seconds = time.perf_counter() - started
-                del step
-                taken = measured_peak(
-                    make_step(name, backward, precision == "bf16", options, False), torch.device(options.device)
-                )
+                taken = measured_peak(planner.make_step(planner.make_model(backward, None).to(device), options.batch), device)
                 gc.collect()
                 row = {"model": name, "precision": precision, "backward": backward}
                 row |= {"planned": planned, "bound": bound, "taken": taken}

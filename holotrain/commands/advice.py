@@ -2,11 +2,10 @@
 
 import lightning.pytorch as pl
 
-from holotrain.config.budget import budget_of
-from holotrain.config.make_plan import make_plan
+from holotrain.config.plans import budget_of, planner_of
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN, reversible, schedules_of
-from holotrain.planning import ALLOCATORS
+from holotrain.planning import ALLOCATORS, Plan, make_plan
 
 
 def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
@@ -25,14 +24,25 @@ def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> li
     if device not in ALLOCATORS:
         return []
     try:
-        plan = make_plan(config, data, device, budget_of(config, device))
+        plan = make_plan(planner_of(config, data, device), budget_of(config, device))
     except Exception:  # there may be too little memory even for a plan
         return []
     if plan.fits:  # something else uses the memory
         return []
     batch, _ = config.batch_option
-    wanted = [override for override in plan.remedies if override.startswith(("backward=", batch))]
+    wanted = [override for override in remedies(config, plan) if override.startswith(("backward=", batch))]
     return [f"{override} (fits, by the plan)" for override in wanted]
+
+
+def remedies(config: RunConfig, plan: Plan) -> list[str]:
+    """Overrides, each of which makes the run fit by its plan; those that store most come first."""
+    if plan.budget is None:
+        return []
+    undone = {"store": "0", "keep": "[]", "blocks": "[]"}  # options that other backwards do not support
+    resets = "".join(f" backward.{name}={value}" for name, value in undone.items() if getattr(config.backward, name))
+    fitting = [name for name, found in plan.footprints.items() if found.bound <= plan.budget and name != plan.backward]
+    sizes = [f"{limit.option}={limit.value}" for limit in plan.limits if limit.value]
+    return [f"backward={name}{resets}" for name in fitting] + sizes
 
 
 def rules(config: RunConfig) -> list[str]:

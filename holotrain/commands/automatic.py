@@ -1,19 +1,17 @@
 """What a training chooses before it starts: ``data.batch_size=auto`` and ``backward=auto``."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 
 import lightning.pytorch as pl
 
 from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
 from holotrain.commands.screen import console
-from holotrain.config.budget import budget_of
-from holotrain.config.build_plan import Planner
-from holotrain.config.choose_backward import Settled, settle
-from holotrain.config.choose_batch import choose_batch
+from holotrain.config.plans import budget_of, planner_of, smallest_batch
 from holotrain.config.schema import RunConfig
 from holotrain.errors import UserError
-from holotrain.planning import ALLOCATORS, Unplannable
+from holotrain.planning import ALLOCATORS, Choice, TooSmall, Unplannable, choose_batch, choose_schedules
 from holotrain.sizes import in_words
 
 
@@ -44,16 +42,24 @@ def chosen(
             option, _ = config.batch_option
             say(f"{option}=auto: planning the largest batch ...")
             budget = budget_of(config, device, processes)
-            config = choose_batch(config, data, device, budget)
-            say(
-                f"  {option}={config.batch_option[1]} is the largest that fits into {in_words(budget)} or that the data provide"
-            )
+            least = smallest_batch(config).batch_option[1]  # a batch must hold the longest document
+            most = len(data.train_dataloader()) if option == "data.batch_size" else None
+            size = choose_batch(planner_of(config, data, device), budget, least, most)
+            setattr(data, option.removeprefix("data."), size)
+            config = config.with_batch(size)
+            say(f"  {option}={size} is the largest that fits into {in_words(budget)} or that the data provide")
         if config.backward.open:
             say("backward=auto: planning what each block stores ...")
             with as_out_of_memory():
-                settled = settle(Planner(config, data, device), budget_of(config, device, processes))
-            say(f"  {described(settled)}")
-            config = settled.config
+                budget = budget_of(config, device, processes)
+                choice = choose_schedules(planner_of(config, data, device), budget)
+            say(f"  {described(choice, budget)}")
+            config = replace(config, backward=replace(config.backward, blocks=choice.blocks))
+    except TooSmall as error:
+        option, size = (smallest_batch(config) if config.batch_is_open else config).batch_option
+        raise UserError(
+            f"memory: {in_words(budget)} is too little: with {option}={size} this run needs {in_words(error.least, up=True)}"
+        ) from error
     except Unplannable as error:
         raise UserError(f"auto: {error}; set backward and the batch size yourself") from error
     except OutOfMemory as error:
@@ -61,10 +67,9 @@ def chosen(
     return config
 
 
-def described(settled: Settled) -> str:
+def described(choice: Choice, budget: int) -> str:
     """The choice of ``backward=auto`` as text."""
-    choice = settled.choice
     runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(choice.blocks))
     saved = 1 - choice.cost / choice.most_expensive
-    memory = f"{in_words(choice.bound, up=True)} of {in_words(settled.budget)}"
+    memory = f"{in_words(choice.bound, up=True)} of {in_words(budget)}"
     return f"{runs}; {memory}; {saved:.0%} less computation in blocks than with full recomputation"

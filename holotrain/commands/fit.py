@@ -32,8 +32,8 @@ from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer
 from holotrain.config.checkpointed import container
-from holotrain.config.choose_batch import smallest_batch
 from holotrain.config.devices import check_training_device, device_kind, device_name
+from holotrain.config.plans import smallest_batch
 from holotrain.config.schema import FitConfig
 from holotrain.errors import UserError
 

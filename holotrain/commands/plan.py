@@ -1,12 +1,16 @@
 """``holotrain plan``: predicts the memory of a training without allocating it, and the speed on several devices."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from holotrain.callbacks import GPUS, multiprocessors, peak_flops
+from holotrain.checks import one_of
+from holotrain.commands.advice import remedies
 from holotrain.commands.automatic import chosen, described
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.files import write_whole
@@ -14,14 +18,13 @@ from holotrain.commands.plan_picture import picture
 from holotrain.commands.run import Run
 from holotrain.commands.scaling_table import show_scaling
 from holotrain.commands.screen import console
-from holotrain.config.budget import budget_of
 from holotrain.config.build import build_data
-from holotrain.config.choose_batch import smallest_batch
-from holotrain.config.make_plan import Plan, make_plan
-from holotrain.config.make_scaling import check_scaling, make_scaling
+from holotrain.config.plans import budget_of, planner_of, smallest_batch
 from holotrain.config.schema import PlanConfig
 from holotrain.errors import UserError
-from holotrain.planning import Unplannable
+from holotrain.models.divided import divide
+from holotrain.overlap import LINKS
+from holotrain.planning import Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
 from holotrain.sizes import in_words, unit_of
 
 SHOWN = ("parameters", "gradients", "optimizer", "activations", "temporary")
@@ -35,7 +38,10 @@ def run(config: PlanConfig, run: Run) -> int:
         UserError: the training step cannot be planned.
     """
     device = _device(config)
-    check_scaling(config, device)
+    one_of("link", config.link, LINKS)
+    if config.gpu is not None:
+        one_of("gpu", config.gpu, GPUS)
+        one_of("device", device, ["cuda"])
     if device == "cpu" and config.trainer.precision == "16-mixed":
         raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
     known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
@@ -48,11 +54,13 @@ def run(config: PlanConfig, run: Run) -> int:
     quiet = config.json == "-"
     try:
         with console.status("planning") as status:
-            plan = make_plan(config, data, device, budget, lambda what: status.update(f"planning {what}"))
-            scaling = None if config.devices is None else make_scaling(config, data, plan, status.update)
+            planner = planner_of(config, data, device)
+            plan = make_plan(planner, budget, lambda what: status.update(f"planning {what}"))
+            scaling = None if config.devices is None else _scaling(config, planner, plan, status.update)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
-    found = plan.as_json() | ({"scaling": scaling.as_json()} if scaling else {})
+    needed = [] if plan.fits else remedies(config, plan)
+    found = plan.as_json() | {"remedies": needed} | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"
     write_whole(run.folder / "plan.json", figures)
     write_whole(run.folder / "plan.svg", picture(plan))
@@ -61,7 +69,7 @@ def run(config: PlanConfig, run: Run) -> int:
         return 0
     if config.json:
         write_whole(Path(config.json), figures)
-    _show(config, run, plan)
+    _show(config, run, plan, needed)
     if scaling:
         show_scaling(scaling)
     console.print(f"written to {run.folder}: plan.json, plan.svg")
@@ -86,7 +94,16 @@ def _budget(config: PlanConfig, device: str) -> int | None:
         return None
 
 
-def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
+def _scaling(config: PlanConfig, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:
+    def known(name: str) -> Gpu:
+        precision = config.trainer.precision
+        return Gpu(name, precision, peak_flops(name, precision), multiprocessors(name))
+
+    unit = "tokens/s" if planner.batch.name == "data.max_tokens" else "samples/s"
+    return make_scaling(planner, plan, config.devices, config.link, divide, config.gpu, known, unit, begin)
+
+
+def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
     model = run.choices.get("model", config.model.kind)
     place = "a GPU" if plan.device == "cuda" else "the CPU"
     within = f", {in_words(plan.budget)}" if plan.budget else ""
@@ -112,9 +129,9 @@ def _show(config: PlanConfig, run: Run, plan: Plan) -> None:
             f"{in_words(plan.configured.bound, up=True)} under backward={plan.backward}, must fit"
         )
     if plan.choice is not None:
-        console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice)}")
+        console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget)}")
     for limit in plan.limits:
         found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
-    if plan.fits is False and plan.remedies:
-        console.print(f"it fits with {', or with '.join(plan.remedies)}")
+    if needed:
+        console.print(f"it fits with {', or with '.join(needed)}")

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from holotrain.config.make_plan import Plan
+from holotrain.planning import Plan
 from holotrain.sizes import in_words
 
 COLOURS = {

@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holotrain.commands.screen import console
-from holotrain.config.make_scaling import Scaling
-from holotrain.planning import Band
+from holotrain.planning import Band, Scaling
 from holotrain.sizes import in_words
 
 

@@ -10,11 +10,5 @@ explain        Hydra's errors in one line
 help           --help
 build          builds data, models and tasks
 build_trainer  builds trainers, callbacks and loggers
-
-Planning and automatic choices:
-budget           the memory budget of a run
-build_plan       builds the training step that a plan analyzes
-make_plan        memory under each backward, largest batch and depth
-choose_backward  backward=auto
-choose_batch     data.batch_size=auto
+plans          builds what planning analyzes
 """

@@ -69,7 +69,7 @@ class _Columns(nn.Linear):
     """Some of a Linear's outputs; the gradient of its input is one term of a sum over ranks."""
 
     def __init__(self, whole: nn.Linear, outputs: int, sums: Sums) -> None:
-        super().__init__(whole.in_features, outputs, whole.bias is not None, device=whole.weight.device)
+        super().__init__(whole.in_features, outputs, whole.bias is not None, whole.weight.device, whole.weight.dtype)
         _trained_as(self, whole)
         self.sums = sums
 
@@ -84,7 +84,7 @@ class _Rows(nn.Linear):
     """Some of a Linear's inputs; its output is one term of a sum over ranks."""
 
     def __init__(self, whole: nn.Linear, inputs: int, sums: Sums) -> None:
-        super().__init__(inputs, whole.out_features, whole.bias is not None, device=whole.weight.device)
+        super().__init__(inputs, whole.out_features, whole.bias is not None, whole.weight.device, whole.weight.dtype)
         _trained_as(self, whole)
         self.sums = sums
 

@@ -7,70 +7,71 @@ scratch       upper bound of what an operation may hold inside itself on a CPU
 rehearsal     one training step, in the order of a training
 footprint     the memory of a step
 measured      the memory of a real step, for comparison
+planner       the memory of a step with other schedules, batch sizes and depths
 search        the largest size that fits
+limits        the largest batch and the largest depth that fit
 costs         memory and time of a block under each schedule
 choice        the schedules of all blocks within a budget
+auto          chooses the schedules or the batch size of a training
+budget        the free memory of a device
+plan          memory under each schedule, largest batch and depth
+work          the arithmetic of a step, of the parts of a model and of a tensor parallel rank
+step_times    the time of a step on one device
 rank_memory   the memory of one rank of several devices
 scaling       the time of a step on several devices
+strategies    memory and time of a training under each strategy
 """
 
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.choice import MARGIN, Choice, Option, Stage, TooSmall, choose
-from holotrain.planning.costs import flops, seconds, stage_of, visited
+from holotrain.planning.auto import choose_batch, choose_schedules
+from holotrain.planning.budget import free_memory
+from holotrain.planning.choice import Choice, Option, Stage, TooSmall, choose
+from holotrain.planning.costs import flops, seconds, stage_of, visits_of
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.imagination import Unplannable, fused_dropout, imagine, imagined, selecting
+from holotrain.planning.limits import largest_batch, largest_depth
 from holotrain.planning.measured import measured_peak
-from holotrain.planning.rank_memory import Unit, ddp_bytes, fsdp_bytes
-from holotrain.planning.rehearsal import TrainingStep, Update, rehearse, rehearse_update
-from holotrain.planning.scaling import (
-    Band,
-    Divided,
-    Prediction,
-    Setting,
-    Times,
-    ddp_seconds,
-    fsdp_seconds,
-    predicted,
-    settings_of,
-    tp_seconds,
-)
+from holotrain.planning.plan import Plan, make_plan
+from holotrain.planning.planner import Backward, Planner, Size
+from holotrain.planning.rehearsal import TrainingStep, rehearse
+from holotrain.planning.scaling import Band
 from holotrain.planning.search import largest
+from holotrain.planning.step_times import Gpu
+from holotrain.planning.strategies import Scaling, make_scaling
 
 __all__ = [
     "ALLOCATORS",
-    "MARGIN",
+    "Backward",
     "Band",
     "Choice",
-    "Divided",
     "Footprint",
+    "Gpu",
     "Option",
-    "Prediction",
-    "Setting",
+    "Plan",
+    "Planner",
+    "Scaling",
+    "Size",
     "Stage",
-    "Times",
     "TooSmall",
     "TrainingStep",
-    "Unit",
     "Unplannable",
-    "Update",
     "choose",
-    "ddp_bytes",
-    "ddp_seconds",
+    "choose_batch",
+    "choose_schedules",
     "flops",
-    "fsdp_bytes",
-    "fsdp_seconds",
+    "free_memory",
     "fused_dropout",
     "imagine",
     "imagined",
     "largest",
+    "largest_batch",
+    "largest_depth",
+    "make_plan",
+    "make_scaling",
     "measured_peak",
-    "predicted",
     "rehearse",
-    "rehearse_update",
     "seconds",
     "selecting",
-    "settings_of",
     "stage_of",
-    "tp_seconds",
-    "visited",
+    "visits_of",
 ]

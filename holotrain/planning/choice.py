@@ -61,10 +61,10 @@ class Choice:
 
 
 class TooSmall(ValueError):
-    """No choice fits the budget; ``least`` is the smallest bound."""
+    """Nothing fits the budget; ``least`` is the smallest bound."""
 
     def __init__(self, least: int) -> None:
-        super().__init__(f"no choice needs less than {least} bytes")
+        super().__init__(f"nothing needs less than {least} bytes")
         self.least = least
 
 

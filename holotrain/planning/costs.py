@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.choice import Option, Stage
 from holotrain.planning.clock import clock_of
 from holotrain.planning.ledger import Ledger
+from holotrain.planning.rehearsal import TrainingStep
 
 CPU = ALLOCATORS["cpu"]
 
@@ -37,21 +38,19 @@ class Visit:
     kwargs: dict[str, Any]
 
 
-@contextmanager
-def visited(sequences: Sequence[nn.Module]) -> Iterator[list[Visit]]:
-    """Records the calls of the sequences inside the context."""
+def visits_of(step: TrainingStep) -> list[Visit]:
+    """The calls of the sequences in a forward of the step, which is run without gradients."""
     visits: list[Visit] = []
-    handles = [
-        sequence.register_forward_pre_hook(
-            lambda module, args, kwargs: visits.append(Visit(module, args, kwargs)), with_kwargs=True
-        )
-        for sequence in sequences
-    ]
-    try:
-        yield visits
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def record(sequence: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        visits.append(Visit(sequence, args, kwargs))
+
+    handles = [sequence.register_forward_pre_hook(record, with_kwargs=True) for sequence in step.sequences]
+    with torch.no_grad(), step.autocast():
+        step.loss()
+    for handle in handles:
+        handle.remove()
+    return visits
 
 
 def stage_of(

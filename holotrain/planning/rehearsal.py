@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -27,21 +27,23 @@ class TrainingStep:
         loss: computes the loss of one batch.
         optimizer: of the model's parameters.
         autocast: returns the context of the forward.
-        accumulates: gradients of several batches are accumulated, so those of earlier batches stay.
+        batches: number of batches whose gradients are accumulated in one step. With several, those of earlier batches stay.
         clip: the largest norm of the gradient, or its largest value if ``clip_value`` is true; None: no clipping.
         rewrite: changes the gradients before they are clipped.
         held: other tensors that stay allocated, by kind, such as the batch.
+        sequences: the model's sequences of blocks, first to last, whose schedules can be chosen.
     """
 
     model: nn.Module
     loss: Callable[[], Tensor]
     optimizer: Optimizer
     autocast: Callable[[], AbstractContextManager] = nullcontext
-    accumulates: bool = False
+    batches: int = 1
     clip: float | None = None
     clip_value: bool = False
     rewrite: Callable[[], object] | None = None
     held: dict[str, Iterable[Tensor]] = field(default_factory=dict)
+    sequences: Sequence[nn.Module] = ()
 
     def begin(self) -> None:
         """Allocates gradients, as the previous step would have left them."""
@@ -58,7 +60,7 @@ class TrainingStep:
         enter("forward")
         with self.autocast():
             loss = self.loss()
-        if not self.accumulates:
+        if self.batches == 1:
             self.optimizer.zero_grad()
         enter("backward")
         loss.backward()

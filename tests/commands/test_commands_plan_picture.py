@@ -5,8 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from holotrain.commands.plan_picture import LEFT, picture
-from holotrain.config.make_plan import Plan
-from holotrain.config.schema.backward import BackwardConfig
+from holotrain.planning import Plan
 from holotrain.planning.footprint import LASTING, Footprint
 
 MIB = 2**20
@@ -16,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_a_bar_ends_at_the_bound_which_may_lie_beyond_the_budget():
     parts = dict.fromkeys(LASTING, 0) | {"activations": 6 * MIB, "temporary": 2 * MIB}
     footprint = Footprint(8 * MIB, "backward", parts, {"backward": 8 * MIB}, {"backward": parts}, {"backward": 4 * MIB})
-    plan = Plan("cpu", 10 * MIB, "autograd", BackwardConfig("autograd"), {"autograd": footprint}, None, [])
+    plan = Plan("cpu", 10 * MIB, "autograd", "autograd", {"autograd": footprint}, None, [])
     drawn = ElementTree.fromstring(picture(plan))
     bar = {rect.find(f"{SVG}title").text: rect for rect in drawn.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None}
     scratch = bar["scratch: 4 MiB"]

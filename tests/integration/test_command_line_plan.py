@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from small_run import SMALL
 
 from holotrain.config.build import build_data
-from holotrain.config.build_plan import Planner
 from holotrain.config.checkpointed import typed
 from holotrain.config.composition import composed
+from holotrain.config.plans import planner_of
 from holotrain.config.register import register
 from holotrain.planning import flops
 from holotrain.planning.footprint import Footprint
@@ -40,7 +40,8 @@ def footprint(*words: str, device: str = "cpu") -> Footprint:
     data = build_data(config)
     data.prepare_data()
     data.setup("fit")
-    return Planner(config, data, device).footprint(config.batch_option[1])
+    planner = planner_of(config, data, device)
+    return planner.footprint(planner.backward)
 
 
 def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
@@ -121,7 +122,7 @@ def test_plain_models_have_two_ways(holotrain):
 
 def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain, monkeypatch):
     # By FLOPs: times of a busy machine may well make one schedule the best for every block.
-    monkeypatch.setattr("holotrain.config.choose_backward.seconds", lambda visit, names, autocast: flops(visit, names))
+    monkeypatch.setattr("holotrain.planning.auto.seconds", lambda visit, names, autocast: flops(visit, names))
     words = [*RUN, "backward=auto", "memory=15MiB", "callbacks.checkpoint.every_n_train_steps=1"]
     status, out, err = holotrain("fit", *words, "trainer.max_steps=3", "output_dir=cut")
     assert (status, err) == (0, "")

@@ -8,21 +8,19 @@ import torch
 
 from holotrain.overlap import LINKS, Job, Link
 from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from holotrain.planning import (
+from holotrain.planning import Footprint
+from holotrain.planning.rank_memory import Unit, ddp_bytes, fsdp_bytes
+from holotrain.planning.scaling import (
     Divided,
-    Footprint,
     Setting,
     Times,
-    Unit,
-    ddp_bytes,
+    buckets,
     ddp_seconds,
-    fsdp_bytes,
     fsdp_seconds,
     predicted,
     settings_of,
     tp_seconds,
 )
-from holotrain.planning.scaling import buckets
 
 MIB = 2**20
 NOTHING_TO_WAIT_FOR = Setting(Link(inf, 0.0))

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 
-import lightning.pytorch as pl
 import torch
 
-from holotrain.callbacks import multiprocessors, peak_flops
-from holotrain.config.build import build_task
-from holotrain.config.build_plan import Planner, doubled, training_step
-from holotrain.config.devices import autocast_of
-from holotrain.config.schema.backward import BackwardConfig
-from holotrain.data.example import batch_unit, example_batch
-from holotrain.planning import Times, TrainingStep
 from holotrain.planning.clock import clock_of
-from holotrain.tasks import Task
+from holotrain.planning.planner import Backward, Planner
+from holotrain.planning.rehearsal import TrainingStep
+from holotrain.planning.scaling import Times
+from holotrain.planning.work import Work
 
 UTILISATION = (0.35, 0.55)
 """Fraction of a GPU's peak that transformers commonly reach: low and high."""
@@ -28,6 +22,16 @@ ROUNDS = 5
 
 SECONDS = 6.0
 """Time for these steps."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its peak FLOP/s in the precision of the training, and its streaming multiprocessors; None: not known."""
+
+    name: str
+    precision: str = ""
+    peak: float | None = None
+    sms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,25 @@ class StepTimes:
 
 def step_times(
     planner: Planner,
-    backward: BackwardConfig,
-    flops: tuple[float, float],
+    backward: Backward,
+    work: Work,
     gpu: str | None,
+    known: Callable[[str], Gpu],
     fits: bool | None,
     begin: Callable[[str], object] = lambda what: None,
 ) -> StepTimes:
     """
     Args:
-        flops: FLOPs of a forward and a backward.
+        work: the FLOPs of a step.
         gpu: name of the GPU to estimate for; None: measure on this machine's device.
+        known: what is known of a GPU, given its name.
         fits: whether the step fits the device's memory; None: not known.
         begin: called with what is timed next.
     """
     here = planner.device == "cpu" or torch.cuda.is_available()
     sms = torch.cuda.get_device_properties(0).multi_processor_count if planner.device == "cuda" and here else None
     if gpu is not None:
-        return estimated(planner, flops, gpu)
+        return estimated(work, known(gpu))
     if here and fits is not False:
         try:
             band, how = measured(planner, backward, begin)
@@ -71,70 +77,55 @@ def step_times(
         except torch.OutOfMemoryError:
             return StepTimes(None, "not known: not enough memory to time a step; estimate with gpu=H100, for example", sms)
     if here and planner.device == "cuda":
-        return estimated(planner, flops, torch.cuda.get_device_name())
+        return estimated(work, known(torch.cuda.get_device_name()))
     why = "a step does not fit on this device" if here else "this machine has no such device"
     return StepTimes(None, f"not known: {why}; estimate with gpu=H100, for example", sms)
 
 
-def estimated(planner: Planner, flops: tuple[float, float], gpu: str) -> StepTimes:
-    """Estimates the times from the peak of the named GPU."""
-    precision = planner.config.trainer.precision
-    peak = peak_flops(gpu, precision)
-    if peak is None:
-        return StepTimes(None, f"not known: the table has no peak of {gpu} in {precision}", multiprocessors(gpu))
+def estimated(work: Work, gpu: Gpu) -> StepTimes:
+    """Estimates the times from the peak of a GPU."""
+    if gpu.peak is None:
+        return StepTimes(None, f"not known: the table has no peak of {gpu.name} in {gpu.precision}", gpu.sms)
     slow, fast = (
-        Times(*(count / (share * peak) for count in flops), 0.0, planner.config.trainer.accumulate_grad_batches)
-        for share in UTILISATION
+        Times(work.forward / (share * gpu.peak), work.backward / (share * gpu.peak), 0.0, work.batches) for share in UTILISATION
     )
     low, high = (f"{share:.0%}" for share in UTILISATION)
     source = (
-        f"estimated, not measured: {sum(flops) / 1e12:.4g} TFLOP per batch, with recomputation, at {low} to {high} of the "
-        f"{peak / 1e12:.4g} TFLOP/s of {gpu} in {precision}; without the optimizer's update"
+        f"estimated, not measured: {(work.forward + work.backward) / 1e12:.4g} TFLOP per batch, with recomputation, "
+        f"at {low} to {high} of the {gpu.peak / 1e12:.4g} TFLOP/s of {gpu.name} in {gpu.precision}; "
+        "without the optimizer's update"
     )
-    return StepTimes((fast, slow), source, multiprocessors(gpu))
+    return StepTimes((fast, slow), source, gpu.sms)
 
 
-def measured(planner: Planner, backward: BackwardConfig, begin: Callable[[str], object]) -> tuple[tuple[Times, Times], str]:
+def measured(planner: Planner, backward: Backward, begin: Callable[[str], object]) -> tuple[tuple[Times, Times], str]:
     """The fastest and the slowest of a few steps, and a description; with a smaller batch if they would take too long.
 
     Raises:
         torch.OutOfMemoryError: the GPU ran out of memory.
     """
-    config = replace(planner.config, backward=backward, compile=False)
-    option, size = config.batch_option
+    batch = planner.batch
     place = torch.device(planner.device)
     begin("timing steps: building the model")
     with torch.random.fork_rng():
-        task = build_task(config, planner.data).to(place)
-        if config.trainer.precision == "64-true":
-            task = task.double()
+        model = planner.make_model(backward, None).to(place)
         # A smaller batch never uses the device better, so its time per sample is an upper bound.
-        unit = batch_unit(planner.data)
-        part = min(unit, size)
+        part = min(batch.unit, batch.value)
         while True:
-            step = _step(planner, task, part)
-            begin(f"timing steps: {option}={part}")
+            step = planner.make_step(model, part)
+            begin(f"timing steps: {batch.name}={part}")
             _timed(step, place)
             one = _timed(step, place)
-            larger = min(4 * part, size)
-            if part == size or one.step * larger / part * (1 + ROUNDS) > SECONDS:
+            larger = min(4 * part, batch.value)
+            if part == batch.value or one.step * larger / part * (1 + ROUNDS) > SECONDS:
                 break
             part = larger
         rounds = max(1, min(ROUNDS, int(SECONDS / one.step)))
         found = sorted((_timed(step, place) for _ in range(rounds)), key=lambda times: times.step)
-    grown, batches = size / part, config.trainer.accumulate_grad_batches
-    band = tuple(Times(grown * t.forward, grown * t.backward, t.update, batches) for t in (found[0], found[-1]))
+    grown = batch.value / part
+    band = tuple(Times(grown * t.forward, grown * t.backward, t.update, step.batches) for t in (found[0], found[-1]))
     how = f"the fastest and the slowest of {rounds} steps" if rounds > 1 else "one step"
-    return band, how + (f" with {option}={part}, in proportion" if part != size else "")
-
-
-def _step(planner: Planner, task: Task, size: int) -> TrainingStep:
-    config, place = planner.config, torch.device(planner.device)
-    batch = example_batch(planner.data, size)
-    if config.trainer.precision == "64-true":
-        batch = doubled(batch)
-    step = training_step(config, task, pl.utilities.move_data_to_device(batch, place), planner.device)
-    return replace(step, autocast=partial(autocast_of, config.trainer, planner.device))
+    return band, how + (f" with {batch.name}={part}, in proportion" if part != batch.value else "")
 
 
 def _timed(step: TrainingStep, place: torch.device) -> Times:

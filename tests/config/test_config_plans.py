@@ -1,23 +1,15 @@
 """Plans of configured runs, task by task, against the same step on real tensors."""
 
-from dataclasses import replace
-
 import pytest
 from omegaconf import OmegaConf
 from tracked_memory import check_plan
 
-from holotrain.config.build import build_data, build_task
-from holotrain.config.build_plan import Planner, training_step
+from holotrain.config.build import build_data
 from holotrain.config.checkpointed import typed
-from holotrain.config.choose_backward import settle
-from holotrain.config.choose_batch import largest_batch
 from holotrain.config.composition import composed
-from holotrain.config.make_plan import Plan
+from holotrain.config.plans import planner_of
 from holotrain.config.register import register
-from holotrain.config.schema.backward import BackwardConfig
 from holotrain.data.example import example_batch
-from holotrain.errors import UserError
-from holotrain.planning.scratch import HALF
 
 SMALL = ["model.dim=96", "model.heads=3", "model.depth=2"]
 TEXT = [*SMALL, "data.context=64"]
@@ -58,12 +50,9 @@ def configured(name, tokens):
 @pytest.mark.parametrize("name", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_a_plan_of_each_task_is_what_its_step_takes(name, tokens):
     config, data = configured(name, tokens)
-    size = config.batch_option[1]
-    planned = Planner(config, data, "cpu").footprint(size)
-    task = build_task(config, data)
-    if name == "in double precision":
-        task = task.double()
-    check_plan(planned, training_step(config, task, example_batch(data, size), "cpu"))
+    planner = planner_of(config, data, "cpu")
+    planned = planner.footprint(planner.backward)
+    check_plan(planned, planner.make_step(planner.make_model(planner.backward, None), planner.batch.value))
     assert (planned.parts["average"] > 0) == (name == "with an average")
     assert (planned.parts["hologram"] > 0) == (name == "with a hologram")
 
@@ -82,29 +71,3 @@ def test_the_largest_batch_of_documents_is_what_is_planned(tokens):
     config, data = configured("masked_lm", tokens)
     largest = max(batch["tokens"].numel() for batch in data.train_dataloader())
     assert largest <= example_batch(data, config.batch_option[1])["tokens"].numel() < 2048 + data.longest
-
-
-def test_what_must_fit_is_the_bound(tokens, monkeypatch):
-    config, data = configured("images, mixed", tokens)
-    config = replace(config.with_batch(16), model=replace(config.model, depth=1), backward=BackwardConfig("reversible"))
-
-    def packs(answer):
-        """Whether this CPU gives half precision products to oneDNN."""
-        monkeypatch.setattr("holotrain.planning.scratch.goes_to_onednn", lambda dtype: answer and dtype in HALF)
-
-    packs(False)
-    plain = Planner(config, data, "cpu")
-    budget = plain.footprint(16).bound
-    assert largest_batch(plain, config.backward, budget, most=16) == 16
-    packs(True)
-    packed = Planner(config, data, "cpu")
-    assert plain.footprint(16).peak == packed.footprint(16).peak and packed.footprint(16).bound > budget
-    assert 0 < largest_batch(packed, config.backward, budget, most=16) < 16
-    for planner, fits in ((plain, True), (packed, False)):
-        footprint = planner.footprint(16)
-        plan = Plan("cpu", budget, "reversible", config.backward, {"reversible": footprint}, None, [])
-        assert plan.fits == fits
-        figures = plan.as_json()["footprints"]["reversible"]
-        assert figures["bound"] == footprint.bound == figures["peak"] + figures["scratch"]
-    with pytest.raises(UserError, match="is too little"):
-        settle(Planner(replace(config, backward=BackwardConfig("auto")), data, "cpu"), budget)

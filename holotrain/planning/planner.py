@@ -1,0 +1,99 @@
+"""A training and its variants: other schedules, batch sizes and depths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning.footprint import Footprint
+from holotrain.planning.imagination import fused_dropout, imagine, imagined, selecting
+from holotrain.planning.rehearsal import TrainingStep, Update, rehearse, rehearse_update
+from holotrain.reversible.recomputation import imagining_a_side_stream
+
+Backward = str | list[str]
+"""The schedule of all blocks, or of each block, as in :class:`~holotrain.reversible.ReversibleSequence`."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a training that a plan can change: its name for messages, its value, and the smallest sensible increment."""
+
+    name: str
+    value: int
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Predicts the memory of a training and of variants of it, without allocating anything.
+
+    Args:
+        make_model: makes the module to train on PyTorch's default device, given its schedules and depth (None: as configured).
+        make_step: makes the training step of this module with a batch of the given size, on the device of its parameters.
+        device: ``"cuda"`` or ``"cpu"``: where the training is to take place; this machine need not have it.
+        batch: the batch size.
+        depth: the number of blocks; None: it cannot be changed.
+        schedules: names of the schedules that the blocks support.
+        backward: the configured schedules; None: they are to be chosen.
+        keeps_attention: whether blocks that are recomputed can keep the output of attention.
+        selected: the share of its entries that a boolean mask is assumed to select; None: the step uses no such mask.
+    """
+
+    make_model: Callable[[Backward, int | None], nn.Module]
+    make_step: Callable[[nn.Module, int], TrainingStep]
+    device: str
+    batch: Size
+    depth: Size | None = None
+    schedules: Sequence[str] = ("autograd", "checkpoint", "reversible", "pareprop")
+    backward: Backward | None = None
+    keeps_attention: bool = True
+    selected: float | None = None
+    _updates: dict[int | None, Update] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
+
+    def footprint(self, backward: Backward, batch: int | None = None, depth: int | None = None) -> Footprint:
+        """The memory of a training step.
+
+        Args:
+            batch: another batch size.
+            depth: another depth.
+
+        Raises:
+            Unplannable: an operation needs the values of its inputs.
+        """
+        batch = batch or self.batch.value
+        asked = repr((backward, batch, depth))
+        if asked not in self._known:
+            allocator = ALLOCATORS[self.device]
+            with self.imagined_step(self.imagined_model(backward, depth), batch) as step:
+                if depth not in self._updates:
+                    self._updates[depth] = rehearse_update(step, allocator)
+                self._known[asked] = rehearse(step, allocator, self._updates[depth])
+        return self._known[asked]
+
+    def imagined_model(self, backward: Backward, depth: int | None = None) -> nn.Module:
+        """The module on the meta device."""
+        with torch.device("meta"):
+            return self.make_model(backward, depth)
+
+    @contextmanager
+    def imagined_step(self, model: nn.Module, batch: int | None = None) -> Iterator[TrainingStep]:
+        """The training step of a module on the meta device, with tensors that have shapes but no data."""
+        with ExitStack() as stack:
+            if self.device == "cuda":
+                stack.enter_context(fused_dropout())
+                stack.enter_context(imagining_a_side_stream())
+            stack.enter_context(imagined())
+            if self.selected is not None:
+                stack.enter_context(selecting(self.selected))
+            step = self.make_step(imagine(model, torch.device("cpu")), batch or self.batch.value)
+            if self.device == "cuda":  # where optimizers use foreach by default
+                for group in step.optimizer.param_groups:
+                    if group.get("foreach", 0) is None and not group.get("fused"):
+                        group["foreach"] = True
+            yield step

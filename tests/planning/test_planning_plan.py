@@ -1,0 +1,71 @@
+"""What fits, and the largest that does, for plain models."""
+
+import pytest
+from small_models import IMAGE
+from small_planners import planner
+
+from holotrain.planning import TooSmall, choose_batch, choose_schedules, free_memory, largest_batch, largest_depth, make_plan
+from holotrain.planning.scratch import HALF
+
+
+def test_what_must_fit_is_the_bound(monkeypatch):
+    def packs(answer):
+        """Whether this CPU gives half precision products to oneDNN."""
+        monkeypatch.setattr("holotrain.planning.scratch.goes_to_onednn", lambda dtype: answer and dtype in HALF)
+
+    packs(False)
+    large = {"sizes": IMAGE | {"dim": 96, "heads": 3, "depth": 1}, "batch": 128, "half": True, "schedules": ("reversible",)}
+    plain = planner(**large)
+    budget = plain.footprint("reversible").bound
+    assert largest_batch(plain, "reversible", budget, most=128).value == 128
+    assert make_plan(plain, budget).fits
+    packs(True)
+    packed = planner(**large)
+    plan = make_plan(packed, budget)
+    assert plan.configured.peak == plain.footprint("reversible").peak and plan.configured.bound > budget and not plan.fits
+    assert 0 < largest_batch(packed, "reversible", budget, most=128).value < 128
+    figures = plan.as_json()["footprints"]["reversible"]
+    assert figures["bound"] == plan.configured.bound == figures["peak"] + figures["scratch"]
+    with pytest.raises(TooSmall):
+        choose_schedules(packed, budget)
+
+
+def test_the_largest_depth_fits_and_one_more_block_does_not():
+    planned = planner()
+    budget = planned.footprint("checkpoint", depth=7).bound
+    found = largest_depth(planned, "checkpoint", budget)
+    assert (found.option, found.configured, found.value, found.exact) == ("depth", 2, 7, False)
+    assert planned.footprint("checkpoint", depth=8).bound > budget
+
+
+def test_a_batch_that_is_chosen_leaves_a_margin():
+    planned = planner(batch=1)
+    budget = planned.footprint("reversible", 9).bound
+    size = choose_batch(planned, budget)
+    assert planned.footprint("reversible", size).bound <= 0.998 * budget < planned.footprint("reversible", size + 1).bound
+    with pytest.raises(TooSmall) as error:
+        choose_batch(planned, budget, least=size + 1)
+    assert error.value.least == planned.footprint("reversible", size + 1).bound
+
+
+def test_schedules_that_are_open_are_chosen_within_the_budget():
+    planned = planner(batch=16, backward=None, schedules=("autograd", "reversible"))
+    least, most = (planned.footprint(name).bound for name in ("reversible", "autograd"))
+    plan = make_plan(planned, (least + most) // 2)
+    assert plan.backward == "auto" and plan.schedule == plan.choice.blocks and len(plan.schedule) == 2
+    assert plan.configured.bound == plan.choice.bound <= plan.budget
+    small = make_plan(planned, least - 1)
+    assert (small.backward, small.choice, small.fits) == ("reversible", None, False)
+
+
+def test_the_free_memory_is_that_of_the_tightest_limit(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 7 kB\n")
+    monkeypatch.setattr("holotrain.planning.budget.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("holotrain.planning.budget.CONTAINER", tmp_path)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (-1, -1))
+    assert free_memory("cpu") == 7 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert free_memory("cpu") == 3000
+    (tmp_path / "meminfo").unlink()
+    assert free_memory("cpu") is None

@@ -1,0 +1,40 @@
+"""Planners of tiny models, without a configuration."""
+
+import torch
+from small_models import IMAGE
+
+from holotrain.models import RevViT
+from holotrain.models.schedules import sequences
+from holotrain.planning import Planner, Size, TrainingStep
+
+
+def planner(
+    make=RevViT, sizes=IMAGE, batch=4, backward="reversible", device="cpu", half=False, batches=1, change=None, **options
+):
+    """``half``: autocast to bf16. ``batches``: number of accumulated batches. ``change``: applied to the model."""
+
+    def make_model(backward, depth):
+        blocks = {"backward": backward} if "dim" in sizes else {}
+        model = make(**sizes | blocks | ({} if depth is None else {"depth": depth}))
+        if change is not None:
+            change(model)
+        return model
+
+    def make_step(model, size):
+        place = next(model.parameters()).device
+        if "vocab" in sizes:
+            given = (torch.zeros(size, sizes["context"], dtype=torch.int64, device=place),) * 2
+        else:
+            given = (torch.zeros(size, 1, 8, 8, device=place),)
+        return TrainingStep(
+            model,
+            lambda: model(*given).square().mean(),
+            torch.optim.AdamW(model.parameters()),
+            autocast=lambda: torch.autocast(place.type, torch.bfloat16, enabled=half),
+            batches=batches,
+            held={"batch": given},
+            sequences=sequences(model),
+        )
+
+    depth = Size("depth", sizes["depth"]) if "depth" in sizes else None
+    return Planner(make_model, make_step, device, Size("batch", batch), depth, backward=backward, **options)
