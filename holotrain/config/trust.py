@@ -43,8 +43,8 @@ def require_trusted(
         if target not in allowed:
             package = str(target).partition(".")[0]
             raise UserError(
-                f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or --config-dir"
-                f" does; if you trust it, add trust={package}"
+                f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
+                f"--config-dir does; if you trust it, add trust={package}"
             )
 
 
