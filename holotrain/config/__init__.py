@@ -10,6 +10,7 @@ explain        Hydra's errors in one line
 help           --help
 build          builds data, models and tasks
 build_trainer  builds trainers, callbacks and loggers
+build_shown    builds the callbacks that log images, matrices, texts and norms
 
 Planning and automatic choices:
 budget           the memory budget of a run
