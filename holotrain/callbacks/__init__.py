@@ -8,6 +8,14 @@ synthesis     SynthesisCallback: holographic weight synthesis before each optimi
 throughput    ThroughputMonitor: samples, tokens, MFU and HFU
 trace         TraceProfiler: a few batches as a trace for Perfetto
 memory_picture  memory during a batch, as SVG
+optimization  OptimizationMonitor: gradient norm, relative size of updates
+histograms    Histograms: distributions of weights and gradients
+predictions   Predictions: validation images with predictions
+confusion     ConfusionMatrix: which classes are taken for which
+classified    reads a classifier's outputs during validation
+samples       Samples: texts of a causal language model
+drawing       pictures with text, drawn with Pillow
+media         images and text for each kind of logger
 padding       PaddingMonitor: fraction of padding in text batches
 period        how often callbacks measure
 share         which shard of the data a process reads
@@ -20,29 +28,39 @@ whole_steps   delays what happens between batches to the optimizer step
 epoch_log     EpochLog: one line per epoch
 """
 
+from holotrain.callbacks.confusion import ConfusionMatrix
 from holotrain.callbacks.diffusion import ErrorDiffusionMonitor
 from holotrain.callbacks.drift import DriftMonitor
 from holotrain.callbacks.epoch_log import EpochLog
 from holotrain.callbacks.exact_checkpoint import ExactCheckpoint, last_checkpoint
 from holotrain.callbacks.exact_resume import ExactResume
 from holotrain.callbacks.flops import GPUS, multiprocessors, peak_flops, training_flops
+from holotrain.callbacks.histograms import Histograms
 from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
 from holotrain.callbacks.memory import MemoryMonitor
+from holotrain.callbacks.optimization import OptimizationMonitor
 from holotrain.callbacks.padding import PaddingMonitor
+from holotrain.callbacks.predictions import Predictions
+from holotrain.callbacks.samples import Samples
 from holotrain.callbacks.synthesis import SynthesisCallback
 from holotrain.callbacks.throughput import ThroughputMonitor
 from holotrain.callbacks.trace import TraceProfiler
 
 __all__ = [
     "GPUS",
+    "ConfusionMatrix",
     "DriftMonitor",
     "EpochLog",
     "ErrorDiffusionMonitor",
     "ExactCheckpoint",
     "ExactResume",
+    "Histograms",
     "Interrupted",
     "MemoryMonitor",
+    "OptimizationMonitor",
     "PaddingMonitor",
+    "Predictions",
+    "Samples",
     "SaveOnSignal",
     "SynthesisCallback",
     "ThroughputMonitor",

@@ -8,12 +8,14 @@ from typing import Literal
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 
+from holotrain.callbacks.media import log_image
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
+from holotrain.config.build_shown import build_matrix
 from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_loggers, build_trainer
 from holotrain.config.devices import check_device
@@ -36,16 +38,21 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates the weights of ``path`` (None: the task's own, at ``step``) on one split and returns the metrics.
 
-    The loggers get the metrics at the step of the weights. (Lightning would log them at step 0.)
+    The loggers get the metrics and, of a classification, the confusion matrix, at the step of the weights. (Lightning would
+    log them at step 0.)
     """
     if path is not None:
         load_weights(task, path)
         step = checkpointed.load(path).get("global_step", 0)
-    trainer = build_trainer(config.trainer, run.folder, [], False, place=run.place)
+    matrices = build_matrix(config, task, data)
+    trainer = build_trainer(config.trainer, run.folder, [*matrices], False, place=run.place)
     measure = trainer.validate if split == "validate" else trainer.test
     metrics = measure(task, datamodule=data, verbose=False)[0]
     for logger in loggers:
         logger.log_metrics(metrics, step=step)
+    for matrix in matrices:
+        if matrix.image is not None:
+            log_image(loggers, f"{'val' if split == 'validate' else 'test'}/confusion_matrix", matrix.image, step)
     return metrics
 
 

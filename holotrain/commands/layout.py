@@ -7,6 +7,7 @@ from holotrain.callbacks import (
     DriftMonitor,
     ErrorDiffusionMonitor,
     MemoryMonitor,
+    OptimizationMonitor,
     PaddingMonitor,
     SynthesisCallback,
     ThroughputMonitor,
@@ -40,6 +41,8 @@ def tags(trainer: pl.Trainer, task: Task, config: RunConfig) -> set[str]:
                 found.add("throughput/mfu")
         elif isinstance(callback, DriftMonitor) and config.backward.kind not in PLAIN:
             found.add("reversible/drift")
+        elif isinstance(callback, OptimizationMonitor):
+            found |= {"optimization/gradient_norm", "optimization/update_ratio"}
         elif isinstance(callback, SynthesisCallback):
             found |= {f"synthesis/{name}" for name in ("milliseconds", "gradient_cosine", "update_norm", "skipped")}
         elif isinstance(callback, ErrorDiffusionMonitor):

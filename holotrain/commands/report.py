@@ -10,6 +10,8 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from holotrain.commands import summary
 from holotrain.commands.files import write_whole
 from holotrain.config.schema import ReportConfig
+from holotrain.dashboard.events import read_events
+from holotrain.dashboard.media import read_images, read_texts
 from holotrain.dashboard.page import page
 from holotrain.dashboard.scalars import read_scalars
 from holotrain.dashboard.table import Reported
@@ -85,7 +87,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> Reported:
-    return Reported(folder, _config(folder / "config.yaml"), summary.read(folder) or {}, read_scalars(folder))
+    config, ended, events = _config(folder / "config.yaml"), summary.read(folder) or {}, read_events(folder)
+    return Reported(folder, config, ended, read_scalars(folder, events), read_images(events), read_texts(events))
 
 
 def _config(path: Path) -> dict:

@@ -37,6 +37,7 @@ from holotrain.callbacks import (
 )
 from holotrain.checks import described_by, one_of
 from holotrain.config.build import build_model
+from holotrain.config.build_shown import build_shown
 from holotrain.config.build_strategy import build_strategy, spread
 from holotrain.config.build_synthesis import build_synthesis
 from holotrain.config.chosen import Chosen
@@ -173,6 +174,7 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
         callbacks.append(DriftMonitor(threshold=settings.drift.threshold))
     if config.task.kind == "error_diffusion" and not config.backward.cuda_graph:
         callbacks.append(ErrorDiffusionMonitor())
+    callbacks += build_shown(config, task, data)
     if config.synthesis.kind != "none":
         callbacks.append(build_synthesis(config.synthesis, task))
     if settings.throughput.enabled:

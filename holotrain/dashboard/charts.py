@@ -60,6 +60,8 @@ CHARTS = (
         {"error_diffusion/dead_cells": "dead cells", "error_diffusion/sign_violations": "wrong signs"},
         "fraction",
     ),
+    Chart("Optimization", "Gradient norm before clipping", {"optimization/gradient_norm": "norm"}, logarithmic=True),
+    Chart("Optimization", "Size of updates relative to weights", {"optimization/update_ratio": "ratio"}, logarithmic=True),
     Chart("Learning rate", "Learning rate", {"train/lr": "learning rate"}),
 )
 """All charts, in order."""

@@ -137,7 +137,11 @@
       box,
     );
   }
-  const drawAll = () => views.forEach(draw);
+  const media = document.querySelectorAll("[data-run]");
+  const drawAll = () => {
+    views.forEach(draw);
+    media.forEach((figure) => (figure.hidden = hidden.has(Number(figure.dataset.run))));
+  };
 
   const choice = document.getElementById("runs");
   runs.forEach((run, index) => {

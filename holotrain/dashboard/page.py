@@ -6,11 +6,12 @@ from datetime import datetime
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from holotrain.dashboard.charts import CHARTS, Chart
+from holotrain.dashboard.media import Medium
 from holotrain.dashboard.scalars import Curve
 from holotrain.dashboard.table import Column, Reported, columns, different_options, labels, shown
 from holotrain.dashboard.thinning import smoothed, thinned
@@ -42,6 +43,8 @@ def page(runs: list[Reported]) -> str:
         "DATE": datetime.now().strftime("%Y-%m-%d %H:%M"),
         "TABLE": _table(columns(runs), names, colours),
         "OPTIONS": _options(runs, names),
+        "IMAGES": _media(runs, names, colours, "images"),
+        "TEXTS": _media(runs, names, colours, "texts"),
         "STYLE": _of_uplot("uPlot.min.css") + _file("page.css"),
         "LIBRARY": _of_uplot("uPlot.iife.js"),
         "SCRIPT": _file("page.js"),
@@ -113,6 +116,23 @@ def _options(runs: list[Reported], names: list[str]) -> str:
     count = f"{len(options)} option{'s' * (len(options) > 1)} in which the runs differ"
     table = f"<table><thead><tr><th>option</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<details><summary>{count}</summary><div class="wide">{table}</div></details>'
+
+
+def _media(runs: list[Reported], names: list[str], colours: list[str], kind: Literal["images", "texts"]) -> str:
+    """The images or texts of all runs, those of a tag next to each other; empty if there are none."""
+    shown = []
+    for tag in sorted({tag for run in runs for tag in getattr(run, kind)}):
+        for number, run in enumerate(runs):
+            medium: Medium | None = getattr(run, kind).get(tag)
+            if medium is None:
+                continue
+            title = f"<h3>{html.escape(tag)}<span>, step {int(medium.step)}</span></h3>"
+            of = f'<div class="key"><i style="background:{colours[number]}"></i>{html.escape(names[number])}</div>'
+            content = html.escape(medium.content)
+            body = f'<img alt="{html.escape(tag)}" src="{content}">' if kind == "images" else f"<pre>{content}</pre>"
+            caption = f"<figcaption>{title}{of if len(runs) > 1 else ''}</figcaption>"
+            shown.append(f'<figure data-run="{number}">{caption}{body}</figure>')
+    return f'<section class="{kind}">{"".join(shown)}</section>' if shown else ""
 
 
 def _colour(number: int) -> str:

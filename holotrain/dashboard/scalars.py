@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from holotrain.dashboard.events import read_events
 from holotrain.errors import UserError
 
 
@@ -32,42 +31,26 @@ class Curve:
         return Curve(self.steps[kept], self.values[kept], None if self.instants is None else self.instants[kept])
 
 
-def read_scalars(folder: Path) -> dict[str, Curve]:
+def read_scalars(folder: Path, events: EventAccumulator | None = None) -> dict[str, Curve]:
     """The scalars of a run by tag; empty if it has none. Points of a resumed run replace earlier ones.
+
+    Args:
+        events: of the run, if they have been read already.
 
     Raises:
         UserError: a file cannot be read.
     """
-    return {**_csv(folder / "csv"), **_tensorboard(folder / "tensorboard")}
+    return {**_csv(folder / "csv"), **_tensorboard(events or read_events(folder))}
 
 
-def _tensorboard(folder: Path) -> dict[str, Curve]:
-    paths = sorted(folder.glob("*tfevents*"))
-    for path in paths:
-        _check(path)
-    if not paths:
+def _tensorboard(events: EventAccumulator | None) -> dict[str, Curve]:
+    if events is None:
         return {}
-    try:
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    except (OSError, DecodeError) as error:
-        raise UserError(f"{folder} has an unreadable event file: {error}") from error
     rows = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     return {
         tag: _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
         for tag, points in rows.items()
     }
-
-
-def _check(path: Path) -> None:
-    """TensorBoard skips unreadable files; here they raise. Empty and truncated files are accepted, as in TensorBoard."""
-    try:
-        with path.open("rb") as file:
-            empty = not file.read(1)
-        readable = empty or next(iter(EventFileLoader(str(path)).Load()), None) is not None
-    except (OSError, DecodeError):
-        readable = False
-    if not readable:
-        raise UserError(f"{path} is not a readable event file")
 
 
 def _csv(folder: Path) -> dict[str, Curve]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holotrain.dashboard.media import Medium
 from holotrain.dashboard.scalars import Curve
 
 UNCOMPARED = ("output_dir", "resume", "hydra", "logger")
@@ -20,12 +21,15 @@ class Reported:
         config: all options, nested; empty without a config.yaml.
         summary: content of summary.json; empty without one (the run is not finished, or was killed).
         curves: its scalars by tag.
+        images, texts: the last of each tag.
     """
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
+    images: dict[str, Medium] = field(default_factory=dict)
+    texts: dict[str, Medium] = field(default_factory=dict)
 
     @property
     def overrides(self) -> dict[str, str]:

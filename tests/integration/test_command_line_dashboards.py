@@ -94,6 +94,28 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain, sweep):
     assert status == 2 and err.startswith(f"holotrain: {sweep}/1: no scalars found")
 
 
+def test_a_run_shows_what_it_learns_and_the_report_shows_it_too(holotrain):
+    status, _, err = holotrain("fit", *SMALL, "callbacks.histograms=true")
+    assert (status, err) == (0, "")
+    folder = only(Path("runs/fit"))
+    tags = EventAccumulator(str(folder / "tensorboard")).Reload().Tags()
+    assert tags["images"] == ["val/predictions", "val/confusion_matrix", "test/confusion_matrix"]
+    assert any(tag.startswith("gradients/model.blocks") for tag in tags["histograms"])
+    assert {"optimization/gradient_norm", "optimization/update_ratio"} <= set(tags["scalars"])
+    holotrain("report", str(folder))
+    assert Path("report.html").read_text().count('src="data:image/png;base64,') == 3
+    holotrain("test", f"ckpt_path={folder / 'checkpoints/last.ckpt'}")
+    assert EventAccumulator(str(only(Path("runs/test")) / "tensorboard")).Reload().Tags()["images"] == ["test/confusion_matrix"]
+
+
+def test_what_is_shown_can_be_switched_off(holotrain):
+    names = ("optimization", "predictions", "confusion_matrix", "samples")
+    holotrain("fit", *SMALL, *(f"callbacks.{name}=false" for name in names))
+    tags = EventAccumulator(str(only(Path("runs/fit")) / "tensorboard")).Reload().Tags()
+    assert not tags["images"] and not tags["histograms"]
+    assert not [tag for tag in tags["scalars"] if tag.startswith("optimization/")]
+
+
 MISTAKES = [
     (["report"], "report needs the folder of a run"),
     (["report", "nowhere"], "there is no folder nowhere"),

@@ -60,10 +60,10 @@ def free_port(*wanted: int) -> int:
     raise OSError("no port is free")
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder: Path, tag: str = "train/loss") -> list[float]:
     """Of all the logs of a run: of its parts, where it was resumed."""
     logs = sorted((folder / "csv").glob("version_*/metrics.csv"))
-    return [float(row["train/loss"]) for log in logs for row in csv.DictReader(log.open()) if row["train/loss"]]
+    return [float(row[tag]) for log in logs for row in csv.DictReader(log.open()) if row[tag]]
 
 
 def write_text(folder: Path) -> None:
@@ -184,6 +184,9 @@ def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words:
         where = f"{found['strategy']}, {found['backward']}"
         reference = alone[8 if found["strategy"] == "tp" else 16]
         assert losses(job) == pytest.approx(losses(reference), rel=1e-9), where
+        for tag in ("optimization/gradient_norm", "optimization/update_ratio"):  # of whole tensors, however they are sharded
+            norms = losses(reference, tag)
+            assert norms and losses(job, tag) == pytest.approx(norms, rel=1e-6), (where, tag)
         # all of the validation part, no sample of it twice
         whole = {name: value for name, value in summary(reference)["metrics"].items() if name.startswith("val/")}
         assert whole and {name: found["metrics"][name] for name in whole} == pytest.approx(whole, rel=1e-6), where

@@ -80,6 +80,21 @@ class CallbacksConfig:
     memory: bool = True
     """log memory use"""
 
+    optimization: bool = True
+    """log the norm of the gradient and the relative size of weight updates"""
+
+    predictions: bool = True
+    """image classification: log some validation images with their predictions"""
+
+    confusion_matrix: bool = True
+    """classification: log a confusion matrix after each validation and test"""
+
+    samples: bool = True
+    """causal language models: log sampled texts after each validation"""
+
+    histograms: bool = False
+    """log histograms of weights and gradients (TensorBoard only; slow)"""
+
     drift: DriftConfig = field(default_factory=DriftConfig)
 
     patience: int | None = None

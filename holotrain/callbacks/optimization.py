@@ -1,0 +1,143 @@
+"""OptimizationMonitor: norm of the gradient, and the relative size of weight updates."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from holotrain.callbacks.period import period_of
+
+SAMPLED = 2**16
+"""Entries of a tensor whose update is measured. So a logged step needs at most 256 KiB per fp32 tensor, not a copy of it."""
+
+
+class OptimizationMonitor(pl.Callback):
+    """Logs the gradient's norm and the size of the weight update in one of every n optimizer steps, for any Lightning Trainer.
+
+    The other steps have no overhead. The norms stay on the device until the step ends, and are then read at once.
+
+    Args:
+        every_n_steps: n; None: the trainer's ``log_every_n_steps``; 0: never.
+        per_block: also log the norm of the gradient of every block, and of every other part of the model.
+
+    Logs ``optimization/gradient_norm``: the L2 norm of the gradient that the optimizer step would use without clipping (with
+    16-mixed: without scaling; with accumulation: of the accumulated gradient); ``optimization/gradient_norm/<name>`` for each
+    part; and ``optimization/update_ratio``: the norm of the step's change of the weights over the norm of the weights before
+    it. The change of tensors with more than 65,536 entries is estimated from that many, equally spaced. Error diffusion has
+    updates in place of gradients; then these are measured. Logs nothing for a step without gradients.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, per_block: bool = False) -> None:
+        self.every_n_steps = every_n_steps
+        self.per_block = per_block
+        self._norms: dict[str, Tensor] = {}
+        self._before: tuple[list[Tensor], list[Tensor]] | None = None
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self._norms, self._before = {}, None
+        window = period_of(trainer, self.every_n_steps)
+        if not (window and trainer.loggers and (trainer.global_step + 1) % window == 0):
+            return
+        trained = {name: parameter for name, parameter in pl_module.named_parameters() if parameter.grad is not None}
+        if not trained:
+            return
+        parameters = [*trained.values()]
+        parts = parts_of(trained) if self.per_block else {"": list(trained)}
+        norms = {part: norm_of([trained[name].grad for name in names]) for part, names in parts.items()}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):  # fused: it unscales in its step
+            norms = {part: norm / scaler.get_scale() for part, norm in norms.items()}
+        self._norms = {"optimization/gradient_norm": torch.stack([*norms.values()]).norm()}
+        if self.per_block:
+            self._norms |= {f"optimization/gradient_norm/{part}": norm for part, norm in norms.items()}
+        self._norms["weights"] = norm_of(parameters)
+        self._before = parameters, [sample(parameter).clone() for parameter in parameters]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._before is None:
+            return
+        parameters, before = self._before
+        changes = torch._foreach_sub([sample(parameter) for parameter in parameters], before)
+        torch._foreach_mul_(changes, [weight(parameter) for parameter in parameters])
+        self._norms["change"] = norm_of(parameters, changes)
+        values = torch.stack([*self._norms.values()]).tolist()
+        scalars = dict(zip(self._norms, values, strict=True))
+        self._norms, self._before = {}, None
+        change, weights = scalars.pop("change"), scalars.pop("weights")
+        if weights:
+            scalars["optimization/update_ratio"] = change / weights
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._norms, self._before = {}, None
+
+
+def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of parameters by block, and by top-level part for those outside of blocks.
+
+    A name is cut after its first number, such as in ``blocks.3``, else after its first word. Words that all names begin with
+    are left out.
+    """
+    split = {name: name.split(".") for name in names}
+    heads = [words[:-1] for words in split.values()]  # what the first and the last in order share, all share
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(heads), max(heads), strict=False)))
+    parts: dict[str, list[str]] = {}
+    for name, words in split.items():
+        own = words[same:]
+        number = next((place for place, word in enumerate(own) if word.isdigit()), 0)
+        parts.setdefault(".".join(own[: number + 1]), []).append(name)
+    return parts
+
+
+@torch.no_grad()
+def norm_of(tensors: Sequence[Tensor], parts: Sequence[Tensor] | None = None) -> Tensor:
+    """The L2 norm over all tensors, in fp32 or better. Sharded tensors count as a whole; then all processes must call it.
+
+    Args:
+        parts: what to measure of each tensor in this process; None: its local part.
+    """
+    layouts: dict[Any, list[Tensor]] = {}
+    for tensor, part in zip(tensors, parts or [local(tensor) for tensor in tensors], strict=True):
+        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        layouts.setdefault(layout, []).append(part)
+    norms = []
+    for layout, members in layouts.items():
+        norm = get_total_norm(members)
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
+        if layout is not None:
+            mesh, placements = layout
+            summed = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+            norm = DTensor.from_local(norm.square(), mesh, summed, run_check=False).full_tensor().sqrt()
+        norms.append(norm)
+    return torch.stack(norms).norm()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part; of a sparse tensor its values."""
+    own = tensor.detach()
+    own = own.to_local() if isinstance(own, DTensor) else own
+    return own.coalesce().values() if own.is_sparse else own
+
+
+def sample(parameter: Tensor) -> Tensor:
+    """Up to ``SAMPLED`` equally spaced entries of this process's part, as a view if that is contiguous."""
+    own = local(parameter)
+    step = max(-(-own.numel() // SAMPLED), 1)
+    while step > 1 and math.gcd(step, own.shape[-1]) > 1:  # else all entries would lie in a few columns
+        step += 1
+    return own.flatten()[::step]
+
+
+def weight(parameter: Tensor) -> float:
+    """What makes the norm of a sample an estimate of the norm of all entries."""
+    return math.sqrt(local(parameter).numel() / max(sample(parameter).numel(), 1))

@@ -1,0 +1,119 @@
+"""Samples: texts that a causal language model writes."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holotrain.callbacks.media import log_text
+from holotrain.models import Sampling, generate
+
+TAG = "val/samples"
+
+
+class Samples(pl.Callback):
+    """Logs sampled continuations of prompts at each validation, for causal language models in any Lightning Trainer.
+
+    The random numbers come from a generator of its own with the same seed each time, so that texts of different steps differ by
+    the weights only, and the training is not changed.
+
+    Args:
+        prompts: texts to continue; None: the beginnings of ``count`` validation documents of the data module.
+        count: number of documents.
+        tokens: number of tokens to add to each prompt.
+        temperature: of the sampling; 0: always the likeliest token.
+        tokenizer: with ``encode``, ``decode`` and ``end_id``, as :class:`~holotrain.data.Tokenizer`; None: the data module's.
+        seed: of the samples.
+
+    The model is ``pl_module.model``, or else the module itself, and as :func:`~holotrain.models.generate` needs it. If its
+    parameters are sharded (FSDP, tensor parallel), it warns once and logs nothing. Compiled blocks run uncompiled here.
+
+    Logs ``val/samples``, with the first process's model.
+
+    Raises:
+        ValueError: at the start: no tokenizer or no prompts, a model that cannot generate, a prompt that fills its context.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str] | None = None,
+        count: int = 2,
+        tokens: int = 64,
+        temperature: float = 1.0,
+        tokenizer: Any = None,
+        seed: int = 0,
+    ) -> None:
+        if prompts is not None and (isinstance(prompts, str) or not prompts):
+            raise ValueError("prompts must be a list of at least one text")
+        if count < 1 or tokens < 1:
+            raise ValueError(f"count and tokens must be at least 1, not {count} and {tokens}")
+        self.prompts = None if prompts is None else list(prompts)
+        self.count, self.tokens, self.seed = count, tokens, seed
+        self.sampling = Sampling(temperature)
+        self.tokenizer = tokenizer
+        self._starts: list[Tensor] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model = model_of(pl_module)
+        if not (hasattr(model, "cache") and hasattr(model, "context")):
+            raise ValueError(f"Samples needs a causal language model with a cache; {type(model).__name__} has none")
+        self.tokenizer = self.tokenizer or getattr(trainer.datamodule, "tokenizer", None)
+        if self.tokenizer is None:
+            raise ValueError("Samples needs a tokenizer, because the data module has none")
+        if self.prompts is not None:
+            self._starts = [torch.from_numpy(self.tokenizer.encode(text).astype("int64")) for text in self.prompts]
+            self._starts = [start if len(start) else torch.tensor([self.tokenizer.end_id]) for start in self._starts]
+            if max(map(len, self._starts)) >= model.context:
+                raise ValueError(f"a prompt of Samples fills the model's context of {model.context} tokens")
+        elif hasattr(trainer.datamodule, "part"):
+            longest = max(min(self.tokens // 2, model.context // 4), 1)
+            self._starts = list(beginnings(trainer.datamodule.part("val"), self.count, longest))
+        if not self._starts:
+            raise ValueError("Samples needs prompts, because the data module has no documents")
+
+    # Before on_validation_end: then an average of the weights is still in place, and the time does not count as training.
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking or not (self._starts and trainer.loggers):
+            return
+        model = model_of(pl_module)
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            warnings.warn("Samples cannot generate with sharded parameters, so it logs no texts", stacklevel=2)
+            self._starts = []
+        elif trainer.is_global_zero:
+            rows = [
+                [self.tokenizer.decode(start.tolist()), text]
+                for start, text in zip(self._starts, self._texts(trainer, model, pl_module.device), strict=True)
+            ]
+            log_text(trainer.loggers, TAG, ["prompt", "continuation"], rows, trainer.global_step)
+
+    def _texts(self, trainer: pl.Trainer, model: nn.Module, device: torch.device) -> list[str]:
+        generator = torch.Generator(device).manual_seed(self.seed)
+        end = self.tokenizer.end_id
+        # Each length of the cache would be compiled anew.
+        with trainer.precision_plugin.forward_context(), torch.compiler.set_stance("force_eager"):
+            steps = generate(model, self._starts, self.tokens, self.sampling, end, generator)
+            try:
+                tokens = torch.stack([*steps], dim=1).tolist()
+            except ValueError as error:  # NaN: the training goes on, and its loss shows it
+                return [f"({error})"] * len(self._starts)
+        return [self.tokenizer.decode(row[: row.index(end)] if end in row else row) for row in tokens]
+
+
+def model_of(pl_module: pl.LightningModule) -> nn.Module:
+    return getattr(pl_module, "model", pl_module)
+
+
+def beginnings(corpus: Any, count: int, longest: int) -> Iterator[Tensor]:
+    """The first tokens of documents spread over a part, at most ``longest``, and at most half of each document."""
+    lengths = np.diff(corpus.offsets) - 1  # without the end token
+    documents = np.flatnonzero(lengths)
+    for place in range(min(count, len(documents))):
+        document = documents[place * len(documents) // min(count, len(documents))]
+        first = int(corpus.offsets[document])
+        taken = min(longest, -(-int(lengths[document]) // 2))
+        yield torch.from_numpy(corpus.tokens[first : first + taken].astype(np.int64))

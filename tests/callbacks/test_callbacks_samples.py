@@ -1,0 +1,128 @@
+"""Samples: what is continued, and that the training stays the same."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from compared import assert_equal
+from memo import Memo
+from shown_runs import Logged, adamw, fit, images
+
+from holotrain.callbacks import Samples
+from holotrain.callbacks.media import markdown
+from holotrain.data import ByteTokenizer, TextFiles
+from holotrain.models import GPT, Sampling, generate
+from holotrain.tasks import CausalLM
+
+
+@pytest.fixture
+def text(tmp_path):
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"Document {index} says that {index} and {index} are {2 * index}.\n" * 3)
+    return TextFiles(
+        str(tmp_path / "*.txt"),
+        cache_dir=str(tmp_path / "cache"),
+        context=32,
+        batch_size=8,
+        val_fraction=0.2,
+        test_fraction=0.1,
+    )
+
+
+def gpt(data, dropout=0.3):
+    torch.manual_seed(0)
+    data.prepare_data()
+    model = GPT(vocab=data.vocab_size, context=32, dim=16, depth=1, heads=2, dropout=dropout)
+    return CausalLM(model, torch.from_numpy(data.tokenizer.byte_lengths), optimizer=adamw)
+
+
+def test_prompts_are_beginnings_of_documents_and_texts_what_the_model_writes(text, tmp_path):
+    task = gpt(text)
+    fit(task, text, [Samples(count=3, tokens=16, seed=5)], tmp_path)
+    logged = Logged(tmp_path).texts("val/samples")
+    assert [step for step, _ in logged] == [4, 8]  # not at the sanity check
+    corpus, tokenizer = text.part("val"), text.tokenizer
+    documents = [corpus.tokens[first : last - 1] for first, last in zip(corpus.offsets[:-1], corpus.offsets[1:], strict=True)]
+    chosen = [documents[place * len(documents) // 3] for place in range(3)]
+    starts = [torch.from_numpy(document[:8].astype("int64")) for document in chosen]  # half of tokens, a quarter of context
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.stack([*generate(task.model.eval(), starts, 16, Sampling(), tokenizer.end_id, generator)], 1).tolist()
+    ended = [row[: row.index(tokenizer.end_id)] if tokenizer.end_id in row else row for row in rows]
+    pairs = [(tokenizer.decode(start.tolist()), tokenizer.decode(row)) for start, row in zip(starts, ended, strict=True)]
+    assert pairs[0][0] == "Document" and logged[-1][1] == markdown(["prompt", "continuation"], pairs)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}])
+def test_a_training_is_the_same_with_and_without(options, text, tmp_path):
+    task = gpt(text)
+    _, losses = fit(task, text, [Samples(tokens=8)], tmp_path, **options)
+    plain = gpt(text)
+    _, expected = fit(plain, text, [], tmp_path / "plain", **options)
+    assert losses == expected and len(losses) == 8
+    assert_equal(task.state_dict(), plain.state_dict())
+
+
+def test_the_average_of_the_weights_writes(text, tmp_path):
+    """Until validation ends: with a decay of 1 the average stays what the model was at the start."""
+    average = pl.callbacks.EMAWeightAveraging(decay=1.0)
+    fit(gpt(text), text, [Samples(["Document"], tokens=8), average], tmp_path / "average")
+    fit(gpt(text), text, [Samples(["Document"], tokens=8)], tmp_path / "last")
+    averaged, last = (Logged(tmp_path / name).texts("val/samples") for name in ("average", "last"))
+    assert averaged[0][1] == averaged[1][1] and last[0][1] != last[1][1]
+
+
+class Tables(Memo):
+    """A logger with Lightning's ``log_text``, as WandbLogger."""
+
+    def log_text(self, key, columns=None, data=None, dataframe=None, step=None):
+        self.rows.append((step, {key: (columns, data)}))
+
+
+def test_given_prompts_and_other_loggers(text):
+    logger = Tables()
+    fit(gpt(text), text, [Samples(["Document 1", ""], tokens=4)], logger=logger)
+    ((_, (columns, rows)), _) = logger.of("val/samples")
+    assert columns == ["prompt", "continuation"] and [row[0] for row in rows] == ["Document 1", ""]
+    quiet = Memo()
+    fit(gpt(text), text, [Samples(["Document 1"], tokens=4)], logger=quiet)
+    assert quiet.of("val/loss") and not quiet.of("val/samples")
+
+
+def test_a_diverged_model_does_not_end_the_training(text):
+    task, logger = gpt(text), Tables()
+    with torch.no_grad():
+        task.model.norm.weight.fill_(float("nan"))
+    fit(task, text, [Samples(tokens=4)], logger=logger)
+    (_, (_, rows)), _ = logger.of("val/samples")
+    assert "diverged" in rows[0][1]
+
+
+def test_sharded_parameters_are_a_warning_once(text, monkeypatch):
+    from holotrain.callbacks import samples
+
+    monkeypatch.setattr(samples, "DTensor", torch.nn.Parameter)  # as if every parameter were one
+    logger = Tables()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(gpt(text), text, [Samples(tokens=4)], logger=logger)
+    assert sum("Samples cannot generate" in str(one.message) for one in said) == 1 and not logger.of("val/samples")
+
+
+def test_mistakes_are_told_before_the_training(text):
+    for options in ({"prompts": "one text"}, {"prompts": []}, {"count": 0}, {"tokens": 0}, {"temperature": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Samples(**options)
+    with pytest.raises(ValueError, match="fills the model's context of 32 tokens"):
+        fit(gpt(text), text, [Samples(["x" * 32])])
+    task, data = images()
+    with pytest.raises(ValueError, match="needs a causal language model with a cache; DropoutNet has none"):
+        fit(task, data, [Samples(["x"], tokenizer=ByteTokenizer())])
+
+
+def test_markdown_keeps_texts_verbatim():
+    shown = markdown(["prompt", "continuation"], [["# no heading", "<b>a\n\n*b*"], ["", "c"]])
+    assert shown == (
+        "**prompt**\n\n    # no heading\n\n**continuation**\n\n    <b>a\n    \n    *b*\n\n---\n\n"
+        "**prompt**\n\n    \n\n**continuation**\n\n    c"
+    )
