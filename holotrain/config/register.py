@@ -1,10 +1,11 @@
-"""Registers the schemas and the resolvers for run folders with Hydra."""
+"""Registers the schemas and the resolvers for run folders and sweeps with Hydra."""
 
 from functools import cache
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from holotrain.config.direction import recommended
 from holotrain.config.folders import run_folder, sweep_folder
 from holotrain.config.schema import COMMANDS, KINDS, PLAIN
 
@@ -17,6 +18,7 @@ def register(resume: bool = False) -> None:
         OmegaConf.register_new_resolver(
             name, lambda command, root, make=resolver: make(command, root, resume), replace=True, use_cache=True
         )
+    OmegaConf.register_new_resolver("direction", recommended, replace=True)
 
 
 @cache
