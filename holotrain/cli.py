@@ -147,7 +147,8 @@ class Launch:
                 if not sweep.launched:  # Hydra's own answer to group=null and group=3
                     raise UserError(str(error).splitlines()[0]) from error
                 print(f"holotrain: the sweeper ended: {str(error).splitlines()[0]}", file=sys.stderr)
-                self.statuses.append(1)
+                if not any(job.exit_status for job in sweep.ended()):
+                    self.statuses.append(1)
             except OSError as error:
                 raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror}") from error
             finally:

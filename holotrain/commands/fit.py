@@ -60,7 +60,7 @@ def run(config: FitConfig, run: Run) -> int:
         check_continuable(task, config, origin)
         check_classes(config, data, origin)
 
-    loggers = build_loggers(config.logger, run.folder)
+    loggers = build_loggers(config.logger, run.folder, run.sweep)
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),

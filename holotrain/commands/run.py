@@ -39,6 +39,11 @@ class Run:
     errors: list[str] = field(default_factory=list)
 
     @property
+    def sweep(self) -> str | None:
+        """Name of the folder of the sweep; None without one."""
+        return self.folder.parent.name if self.varied else None
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / LAST_CHECKPOINT.parent
 

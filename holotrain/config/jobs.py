@@ -4,6 +4,7 @@ A job leaves ``job.json`` in its folder, because a launcher may run it in anothe
 """
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,8 @@ def launched_jobs() -> Iterator[Sweep]:
     """Records the jobs that sweepers launch inside."""
     ordinary = Plugins.instantiate_launcher
     sweep = Sweep()
+    # It would warn that a failed job has returned None. The job has said why it failed.
+    logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.CRITICAL)
 
     def instantiate(*args: Any, **kwargs: Any) -> Any:
         launcher = ordinary(*args, **kwargs)
