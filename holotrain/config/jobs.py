@@ -123,6 +123,7 @@ def launched_jobs() -> Iterator[Sweep]:
     sweep = Sweep()
     # It would warn that a failed job has returned None. The job has said why it failed.
     logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.CRITICAL)
+    logging.getLogger("optuna.storages").setLevel(logging.WARNING)  # it would tell the random name of its study
 
     def instantiate(*args: Any, **kwargs: Any) -> Any:
         launcher = ordinary(*args, **kwargs)
