@@ -14,19 +14,22 @@ import sys
 import traceback
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import checkpointed, help
 from holotrain.config.arguments import Arguments, parse, parse_folders
 from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder
+from holotrain.config.direction import direction
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
-from holotrain.config.jobs import recorded_jobs
+from holotrain.config.folders import from_here
+from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.register import register
 from holotrain.config.schema import FOLDER_COMMANDS, OPEN, RunConfig
 from holotrain.errors import UserError
@@ -86,6 +89,11 @@ def _help(arguments: Arguments) -> int:
     return 0
 
 
+def worst(statuses: list[int]) -> int:
+    """The exit status of a command whose jobs ended with these: a signal, else a defect, else a mistake."""
+    return max(statuses, key=lambda status: (status > 128, status == 1, status))
+
+
 class Ended(BaseException):
     """A signal ended a run and the sweep that the run belongs to. Not an Exception, because Hydra would catch that.
 
@@ -111,11 +119,15 @@ class Launch:
         self.origin = checkpointed.origin(arguments)
         if self.origin is not None:
             arguments.primary = checkpointed.primary(arguments, self.origin)
-        self.jobs: dict[Path, list[str]] = {}
         self.statuses = [0]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes this process, to which a launcher sent a job, ready for its configuration."""
+        vars(self).update(state)
+        register(self.arguments.resume)
+
     def run(self) -> int:
-        """Lets Hydra call ``job`` once, or once per combination of a sweep. Returns the worst exit status.
+        """Lets Hydra call ``job`` once, or once for each job of a sweep. Returns the worst exit status.
 
         Raises:
             UserError: the configuration cannot be composed, or a folder cannot be written.
@@ -124,25 +136,32 @@ class Launch:
         sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *arguments.overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explained` turns them into one line
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
-        try:
-            with recorded_jobs(self._note):
+        with launched_jobs(self._check) as sweep:
+            try:
                 launch()
-        except Ended as ended:
-            self.statuses.append(ended.status)
-        except CONFIGURATION_ERRORS as error:
-            raise explained(error, arguments) from error
-        except ValueError as error:  # Hydra's own answer to group=null and group=3
-            raise UserError(str(error).splitlines()[0]) from error
-        except OSError as error:
-            raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror}") from error
-        finally:
-            if self.place is not None:
-                self.together.close()
-        if arguments.multirun and self.jobs and arguments.command != "plan":  # plan leaves no summary
+            except Ended as ended:
+                self.statuses.append(ended.status)
+            except KeyboardInterrupt:
+                self.statuses.append(128 + signal.SIGINT)
+            except CONFIGURATION_ERRORS as error:
+                raise explained(error, arguments) from error
+            except ValueError as error:
+                if not sweep.launched:  # Hydra's own answer to group=null and group=3
+                    raise UserError(str(error).splitlines()[0]) from error
+                print(f"holotrain: the sweeper ended: {str(error).splitlines()[0]}", file=sys.stderr)
+                if not any(job.exit_status for job in sweep.ended()):
+                    self.statuses.append(1)
+            except OSError as error:
+                raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror}") from error
+            finally:
+                if self.place is not None:
+                    self.together.close()
+        jobs = sweep.ended()
+        if jobs and arguments.command != "plan":  # plan leaves no summary
             from holotrain.commands.sweep import show_sweep
 
-            show_sweep(self.jobs)
-        return max(self.statuses)
+            show_sweep(sweep.folder, jobs)
+        return worst([*self.statuses, *(job.exit_status for job in jobs)])
 
     @cached_property
     def together(self) -> Together:
@@ -150,22 +169,16 @@ class Launch:
 
         return Together(self.place)
 
-    def _note(self, overrides: list[str], returned: tuple[Path, list[str], int] | None) -> None:
-        """Records a job of a sweep. The launcher may have run it in another process."""
-        if returned is None:
-            print(f"holotrain: a job of the sweep ended without a result: {' '.join(overrides)}", file=sys.stderr)
-            self.statuses.append(1)
-        else:
-            folder, self.jobs[folder], status = returned
-            self.statuses.append(status)
+    def job(self, config: DictConfig) -> float | None:
+        """One run. Returns what a sweeper may optimise. A mistake ends the run, not the sweep that it belongs to.
 
-    def job(self, config: DictConfig) -> tuple[Path, list[str], int]:
-        """One run. Returns its folder, overrides and exit status. A mistake ends the run, not the sweep that it belongs to."""
+        Raises:
+            Ended: a signal ended the run.
+        """
         hydra = HydraConfig.get()
-        folder = Path(hydra.runtime.output_dir)
-        folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        folder = from_here(Path(hydra.runtime.output_dir))
         overrides = list(hydra.overrides.task)
-        self.jobs[folder] = overrides
+        left = Job(hydra.job.get("num", 0), overrides, 0, folder=folder)
         try:
             typed = self._typed(config, overrides)
             from holotrain.commands.quiet import quieten
@@ -175,22 +188,34 @@ class Launch:
             quieten()
             choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
             choices = {"backward": typed.backward.kind} | (self.origin.choices if self.origin else {}) | choices
-            run = Run(self.arguments.command, folder, overrides, choices, self._varied(overrides))
-            status = together.run(self.arguments.command, typed, run)
+            run = Run(self.arguments.command, folder, overrides, choices, self._varied(overrides), direction(hydra))
+            left.exit_status = together.run(self.arguments.command, typed, run)
+            left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
-            status = 2
-        except Exception:
+            left.exit_status, left.error = 2, str(error)
+        except Exception as error:
             traceback.print_exc()
-            status = 1
-        if folder.is_dir() and not any(folder.iterdir()):
+            left.exit_status, left.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
+        if hydra.mode is RunMode.MULTIRUN:
+            left.value = self._value(left)
+            left.write()
+        elif folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-        self.statuses.append(status)
+        self.statuses.append(left.exit_status)
         gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
         # Only asked if it exists: creating it would import torch, and the message of a mistake would be late.
-        if status > 128 or ("together" in vars(self) and self.together.broken):
-            raise Ended(status)
-        return folder, overrides, status
+        if left.exit_status > 128 or ("together" in vars(self) and self.together.broken):
+            raise Ended(left.exit_status)
+        return left.value
+
+    def _value(self, job: Job) -> float | None:
+        """The best value of the metric that selects a training's best checkpoint. A training that failed has none."""
+        if self.arguments.command != "fit" or job.exit_status:
+            return None
+        from holotrain.commands.summary import best
+
+        return best(job.folder)
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""
@@ -211,6 +236,9 @@ class Launch:
             return OmegaConf.to_object(self._completed(config, overrides))
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error
+
+    def _check(self, overrides: list[str]) -> None:
+        self._typed(composed(self.arguments.primary, overrides, self.arguments.config_dir), overrides)
 
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""

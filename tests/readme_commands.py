@@ -76,8 +76,8 @@ BENCHES = {
 """Benches whose sizes are options, and the smallest that they take. The others measure one thing for minutes."""
 
 MULTIPLE = re.compile(r"trainer=(ddp|fsdp|tp)")
-NEEDS_A_GPU = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|offload=true")
-"""Words that ask for several processes, or for what a CPU has not."""
+NEEDS_A_GPU = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|offload=true|submitit_slurm")
+"""Words that ask for several processes, or for what this machine has not: a GPU, a cluster."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Small:
         words: after ``holotrain``.
         launcher: torchrun's options, or nothing.
         processes: several train together.
-        gpu: cannot be run on a CPU; it is composed and checked alone.
+        gpu: needs a GPU or a cluster; it is composed and checked alone.
     """
 
     words: tuple[str, ...]
@@ -152,6 +152,8 @@ def made_small(line: Line) -> Small:
         always = {key: value for key, value in always.items() if key != "trainer.max_steps"}
     if given.get("resume") == "true":
         always |= {"trainer.max_epochs": "2"}
+    if given.get("sweep") == "optuna":
+        always |= {"hydra.sweeper.n_trials": "2"}
     if command == "plan" and "memory" in given:  # else the largest depth that fits is in the thousands
         always |= {"memory": "2MiB"}
     several = line.words[0] in ("torchrun", "srun") or any(MULTIPLE.match(word) for word in words)

@@ -1,5 +1,6 @@
 """``holotrain fit``: trains, saves the best and the last checkpoint, and tests the best."""
 
+import math
 import sys
 import time
 from functools import partial
@@ -22,8 +23,8 @@ from holotrain.commands.checkpoint import (
 )
 from holotrain.commands.evaluation import evaluate
 from holotrain.commands.files import write_whole
-from holotrain.commands.hparams import log_options
-from holotrain.commands.layout import log_layout
+from holotrain.commands.hparams import BestValue, log_end, log_start, results
+from holotrain.commands.layout import log_layout, tags
 from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory, explained
 from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary
@@ -33,6 +34,7 @@ from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer
 from holotrain.config.checkpointed import container
 from holotrain.config.devices import check_training_device, device_kind, device_name
+from holotrain.config.direction import MODES
 from holotrain.config.plans import smallest_batch
 from holotrain.config.schema import FitConfig
 from holotrain.errors import UserError
@@ -58,11 +60,15 @@ def run(config: FitConfig, run: Run) -> int:
         check_continuable(task, config, origin)
         check_classes(config, data, origin)
 
-    loggers = build_loggers(config.logger, run.folder)
+    loggers = build_loggers(config.logger, run.folder, run.sweep)
     callbacks = [
         *build_fit_callbacks(config, run.folder, task, data),
         KeepConfiguration(config, run.choices, description(config, data)),
     ]
+    monitor = next((c for c in callbacks if isinstance(c, ModelCheckpoint) and c.monitor), None)
+    check_direction(monitor, run.direction)
+    if monitor is not None:
+        callbacks.append(BestValue(monitor))
     batches = len(data.train_dataloader())
     trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, batches, config.profiler, run.place)
     if run.is_main:
@@ -72,6 +78,7 @@ def run(config: FitConfig, run: Run) -> int:
     if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
         log_layout(trainer, task, config)
+        log_start(loggers, config, run, _columns(config, trainer, task, monitor))
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
         with as_out_of_memory():
@@ -87,17 +94,22 @@ def run(config: FitConfig, run: Run) -> int:
         status, exit_status = "out of memory", 2
         when = "during the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
         if run.world is not None:  # so that the other processes end too
+            if run.is_main:
+                log_end(loggers, "failed")
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
         words = explained(config, data, run, when, str(refusal))
+    except BaseException:
+        if run.is_main:
+            log_end(loggers, "failed")
+        raise
     if not run.is_main:
         return exit_status
     summary = _summary(config, run, trainer, task, status)
     summary.metrics |= tested
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
-    for logger in loggers:
-        log_options(logger, config, run, summary, next(iter(task.monitored)))
-        logger.finalize("success" if status == "completed" else "aborted")
+    resumable = status != "completed" and summary.checkpoint
+    log_end(loggers, "interrupted" if resumable else "completed" if status == "completed" else "failed")
     screen.show_end(summary, run.folder)
     if words:
         print(words, file=sys.stderr)
@@ -129,6 +141,9 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
     throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
     summary = Summary.of(run, config, task.model, status)
     summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    if best := callbacks.get(BestValue):
+        summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
+        summary.metrics[best.tag] = math.nan if best.value is None else best.value
     summary.epochs, summary.steps = trainer.current_epoch, trainer.global_step
     if throughput is not None:
         summary.samples_per_second, summary.step_seconds = throughput.samples_per_second, throughput.step_seconds
@@ -138,6 +153,32 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
     checkpoint = _checkpoint(run, trainer)
     summary.checkpoint = str(checkpoint) if checkpoint else None
     return summary
+
+
+def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> None:
+    """
+    Args:
+        monitor: the callback that selects the best checkpoint.
+        direction: what the sweeper does with its metric.
+
+    Raises:
+        UserError: the sweeper searches for the worst values, or there is no metric.
+    """
+    if direction is None:
+        return
+    if monitor is None:
+        raise UserError("trainer.limit_val_batches=0: the sweeper needs a validation metric; use trainer.limit_val_batches=1.0")
+    better = MODES[monitor.mode]
+    if direction != better:
+        raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {monitor.monitor}")
+
+
+def _columns(
+    config: FitConfig, trainer: pl.Trainer, task: pl.LightningModule, monitor: ModelCheckpoint | None
+) -> dict[str, str]:
+    """The columns of HParams."""
+    validated = [] if monitor is None else list(dict.fromkeys((monitor.monitor, *task.monitored)))
+    return results(validated, tags(trainer, task, config), config.test and config.trainer.limit_test_batches != 0)
 
 
 def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:

@@ -1,15 +1,17 @@
-"""Logs a run's options and final metrics, for TensorBoard's HParams and other loggers."""
+"""A run's options and results in TensorBoard's HParams and in other loggers."""
 
+import math
+import time
+from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from tensorboard.compat.proto.summary_pb2 import Summary as Event
-from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-from torch.utils.tensorboard.summary import hparams
 
 from holotrain.commands.run import Run
-from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.schema import RunConfig
 
@@ -19,26 +21,85 @@ ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr",
 MUTE = ("hydra", "output_dir", "resume", "logger")
 """Overrides that HParams does not list, because they do not change the training."""
 
+SHOWN = {
+    "memory/peak_bytes": "peak memory (bytes)",
+    "throughput/tokens_per_second": "tokens/s",
+    "throughput/samples_per_second": "samples/s",
+}
+"""Measurements that HParams lists, and their display names; the first throughput that a training logs."""
 
-def log_options(logger: Logger, config: RunConfig, run: Run, summary: Summary, monitored: str) -> None:
-    """Logs the run's options, and for TensorBoard's HParams also the columns.
+
+class BestValue(pl.Callback):
+    """Logs the best value so far of the metric that selects the best checkpoint, as ``best/val/...``.
 
     Args:
-        monitored: the metric, as ``val/...``, that selects the best checkpoint.
+        checkpoint: the callback that selects it. Its state is saved in checkpoints, so a resumed training goes on from there.
+    """
+
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self.tag = f"best/{checkpoint.monitor}"
+        self.value: float | None = None
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        known = [self.value, self.checkpoint.best_model_score, trainer.callback_metrics.get(self.checkpoint.monitor)]
+        known = [float(value) for value in known if value is not None and math.isfinite(value)]
+        if known:
+            self.value = max(known) if self.checkpoint.mode == "max" else min(known)
+            for logger in trainer.loggers:
+                logger.log_metrics({self.tag: self.value}, step=trainer.global_step)
+
+
+def log_start(loggers: Iterable[Logger], config: RunConfig, run: Run, columns: dict[str, str]) -> None:
+    """Logs the run's options before it trains, so that a run that is under way or was killed can be compared too.
+
+    Args:
+        columns: see :func:`results`.
     """
     options = dict(_flat(checkpointed.container(config)))
-    if not isinstance(logger, TensorBoardLogger):
-        logger.log_hyperparams(options)
-        return
-    # Lightning's log_hyperparams would add a point to the curve of every metric.
-    known = {name: _plain(value) for name, value in (run.choices | options).items()}
-    _, began, ended = hparams(known, {})
+    for logger in loggers:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(options)
+            continue
+        # Lightning's log_hyperparams would add a point to the curve of every metric.
+        known = {name: _plain(value) for name, value in (run.choices | options).items()}
+        start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in known.items():
+            if isinstance(value, str):
+                start.hparams[name].string_value = value
+            else:
+                start.hparams[name].number_value = value
+        _write(logger, metadata.EXPERIMENT_TAG, experiment=experiment(known, run, columns))
+        _write(logger, metadata.SESSION_START_INFO_TAG, session_start_info=start)
+
+
+def log_end(loggers: Iterable[Logger], status: str) -> None:
+    """Logs how the run ended.
+
+    Args:
+        status: ``completed``, ``interrupted`` or ``failed``. TensorBoard keeps the first status of a run, so an interrupted
+            one, which may be resumed, gets none.
+    """
+    ends = {"completed": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and status in ends:
+            end = plugin_data_pb2.SessionEndInfo(status=ends[status], end_time_secs=time.time())
+            _write(logger, metadata.SESSION_END_INFO_TAG, session_end_info=end)
+        logger.finalize("success" if status == "completed" else "failed")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=int(status != "completed"))  # else the next job of a sweep continues this run
+
+
+def _write(logger: TensorBoardLogger, tag: str, **content: Any) -> None:
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
     writer = logger.experiment._get_file_writer()
-    for event in (experiment(known, run, results(summary, monitored)), began, ended):
-        writer.add_summary(event)
+    writer.add_summary(Event(value=[Event.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)]))
+    writer.flush()  # else a run that is killed in its first minutes would have none
 
 
-def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str]) -> Event:
+def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str]) -> api_pb2.Experiment:
     """The columns of HParams. The options that a sweep varies (single run: the overridden ones) are marked as differing.
 
     TensorBoard shows marked options first, five options and five metrics by default, and takes the columns of all runs from the
@@ -61,24 +122,23 @@ def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str
         if name in options
     ]
     columns = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in metrics.items()]
-    content = plugin_data_pb2.HParamsPluginData(
-        experiment=api_pb2.Experiment(hparam_infos=infos, metric_infos=columns), version=metadata.PLUGIN_DATA_VERSION
-    )
-    about = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=content.SerializeToString())
-    value = Event.Value(tag=metadata.EXPERIMENT_TAG, metadata=SummaryMetadata(plugin_data=about))
-    return Event(value=[value])
+    return api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
 
 
-def results(summary: Summary, monitored: str) -> dict[str, str]:
-    """Tags and display names of the result scalars: the monitored metric, memory, throughput, then the other metrics."""
-    found = {tag: tag for tag in (monitored, monitored.replace("val/", "test/")) if tag in summary.metrics}
-    if summary.peak_memory_bytes is not None:
-        found["memory/peak_bytes"] = "peak memory (bytes)"
-    if summary.tokens_per_second is not None:
-        found["throughput/tokens_per_second"] = "tokens/s"
-    elif summary.samples_per_second is not None:
-        found["throughput/samples_per_second"] = "samples/s"
-    return found | {tag: tag for tag in summary.metrics if not tag.startswith("train/")}
+def results(validated: list[str], measured: set[str], tested: bool) -> dict[str, str]:
+    """Tags and display names of the scalars that a training will log as its results, in the order of their importance.
+
+    Args:
+        validated: the metrics of a validation, as ``val/...``, the monitored one first; empty without validation.
+        measured: tags of the scalars that its callbacks log.
+        tested: whether the test follows.
+    """
+    tests = [name.replace("val/", "test/") for name in validated] if tested else []
+    first, *others = validated or [None]
+    found = [first, f"best/{first}"] if first else []
+    found += [*tests[:1], "memory/peak_bytes" if "memory/peak_bytes" in measured else None]
+    found.append(next((tag for tag in SHOWN if tag.startswith("throughput/") and tag in measured), None))
+    return {tag: SHOWN.get(tag, tag) for tag in (*found, *others, *tests[1:]) if tag}
 
 
 def _plain(value: Any) -> float | str:

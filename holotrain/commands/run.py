@@ -25,7 +25,9 @@ class Run:
         overrides: the overrides of the command line, as written there.
         choices: the chosen option of each configuration group, saved in checkpoints.
         varied: the options and groups that a sweep varies; empty without a sweep.
+        direction: ``maximize`` or ``minimize``, what the sweeper does with the monitored metric; None: it does not optimise.
         world: the processes of the run; None: only this process.
+        errors: what went wrong in several processes, in one line.
     """
 
     command: str
@@ -33,7 +35,14 @@ class Run:
     overrides: list[str]
     choices: dict[str, str]
     varied: list[str] = field(default_factory=list)
+    direction: str | None = None
     world: World | None = None
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def sweep(self) -> str | None:
+        """Name of the folder of the sweep; None without one."""
+        return self.folder.parent.name if self.varied else None
 
     @property
     def checkpoints(self) -> Path:

@@ -23,7 +23,10 @@ SUMMARY = "summary.json"
 
 @dataclass
 class Summary:
-    """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply."""
+    """The results of a run. Times in seconds, memory in bytes; None where a figure does not apply.
+
+    ``monitor`` is the metric that selects the best checkpoint, and ``mode`` its ``max`` or ``min``.
+    """
 
     command: str
     status: str
@@ -36,6 +39,8 @@ class Summary:
     seconds: float
     strategy: str = "single"
     processes: int = 1
+    monitor: str | None = None
+    mode: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     epochs: int | None = None
     steps: int | None = None
@@ -99,6 +104,20 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not {"command", "status", "overrides", "metrics"} <= found.keys():
         raise UserError(f"{path} is not the summary of a run")
     return found
+
+
+def best(folder: Path) -> float | None:
+    """The best value of the metric that selected a training's best checkpoint; the worst possible one if it never was finite.
+    None: the training had no such metric.
+
+    Raises:
+        UserError: the summary cannot be read.
+    """
+    found = read(folder)
+    if found is None or found.get("monitor") is None:
+        return None
+    value = found["metrics"].get(f"best/{found['monitor']}")
+    return value if value is not None else -math.inf if found["mode"] == "max" else math.inf
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -1,9 +1,10 @@
-"""The table of a sweep: one row per job, with its overrides, metrics, throughput and peak memory."""
+"""The table of a sweep: one row per job, with its overrides, metrics, throughput, peak memory and, if it failed, why."""
 
 import csv
 import io
-from collections.abc import Mapping
+import re
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.table import Table
 from holotrain.commands import summary
 from holotrain.commands.files import write_whole
 from holotrain.commands.screen import console
+from holotrain.config.jobs import Job
 
 FIGURES = {
     "samples_per_second": "samples/s",
@@ -23,33 +25,46 @@ FIGURES = {
 """The figures of a summary that the table shows, and their headings."""
 
 
-def show_sweep(jobs: Mapping[Path, list[str]]) -> None:
-    """Prints the table of the jobs (folders and their overrides) and writes sweep.csv into their parent folder."""
-    rows = [_row(folder, overrides) for folder, overrides in jobs.items()]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+def show_sweep(folder: Path, jobs: list[Job]) -> None:
+    """Prints the table of the jobs and the best of them, and writes sweep.csv into the sweep's folder."""
+    found = {job.number: summary.read(job.folder) if job.folder and not job.error else None for job in jobs}
+    rows = [_row(job, found[job.number]) for job in jobs]
+    columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
-    path = next(iter(jobs)).parent / "sweep.csv"
+    path = folder / "sweep.csv"
     write_whole(path, _csv(columns, rows))
     table = Table(
         title=f"sweep of {len(rows)} job{'s' * (len(rows) != 1)}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
     )
-    shown = [name for name in columns if name in ("job", "status", *FIGURES) or name not in constant]
+    shown = [name for name in columns if name in ("job", "status", "error", *FIGURES) or name not in constant]
     for name in shown:
         table.add_column(FIGURES.get(name, name), no_wrap=True)
     for row in rows:
         table.add_row(*(_short(row.get(name, "")) for name in shown))
     # Wider than the screen, so that each row is one line, also in a log file.
     Console(highlight=False, width=max(console.width, 240)).print(table)
+    if best := _best([summary for summary in found.values() if summary]):
+        number = next(number for number, summary in found.items() if summary is best)
+        value = best["metrics"][f"best/{best['monitor']}"]
+        console.print(f"best job: {number}, {best['monitor']} {_short(value)}")
     console.print(f"written to {path}")
 
 
-def _row(folder: Path, overrides: list[str]) -> dict[str, object]:
-    changed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    found = summary.read(folder)
+def _row(job: Job, found: dict[str, Any] | None) -> dict[str, object]:
+    row = {"job": job.number, "status": found["status"] if found else "failed"}
+    row |= dict(override.lstrip("+").partition("=")[::2] for override in job.overrides)
     if found is None:
-        return {"job": folder.name, "status": "failed"} | changed
-    figures = {name: found[name] for name in FIGURES if found[name] is not None}
-    return {"job": folder.name, "status": found["status"]} | changed | found["metrics"] | figures
+        return row | {"error": job.error or f"exit status {job.exit_status}"}
+    return row | found["metrics"] | {name: found[name] for name in FIGURES if found[name] is not None}
+
+
+def _best(found: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The summary with the best value of the monitored metric; None unless several jobs have values of one metric."""
+    known = [one for one in found if one.get("monitor") and one["metrics"].get(f"best/{one['monitor']}") is not None]
+    if len(known) < 2 or len({(one["monitor"], one["mode"]) for one in known}) > 1:
+        return None
+    choose = max if known[0]["mode"] == "max" else min
+    return choose(known, key=lambda one: one["metrics"][f"best/{one['monitor']}"])
 
 
 def _csv(columns: list[str], rows: list[dict[str, object]]) -> str:
@@ -61,4 +76,6 @@ def _csv(columns: list[str], rows: list[dict[str, object]]) -> str:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, str) and re.fullmatch(r"-?\d\.\d{6,}(e-?\d+)?", value):  # a sweeper chose it
+        value = float(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

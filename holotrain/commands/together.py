@@ -90,6 +90,7 @@ class Together:
                 return job(world, command, config, run)
             except Broken as broken:
                 print(f"holotrain: {broken}{run.hint()}", file=sys.stderr)
+                run.errors.append(str(broken))
                 return broken.status
             finally:
                 self.broken = self.place is not None and world.watch.verdict is not None
@@ -178,6 +179,8 @@ def job(world: World, command: str, config: RunConfig, run: Run) -> int:
             print(trace, file=sys.stderr)
     finally:
         set_share()
+    if mistake:
+        run.errors.append(mistake)
     try:
         return world.finish_job(status, mistake)
     except Broken:

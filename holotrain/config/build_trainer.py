@@ -131,8 +131,11 @@ def _profiler(name: str | None, folder: Path) -> Profiler | None:
     return kind and kind(dirpath=folder, filename="profile")
 
 
-def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
+def build_loggers(config: LoggerConfig, folder: Path, sweep: str | None = None) -> list[loggers.Logger]:
     """The run's loggers; empty for ``kind: none``.
+
+    Args:
+        sweep: name of the sweep that the run is a job of.
 
     Raises:
         UserError: the logger's library is not installed.
@@ -145,10 +148,21 @@ def build_loggers(config: LoggerConfig, folder: Path) -> list[loggers.Logger]:
         return [loggers.CSVLogger(folder, name="csv")]
     if importlib.util.find_spec(config.kind) is None:
         raise UserError(f"logger={config.kind}: the package is not installed; pip install 'holotrain[{config.kind}]'")
+    name = folder.name if sweep is None else f"{sweep}/{folder.name}"
     if config.kind == "wandb":
-        return [loggers.WandbLogger(save_dir=folder, project=config.project, name=folder.name)]
-    uri = config.tracking_uri or f"file:{(folder / 'mlflow').resolve()}"
-    return [loggers.MLFlowLogger(experiment_name=config.project, run_name=folder.name, tracking_uri=uri)]
+        return [loggers.WandbLogger(save_dir=folder, project=config.project, name=name, group=sweep)]
+    if config.tracking_uri is not None:
+        return [loggers.MLFlowLogger(experiment_name=config.project, run_name=name, tracking_uri=config.tracking_uri)]
+    store = (folder / "mlflow").resolve()
+    store.mkdir(parents=True, exist_ok=True)
+    return [
+        loggers.MLFlowLogger(
+            experiment_name=config.project,
+            run_name=name,
+            tracking_uri=f"sqlite:///{store / 'mlflow.db'}",  # MLflow 3 refuses a folder of files
+            artifact_location=(store / "artifacts").as_uri(),
+        )
+    ]
 
 
 def build_progress(config: RunConfig) -> list[pl.Callback]:

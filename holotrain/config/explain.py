@@ -15,6 +15,9 @@ from holotrain.errors import UserError
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 
+PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
+"""The extra that installs each plugin of Hydra, by the plugin's name."""
+
 NOUNS = {"Float": "a number", "Integer": "a whole number", "Boolean": "true or false"}
 
 
@@ -44,6 +47,8 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
 
 def _missing_option(error: MissingConfigException) -> UserError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if extra := PLUGINS.get(option if group in ("hydra/sweeper", "hydra/launcher") else ""):
+        return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
     options = [name for name in error.options or () if not name.startswith("_")]
     if not group or not options:
         return UserError(_first_line(error))

@@ -20,6 +20,11 @@ def sweep_folder(command: str, root: str, resume: bool) -> str:
     return str(_latest(parent, Path("*"), "sweep") if resume else _fresh(parent))
 
 
+def from_here(path: Path) -> Path:
+    """The path relative to the current folder, if it is in it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _fresh(parent: Path) -> Path:
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, count = parent / stamp, 1

@@ -1,43 +1,141 @@
-"""The results of the jobs of a sweep, also of those that a launcher runs in other processes."""
+"""The jobs of a sweep, whichever sweeper chooses them and whichever launcher runs them.
 
+A job leaves ``job.json`` in its folder, because a launcher may run it in another process, and Hydra has only its return value.
+"""
+
+import json
+import logging
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+
+from holotrain.config.explain import CONFIGURATION_ERRORS
+from holotrain.config.folders import from_here
+
+JOB = "job.json"
+
+
+@dataclass
+class Job:
+    """How a job ended.
+
+    Args:
+        number: its number in the sweep.
+        overrides: those of the command line, and those that the sweeper chose.
+        exit_status: as of a command line with these overrides.
+        error: why it failed, in one line; None: it did not fail.
+        value: what a sweeper may optimise; None: there is no such value.
+        folder: folder of its files; None: it left none.
+    """
+
+    number: int
+    overrides: list[str]
+    exit_status: int
+    error: str | None = None
+    value: float | None = None
+    folder: Path | None = None
+
+    def write(self) -> None:
+        """Writes ``job.json`` into the folder."""
+        kept = asdict(self)
+        del kept["folder"]
+        if self.value is not None and not math.isfinite(self.value):  # JSON has no infinity
+            kept["value"] = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".{JOB}"
+        temporary.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(self.folder / JOB)
+
+    @classmethod
+    def read(cls, path: Path) -> "Job | None":
+        """A job from its ``job.json``; None if the file is not one of ours."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")), folder=path.parent)
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass
+class Sweep:
+    """The jobs that a sweeper launched.
+
+    Args:
+        check: called with the overrides of a job before any is launched, if all jobs are known; raises what is wrong with them.
+        folder: folder of the sweep; None: nothing was launched.
+        launched: the overrides of each job, by its number.
+        lost: why a job left no result, by its number.
+    """
+
+    check: Callable[[list[str]], object]
+    folder: Path | None = None
+    launched: dict[int, list[str]] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+
+    def ended(self) -> list[Job]:
+        """The jobs that ended, in order. A signal that ends a sweep may leave some unstarted."""
+        jobs = {number: Job(number, self.launched[number], 1, error) for number, error in self.lost.items()}
+        jobs |= self.left()
+        return [jobs[number] for number in sorted(jobs)]
+
+    def left(self) -> dict[int, Job]:
+        """What the launched jobs have left, by number."""
+        found = [Job.read(path) for path in self.folder.rglob(JOB)] if self.folder else []
+        return {job.number: job for job in found if job is not None and job.number in self.launched}
+
+    def launch(self, launcher: Launcher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Lets a launcher run jobs. One whose process dies has failed, and does not end the sweep."""
+        self.folder = from_here(Path(str(launcher.config.hydra.sweep.dir)))
+        launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
+        self.launched |= launched
+        if str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper"):  # others may find that some values fail
+            for overrides in launched.values():
+                self.check(overrides)
+        for number, job in self.left().items():
+            if number in launched:  # the sweep is resumed
+                (job.folder / JOB).unlink()
+        results, reason = {}, "its process died"
+        try:
+            results = dict(zip(launched, launcher.launch(job_overrides, initial_job_idx) or (), strict=False))
+        except (*CONFIGURATION_ERRORS, OSError):
+            raise
+        except Exception as error:  # of the launcher: those of jobs have been caught
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        left = self.left()
+        for number, overrides in launched.items():
+            if number not in left:
+                self.lost[number] = reason
+                print(f"holotrain: job {number} left no result, {reason}: {' '.join(overrides)}", file=sys.stderr)
+            if number not in results or results[number].status is not JobStatus.COMPLETED:
+                results[number] = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+                results[number].return_value = left[number].value if number in left else None
+        return [results[number] for number in launched]
 
 
 @contextmanager
-def recorded_jobs(record: Callable[[list[str], Any], None]) -> Iterator[None]:
-    """Inside, calls ``record`` for each job that a launcher has run, with its overrides and what the task function returned.
-
-    If the launcher reports no result, for example because the process of a job died, the result is None. Hydra's ``main`` does
-    not return the results of a sweep.
-    """
+def launched_jobs(check: Callable[[list[str]], object]) -> Iterator[Sweep]:
+    """Records the jobs that sweepers launch inside; ``check``: that of :class:`Sweep`."""
     ordinary = Plugins.instantiate_launcher
+    sweep = Sweep(check)
+    # It would warn that a failed job has returned None. The job has said why it failed.
+    logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.CRITICAL)
+    logging.getLogger("optuna.storages").setLevel(logging.WARNING)  # it would tell the random name of its study
 
     def instantiate(*args: Any, **kwargs: Any) -> Any:
         launcher = ordinary(*args, **kwargs)
-        launch = launcher.launch
-
-        def launch_and_record(job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-            left = launch(job_overrides, initial_job_idx)
-            results = [_returned(job) for job in left or ()]
-            results += [None] * (len(job_overrides) - len(results))
-            for overrides, returned in zip(job_overrides, results, strict=True):
-                record(list(overrides), returned)
-            return left
-
-        launcher.launch = launch_and_record
-        return launcher
+        return SimpleNamespace(launch=partial(sweep.launch, launcher))
 
     Plugins.instantiate_launcher = instantiate
     try:
-        yield
+        yield sweep
     finally:
         Plugins.instantiate_launcher = ordinary
-
-
-def _returned(job: Any) -> Any:
-    return job.return_value if isinstance(job, JobReturn) and job.status is JobStatus.COMPLETED else None

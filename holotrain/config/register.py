@@ -1,8 +1,9 @@
-"""Registers with Hydra what is no file under ``conf``: the options of each command, and the resolvers for run folders."""
+"""Registers with Hydra what is no file under ``conf``: the options of each command, and resolvers for folders and sweeps."""
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from holotrain.config.direction import recommended
 from holotrain.config.folders import run_folder, sweep_folder
 from holotrain.config.schema import COMMANDS, GROUPS
 
@@ -16,6 +17,7 @@ def register(resume: bool = False) -> None:
         OmegaConf.register_new_resolver(
             name, lambda command, root, make=resolver: make(command, root, resume), replace=True, use_cache=True
         )
+    OmegaConf.register_new_resolver("direction", recommended, replace=True)
 
 
 def options(command: str) -> DictConfig:

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 from left_by_runs import only, scalars
-from small_run import SMALL
+from small_run import SMALL, fit_and_kill
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins import base_plugin
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams.backend_context import Context
+from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from holotrain.dashboard.charts import CHARTS
 
@@ -50,6 +56,49 @@ def test_hparams_of_a_run_hold_every_option_and_list_what_was_overridden(holotra
     assert {"backward", "optimizer.lr"} <= {info.name for info in experiment.hparam_infos}
 
 
+def hparams_table(folder: Path) -> dict[str, api_pb2.Session]:
+    """The sessions that TensorBoard's HParams show of this folder, by name."""
+    events = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    data = MultiplexerDataProvider(events, str(folder))
+    context = Context(base_plugin.TBContext(data_provider=data))
+    everything = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
+    request = api_pb2.ListSessionGroupsRequest(allowed_statuses=everything, start_index=0, slice_size=100)
+    found = Handler(RequestContext(), context, "", request).run()
+    return {session.name: session for group in found.session_groups for session in group.sessions}
+
+
+@pytest.mark.parametrize("words", [["trainer.limit_val_batches=0"], ["test=false"]], ids=lambda words: words[0])
+def test_hparams_have_no_column_that_stays_empty(holotrain, words):
+    assert holotrain("fit", *SMALL, *words)[0] == 0
+    folder = only(Path("runs/fit"))
+    columns = {metric.name.tag for metric in hparams(folder)[0].metric_infos}
+    assert columns <= scalars(folder).keys() and "memory/peak_bytes" in columns
+
+
+def test_hparams_of_a_killed_run_show_its_options(holotrain, tmp_path):
+    fit_and_kill(tmp_path, *[word for word in SMALL if "limit_train" not in word], "optimizer.lr=0.02", "hydra.run.dir=killed")
+    experiment, options = hparams(tmp_path / "killed")
+    assert options["optimizer.lr"].number_value == 0.02
+    assert "val/accuracy" in {metric.name.tag for metric in experiment.metric_infos}
+    session = hparams_table(tmp_path / "killed")["tensorboard"]
+    assert session.status == api_pb2.STATUS_UNKNOWN and session.start_time_secs > 0
+    # resumed, its row goes on
+    assert holotrain("fit", "resume=true", "hydra.run.dir=killed", "trainer.limit_train_batches=6")[0] == 0
+    session = hparams_table(tmp_path / "killed")["tensorboard"]
+    found = {value.name.tag: value.value for value in session.metric_values}
+    seen = scalars(tmp_path / "killed")
+    assert session.status == api_pb2.STATUS_SUCCESS
+    assert found["best/val/accuracy"] == pytest.approx(max(seen["val/accuracy"])) and "test/accuracy" in found
+
+
+def test_hparams_of_a_run_that_fails_say_so(holotrain, monkeypatch):
+    from holotrain.tasks import ImageClassifier
+
+    monkeypatch.setattr(ImageClassifier, "training_step", lambda *arguments: 1 / 0)
+    assert holotrain("fit", *SMALL)[0] == 1
+    assert hparams_table(only(Path("runs/fit")))["tensorboard"].status == api_pb2.STATUS_FAILURE
+
+
 @pytest.fixture
 def sweep(holotrain) -> Path:
     """A sweep of two jobs, one of them with a synthesis."""
@@ -66,13 +115,25 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain, sweep):
     assert [info.name for info in experiment.hparam_infos if info.differs] == ["synthesis"]
     assert "output_dir" not in {info.name for info in experiment.hparam_infos}
     assert options["synthesis"].string_value == "associative"
-    shown = [(metric.name.tag, metric.display_name) for metric in experiment.metric_infos][:4]
+    shown = [(metric.name.tag, metric.display_name) for metric in experiment.metric_infos]
     assert shown == [
         ("val/accuracy", "val/accuracy"),
+        ("best/val/accuracy", "best/val/accuracy"),
         ("test/accuracy", "test/accuracy"),
         ("memory/peak_bytes", "peak memory (bytes)"),
         ("throughput/samples_per_second", "samples/s"),
+        ("val/loss", "val/loss"),
+        ("test/loss", "test/loss"),
     ]
+    table = hparams_table(sweep)
+    assert table.keys() == {"0/tensorboard", "1/tensorboard"}
+    for job in "01":
+        session, seen = table[f"{job}/tensorboard"], scalars(sweep / job)
+        assert session.status == api_pb2.STATUS_SUCCESS and session.end_time_secs >= session.start_time_secs > 0
+        found = {value.name.tag: value.value for value in session.metric_values}
+        assert found.keys() == {tag for tag, _ in shown}
+        assert all(found[tag] == pytest.approx(seen[tag][-1]) for tag in found)
+        assert found["best/val/accuracy"] == pytest.approx(max(seen["val/accuracy"]))
     # Custom Scalars: every chart has a curve, every curve that could have a chart is in one
     for job in "01":
         charts, seen = layout(sweep / job), scalars(sweep / job).keys()

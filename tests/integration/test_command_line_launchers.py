@@ -4,6 +4,7 @@ import copy
 import csv
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from hydra.core.plugins import Plugins
-from left_by_runs import summary
 from small_run import SMALL
 
 BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none"]
@@ -32,15 +32,25 @@ def elsewhere(monkeypatch):
     return change
 
 
+def sweep_folder(root=Path()):
+    (sweep,) = (root / "runs/fit/sweeps").iterdir()
+    return sweep
+
+
+def table(sweep):
+    return list(csv.DictReader((sweep / "sweep.csv").open()))
+
+
 def rows_of_sweep():
-    (sweep,) = Path("runs/fit/sweeps").iterdir()
-    return [(row["job"], row["status"]) for row in csv.DictReader((sweep / "sweep.csv").open())]
+    return [(row["job"], row["status"]) for row in table(sweep_folder())]
 
 
 def test_a_job_that_fails_elsewhere_is_the_status_of_the_command(holotrain, elsewhere):
     status, out, err = holotrain("fit", "-m", *BRIEF, "model.heads=3,2")
     assert status == 2 and "16 is not a multiple of 3" in err and "sweep of 2 jobs" in out
     assert rows_of_sweep() == [("0", "failed"), ("1", "completed")]
+    first, second = table(sweep_folder())
+    assert "16 is not a multiple of 3" in first["error"] and second["error"] == "" and first["error"] in out
 
 
 def test_a_defect_elsewhere_is_the_status_of_the_command(holotrain, elsewhere, monkeypatch):
@@ -50,16 +60,53 @@ def test_a_defect_elsewhere_is_the_status_of_the_command(holotrain, elsewhere, m
     status, _, err = holotrain("fit", "-m", *BRIEF, "seed=1,2")
     assert status == 1 and err.count("ZeroDivisionError") == 2
     assert rows_of_sweep() == [("0", "failed"), ("1", "failed")]
+    assert {row["error"] for row in table(sweep_folder())} == {"ZeroDivisionError: division by zero"}
 
 
-@pytest.mark.parametrize("returned", [lambda jobs: jobs[:1], lambda jobs: []], ids=["one of two", "none"])
-def test_a_job_of_which_nothing_is_heard_has_failed(holotrain, elsewhere, monkeypatch, returned):
+def test_a_defect_counts_for_more_than_a_mistake(holotrain, monkeypatch):
+    from holotrain.commands import fit
+    from holotrain.errors import UserError
+
+    def fail(config, run):
+        raise UserError("a mistake") if config.seed == 1 else RuntimeError("a defect")
+
+    monkeypatch.setattr(fit, "run", fail)
+    assert holotrain("fit", "-m", *BRIEF, "seed=1,2,1")[0] == 1
+    assert [row["error"] for row in table(sweep_folder())] == ["a mistake", "RuntimeError: a defect", "a mistake"]
+
+
+def test_jobs_may_stand_in_folders_of_any_name(holotrain, monkeypatch):
     from holotrain.commands import fit
 
     monkeypatch.setattr(fit, "run", lambda config, run: 0)
-    elsewhere.append(returned)
-    status, _, err = holotrain("fit", "-m", *BRIEF, "hydra.sweeper.max_batch_size=2", "seed=1,2")
-    assert status == 1 and "a job of the sweep ended without a result" in err and "seed=2" in err
+    status, _, err = holotrain("fit", "-m", *BRIEF, "hydra.sweep.subdir=seeds/${seed}", "seed=7,8")
+    assert (status, err) == (0, "") and (sweep_folder() / "seeds/8/job.json").exists()
+
+
+@pytest.mark.parametrize("reached", [1, 0], ids=["one of two", "none"])
+@pytest.mark.parametrize("launcher", ["returns fewer", "raises"])
+def test_a_job_of_which_nothing_is_heard_has_failed(holotrain, monkeypatch, reached, launcher):
+    """As when the process of a job is killed: joblib and submitit raise."""
+    from holotrain.commands import fit
+
+    basic = Plugins.instance().class_name_to_class["hydra._internal.core_plugins.basic_launcher.BasicLauncher"]
+    launch = basic.launch
+
+    def launch_some(self, job_overrides, initial_job_idx):
+        returned = launch(self, job_overrides[:reached], initial_job_idx)
+        if launcher == "raises":
+            raise RuntimeError("a worker was killed\nmore")
+        return returned
+
+    monkeypatch.setattr(basic, "launch", launch_some)
+    monkeypatch.setattr(fit, "run", lambda config, run: 0)
+    status, _, err = holotrain("fit", "-m", *BRIEF, "hydra.sweeper.max_batch_size=2", "seed=1,2,3")
+    assert status == 1
+    reason = "RuntimeError: a worker was killed" if launcher == "raises" else "its process died"
+    assert f"job 1 left no result, {reason}" in err and "seed=2" in err
+    rows = table(sweep_folder())
+    assert [row["job"] for row in rows] == ["0", "1", "2"]  # the second batch is launched too
+    assert rows[1]["status"] == "failed" and rows[1]["error"] == reason
 
 
 def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere, monkeypatch):
@@ -73,13 +120,50 @@ def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere,
     assert status == 128 + signal.SIGTERM and "SIGTERM ended the training" in err
 
 
+def started(folder, *words):
+    command = [sys.executable, "-m", "holotrain", "fit", "-m", *BRIEF, *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+LAUNCHERS = {
+    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "submitit": ["hydra/launcher=submitit_local"],
+}
+
+
+def launcher_cases():
+    installed = {name: importlib.util.find_spec(f"hydra_plugins.hydra_{name}_launcher") is not None for name in LAUNCHERS}
+    return [
+        pytest.param(words, id=name, marks=pytest.mark.skipif(not installed[name], reason=f"needs the launcher of {name}"))
+        for name, words in LAUNCHERS.items()
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None, reason="needs joblib's launcher")
-def test_jobs_of_joblib(tmp_path):
-    """In processes of joblib's: one that fails, and one that completes."""
-    command = [sys.executable, "-m", "holotrain", "fit", "-m", *BRIEF, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    run = subprocess.run([*command, "model.heads=3,2"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 2 and "16 is not a multiple of 3" in run.stderr, run.stderr
-    (sweep,) = (tmp_path / "runs/fit/sweeps").iterdir()
-    assert [row["status"] for row in csv.DictReader((sweep / "sweep.csv").open())] == ["failed", "completed"]
-    assert summary(sweep / "1")["status"] == "completed"
+@pytest.mark.parametrize("words", launcher_cases())
+def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, words):
+    """Four jobs: one that fails, three that complete."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "here").mkdir()
+    jobs = ["model.heads=3,2", "seed=1,2"]
+    elsewhere = started(tmp_path / "elsewhere", *words, *jobs)
+    here = started(tmp_path / "here", *jobs)
+    assert elsewhere.returncode == here.returncode == 2, elsewhere.stderr
+    theirs, ours = (table(sweep_folder(tmp_path / name)) for name in ("elsewhere", "here"))
+    measured = ("samples_per_second", "step_seconds", "peak_memory_bytes", "seconds")
+    assert [{key: row[key] for key in row if key not in measured} for row in theirs] == [
+        {key: row[key] for key in row if key not in measured} for row in ours
+    ]
+    assert [row["status"] for row in ours] == ["failed", "failed", "completed", "completed"]
+    assert "16 is not a multiple of 3" in theirs[0]["error"] and theirs[2]["best/val/accuracy"] != ""
+    assert list(theirs[0]) == list(ours[0])
+    shown = [[line for line in run.stdout.splitlines() if re.match(r"  (job|\d) ", line)] for run in (elsewhere, here)]
+    assert [line.split()[:6] for line in shown[0]] == [line.split()[:6] for line in shown[1]] and len(shown[0]) == 5
+
+
+@pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
+def test_submitit_is_composed(launcher):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = [sys.executable, "-m", "holotrain", "fit", f"hydra/launcher={launcher}", "hydra.launcher.timeout_min=5", "--cfg"]
+    run = subprocess.run([*words, "hydra"], capture_output=True, text=True)
+    assert run.returncode == 0 and "timeout_min: 5" in run.stdout, run.stderr

@@ -122,7 +122,7 @@ class LoggerConfig:
     """project (wandb) or experiment (mlflow) of the runs"""
 
     tracking_uri: str | None = None
-    """URI of the MLflow server; null: the folder mlflow in the run's folder"""
+    """URI of the MLflow server; null: mlflow/mlflow.db in the run's folder"""
 
     def __post_init__(self) -> None:
         one_of("logger.kind", self.kind, ("tensorboard", "csv", "none", "wandb", "mlflow"))

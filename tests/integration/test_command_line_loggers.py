@@ -1,0 +1,78 @@
+"""Loggers of other programs, without their servers: one run for each job of a sweep."""
+
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+from small_run import SMALL
+
+BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=none"]
+
+
+def jobs():
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    return sweep, [sweep / "0", sweep / "1"]
+
+
+def test_wandb_has_a_run_for_each_job(holotrain, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    ordinary, log, runs, logged = wandb.init, wandb.Run.log, [], {}
+
+    def init(**options):
+        runs.append(ordinary(**options))
+        return runs[-1]
+
+    def note(self, data, *rest, **options):
+        logged.setdefault(self.id, set()).update(data)
+        log(self, data, *rest, **options)
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb.Run, "log", note)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    status, _, err = holotrain("fit", "-m", *BRIEF, "logger=wandb", "seed=1,2")
+    assert status == 0 and "Traceback" not in err and wandb.run is None
+    sweep, folders = jobs()
+    assert len(runs) == 2
+    for seed, (run, folder) in enumerate(zip(runs, folders, strict=True), 1):
+        (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+        assert path.name == f"run-{run.id}.wandb"
+        assert (run.name, run.group, run.project) == (f"{sweep.name}/{folder.name}", sweep.name, "holotrain")
+        assert run.config["seed"] == seed and run.config["model.dim"] == 16
+        assert {"val/accuracy", "best/val/accuracy", "test/accuracy", "train/loss"} <= logged[run.id]
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # its handler keeps the standard error of the first test
+    return pytest.importorskip("mlflow")
+
+
+def run_of(mlflow, folder):
+    client = mlflow.MlflowClient(f"sqlite:///{(folder / 'mlflow/mlflow.db').resolve()}")
+    (experiment,) = client.search_experiments(filter_string="name = 'holotrain'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return run
+
+
+def test_mlflow_has_a_run_for_each_job_in_its_folder(holotrain, mlflow):
+    status, _, err = holotrain("fit", "-m", *BRIEF, "logger=mlflow", "seed=1,2")
+    assert status == 0 and "Traceback" not in err
+    sweep, folders = jobs()
+    for seed, folder in enumerate(folders, 1):
+        run = run_of(mlflow, folder)
+        assert (run.info.run_name, run.info.status) == (f"{sweep.name}/{folder.name}", "FINISHED")
+        assert run.data.params["seed"] == str(seed) and run.data.params["model.dim"] == "16"
+        assert {"val/accuracy", "best/val/accuracy", "test/accuracy", "train/loss"} <= run.data.metrics.keys()
+        assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(folder.resolve())
+    assert not Path("mlruns").exists() and not Path("mlflow.db").exists()
+
+
+def test_mlflow_is_told_of_a_training_that_was_stopped(holotrain, mlflow, monkeypatch):
+    from holotrain.callbacks import ExactResume
+
+    monkeypatch.setattr(ExactResume, "on_train_batch_start", lambda *arguments: signal.raise_signal(signal.SIGTERM))
+    status, _, err = holotrain("fit", *BRIEF, "logger=mlflow", "hydra.run.dir=stopped")
+    assert status == 128 + signal.SIGTERM and "Traceback" not in err
+    assert run_of(mlflow, Path("stopped")).info.status == "FAILED"

@@ -1,0 +1,141 @@
+"""Sweeps whose options Optuna chooses, from the results of the jobs before."""
+
+import csv
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.plugins import Plugins
+from left_by_runs import summary
+from small_run import SMALL
+
+from holotrain.config.direction import recommended
+
+BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none", "callbacks.progress=none"]
+
+
+@pytest.fixture
+def optuna():
+    optuna = pytest.importorskip("optuna", reason="needs hydra-optuna-sweeper")
+    optuna.logging.disable_default_handler()  # it keeps the standard error of the first test
+    return optuna
+
+
+@pytest.fixture
+def told(optuna, monkeypatch):
+    """The state and value of each trial, as the study was told."""
+    found = []
+    ordinary = optuna.Study.tell
+
+    def tell(self, trial, values=None, state=optuna.trial.TrialState.COMPLETE, **rest):
+        ordinary(self, trial, values=values, state=state, **rest)
+        found.append((state.name, values and values[0]))
+
+    monkeypatch.setattr(optuna.Study, "tell", tell)
+    return found
+
+
+def without(words):
+    """The brief run without the options that the words give: Optuna does not vary an option that has a value."""
+    keys = {word.partition("=")[0] for word in words}
+    return [word for word in BRIEF if word.partition("=")[0] not in keys]
+
+
+def table():
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    return sweep, list(csv.DictReader((sweep / "sweep.csv").open()))
+
+
+SPACE = [
+    *("optimizer.lr=tag(log,interval(1e-5,3e-2))", "trainer.limit_train_batches=int(interval(1,40))"),
+    *("optimizer.weight_decay=0", "scheduler=constant", "callbacks.checkpoint.monitor=val/loss"),
+    "trainer.limit_val_batches=1.0",
+]
+"""The model learns most with a high learning rate and many steps."""
+
+
+@pytest.mark.slow
+def test_twelve_jobs_find_the_better_half(holotrain, told):
+    status, out, err = holotrain("fit", "-m", "sweep=optuna", *without(SPACE), *SPACE)
+    assert status == 0, err
+    sweep, rows = table()
+    assert len(rows) == len(told) == 12 and {row["status"] for row in rows} == {"completed"}
+    places = [(float(row["optimizer.lr"]), int(row["trainer.limit_train_batches"])) for row in rows]
+    better = [lr > 5e-4 and steps > 20 for lr, steps in places]
+    found = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
+    losses = [float(row["best/val/loss"]) for row in rows]
+    assert [value for _, value in told] == pytest.approx(losses)
+    best = losses.index(min(losses))
+    assert found["best_value"] == pytest.approx(losses[best]) and better[best]
+    # A quarter of random jobs would be there. The first four are random.
+    assert sum(better[6:]) >= 3 and min(losses[4:]) < min(losses[:4]), (places, losses)
+    assert f"best job: {best}, val/loss" in out
+
+
+def test_a_job_tells_the_best_value_and_one_that_fails_ends_nothing(holotrain, told):
+    """With the plugin's own settings, under which an exception would end the sweep."""
+    words = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1"]
+    words += ["hydra.sweeper.sampler.seed=1", "model.heads=2,3", "optimizer.lr=0.05"]
+    status, out, err = holotrain("fit", "-m", *without(words), *words)
+    sweep, rows = table()
+    failed = [row["model.heads"] == "3" for row in rows]
+    assert status == 2 and len(rows) == 4 and 0 < sum(failed) < 4 and "Traceback" not in err
+    assert [row["status"] for row in rows] == ["failed" if there else "completed" for there in failed]
+    assert [state for state, _ in told] == ["FAIL" if there else "COMPLETE" for there in failed]
+    for (_, value), row, there in zip(told, rows, failed, strict=True):
+        assert ("not a multiple" in row["error"]) == there
+        if not there:
+            left = summary(sweep / row["job"])
+            assert value == left["metrics"]["best/val/accuracy"] >= left["metrics"]["val/accuracy"]
+            assert (left["monitor"], left["mode"]) == ("val/accuracy", "max")
+
+
+def test_a_sweep_of_failures_says_so(holotrain, told):
+    status, out, err = holotrain(
+        "fit", "-m", "sweep=optuna", *BRIEF, "hydra.sweeper.n_trials=2", "model.dim=16", "model.heads=3"
+    )
+    assert (
+        status == 2
+        and err.count("16 is not a multiple of 3") == 2
+        and err.splitlines()[2:] == ["holotrain: the sweeper ended: No trials are completed yet."]
+    )
+    assert [row["status"] for row in table()[1]] == ["failed", "failed"] and [state for state, _ in told] == ["FAIL", "FAIL"]
+
+
+def test_a_training_that_diverges_is_the_worst(holotrain, told):
+    words = ["optimizer=sgd", "optimizer.lr=1e30", "trainer.gradient_clip_val=null", "callbacks.checkpoint.monitor=val/loss"]
+    status, _, _ = holotrain("fit", "-m", "sweep=optuna", *BRIEF, "hydra.sweeper.n_trials=1", *words)
+    assert status == 0 and told == [("COMPLETE", math.inf)]
+
+
+WRONG = [
+    (["hydra/sweeper=optuna"], "hydra.sweeper.direction=minimize: use maximize, the better values of val/accuracy"),
+    (["sweep=optuna", "trainer.limit_val_batches=0"], "trainer.limit_val_batches=0: the sweeper needs a validation metric"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_a_sweeper_that_searches_for_the_wrong_values_is_refused(holotrain, optuna, words, expected):
+    status, _, err = holotrain("fit", "-m", *BRIEF, "hydra.sweeper.n_trials=1", *words)
+    assert status == 2 and expected in err and "Traceback" not in err
+
+
+def test_the_recommended_direction_is_that_of_the_metric():
+    assert recommended("image_classification", None, None) == recommended("my_task", None, None) == "maximize"
+    assert recommended("causal_lm", None, None) == recommended("masked_lm", None, None) == "minimize"
+    assert recommended("image_classification", "val/loss", None) == "minimize"
+    assert recommended("causal_lm", "val/loss", "max") == "maximize"
+    assert recommended("image_classification", "val/accuracy_top5", None) == "maximize"
+
+
+def test_a_plugin_that_is_not_installed_is_named(holotrain, monkeypatch):
+    from hydra.core.config_store import ConfigStore
+
+    if importlib.util.find_spec("optuna") is not None:
+        Plugins.instance()  # registers it
+        monkeypatch.delitem(ConfigStore.instance().repo["hydra"]["sweeper"], "optuna.yaml")
+    status, out, err = holotrain("fit", "-m", "sweep=optuna")
+    expected = "holotrain: hydra/sweeper=optuna: the package is not installed; pip install 'holotrain[optuna]'\n"
+    assert (status, out, err) == (2, "", expected)
