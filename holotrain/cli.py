@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
+        sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(help.overview())
         return 0
