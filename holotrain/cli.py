@@ -31,7 +31,7 @@ from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import from_here
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.register import register
-from holotrain.config.schema import FOLDER_COMMANDS, OPEN, RunConfig
+from holotrain.config.schema import FOLDER_COMMANDS, RunConfig
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place, found
 
@@ -228,9 +228,9 @@ class Launch:
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
     def _completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
-        plain = with_own_options(OmegaConf.to_container(config), overrides, OPEN)
+        plain = with_own_options(OmegaConf.to_container(config), overrides, ("optimizer", "scheduler"))
         if self.origin is not None:
-            plain = checkpointed.without_leftovers(plain, self.origin)
+            plain = checkpointed.without_leftovers(plain, self.origin, overrides)
         return checkpointed.completed(self.arguments.command, plain)
 
     def _typed(self, config: DictConfig, overrides: list[str]) -> RunConfig:

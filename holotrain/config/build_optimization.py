@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
@@ -52,6 +52,8 @@ def scheduler_of(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) ->
 
     with described_by("scheduler"):
         made = make(optimizer(nn.Linear(1, 1)), 10)
+    if isinstance(made, ReduceLROnPlateau):
+        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
     if not isinstance(made, LRScheduler):
         raise UserError(f"scheduler: {chosen.target} is not a learning rate schedule but returns a {type(made).__name__}")
     return make

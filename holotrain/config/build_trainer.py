@@ -40,7 +40,7 @@ from holotrain.config.build import build_model
 from holotrain.config.build_shown import build_shown
 from holotrain.config.build_strategy import build_strategy, spread
 from holotrain.config.build_synthesis import build_synthesis
-from holotrain.config.chosen import Chosen
+from holotrain.config.chosen import Chosen, made
 from holotrain.config.devices import check_device, device_name
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.schema import RunConfig
@@ -76,7 +76,7 @@ def build_trainer(
     """
     check_device(config)
     own = {name: value for name, value in config.arguments.items() if name not in OURS}
-    changed: dict[str, Any] = {"plugins": [*_given_plugins(own.pop("plugins")), CheckpointFiles()]}
+    changed: dict[str, Any] = {"plugins": [*_plugins(own.pop("plugins")), CheckpointFiles()]}
     changed |= spread(config, place) | {"strategy": build_strategy(config, place)}
     if profiler is not None:
         changed["profiler"] = _profiler(profiler if place is None or place.is_main else None, folder)
@@ -90,13 +90,16 @@ def build_trainer(
         changed |= validation(config, batches)
     changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     try:
-        return Chosen(config.target, own | changed).make(default_root_dir=folder, callbacks=callbacks, logger=logger)
-    except (MisconfigurationException, ValueError, TypeError) as error:
+        return Chosen(config.target, own).make(default_root_dir=folder, callbacks=callbacks, logger=logger, **changed)
+    except (MisconfigurationException, ValueError) as error:
         raise UserError(f"trainer: {str(error).strip().splitlines()[0]}") from error
 
 
-def _given_plugins(plugins: Any) -> list[Any]:
-    return plugins if isinstance(plugins, list) else [] if plugins is None else [plugins]
+def _plugins(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    with described_by("trainer.plugins"):
+        return made(given if isinstance(given, list) else [given])
 
 
 def validation(config: Chosen, batches: int) -> dict[str, Any]:
@@ -216,16 +219,16 @@ def build_fit_callbacks(config: RunConfig, folder: Path, task: Task, data: pl.Li
     callbacks.append(last_checkpoint(last))
     if checkpoint.every_n_train_steps is not None:
         callbacks.append(last_checkpoint(last, checkpoint.every_n_train_steps))
-    return [*callbacks, *map(_made, settings.others.items()), SaveOnSignal(last)]
+    return [*callbacks, *map(_callback, settings.others.items()), SaveOnSignal(last)]
 
 
-def _made(named: tuple[str, Chosen]) -> pl.Callback:
+def _callback(named: tuple[str, Chosen]) -> pl.Callback:
     name, other = named
     with described_by(f"callbacks.{name}"):
-        made = other.make()
-    if not isinstance(made, pl.Callback):
-        raise UserError(f"callbacks.{name}: {other.target} is not a callback of Lightning but a {type(made).__name__}")
-    return made
+        callback = other.make()
+    if not isinstance(callback, pl.Callback):
+        raise UserError(f"callbacks.{name}: {other.target} is not a callback of Lightning but a {type(callback).__name__}")
+    return callback
 
 
 def _throughput(config: RunConfig, data: pl.LightningDataModule) -> ThroughputMonitor:

@@ -24,7 +24,7 @@ from holotrain.config.register import options
 from holotrain.config.schema import COMMANDS, GROUPS, KINDS, OPEN, PLAIN, RunConfig
 from holotrain.config.schema.backward import reversible
 from holotrain.config.schema.data import TextDataConfig
-from holotrain.config.schema.running import CALLBACK
+from holotrain.config.schema.running import CALLBACK, CallbacksConfig
 from holotrain.config.schema.task import LEARNED_FROM, tells_classes
 from holotrain.config.schema.trainer import PROCESSES
 from holotrain.config.trust import require_trusted
@@ -45,11 +45,15 @@ SHAPE_ARGUMENTS = ("image_size", "channels", "classes", "vocab", "context")
 ENGINE_ARGUMENTS = ("backward", "store", "exact", "keep")
 """Arguments of models that come from the options of ``backward``."""
 
-NOT_FROM_FILES = {"data": {"cache_dir": None, "download": False}, "logger": {"tracking_uri": None}}
+NOT_FROM_FILES = {
+    "data": {"cache_dir": None, "download": False},
+    "logger": {"tracking_uri": None},
+    "trainer": {"profiler": None, "plugins": None, "model_registry": None},
+}
 """Options that decide what is written, and where, with the value that they have unless the command line sets them. None: the
 default of the schema."""
 
-COMMAND_LINE_ONLY = tuple(f"{group}.{name}" for group, options in NOT_FROM_FILES.items() for name in options)
+COMMAND_LINE_ONLY = ("trust", *(f"{group}.{name}" for group, fixed in NOT_FROM_FILES.items() for name in fixed))
 
 
 def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +112,7 @@ def origin(arguments: Arguments) -> Origin | None:
         return None
     kept = load(path)[KEY]
     trusted = (arguments.value("trust") or "").strip("[]").split(",")
-    named = [word.partition("=")[2] for word in arguments.words if word.partition("=")[0].endswith(f".{TARGET}")]
-    require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], named, arguments.config_dir)
+    require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
     return Origin(path, kept["config"], kept["choices"])
 
 
@@ -132,6 +135,9 @@ def primary(arguments: Arguments, start: Origin) -> str:
         del kept["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
         kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
+    for group in OPEN:
+        if group in given and group != "trainer":  # the option replaces what the checkpoint has
+            del kept[group]
     node = options(command)
     node.defaults = [
         "_hydra",
@@ -148,9 +154,10 @@ def primary(arguments: Arguments, start: Origin) -> str:
     return name
 
 
-def without_leftovers(plain: dict[str, Any], start: Origin) -> dict[str, Any]:
+def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]) -> dict[str, Any]:
     """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
     result = dict(plain)
+    given = {override.lstrip("+~").partition("=")[0] for override in overrides}
     for group, classes in KINDS.items():
         kind = plain[group].get("kind")
         if kind in classes and kind != start.config[group]["kind"]:
@@ -159,7 +166,11 @@ def without_leftovers(plain: dict[str, Any], start: Origin) -> dict[str, Any]:
     for group in OPEN:
         kept = start.config[group]
         if plain[group][TARGET] != kept[TARGET]:
-            result[group] = {name: value for name, value in plain[group].items() if name not in kept or value != kept[name]}
+            result[group] = {
+                name: value
+                for name, value in plain[group].items()
+                if name not in kept or value != kept[name] or f"{group}.{name}" in given
+            }
     models = plain["model"].get("kind", ""), start.config["model"]["kind"]
     if plain["backward"] == start.config["backward"] and reversible(models[0]) != reversible(models[1]):
         result["backward"] = {}  # that of the other model
@@ -254,7 +265,11 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     _check_values(config, "config")
     kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
     for group, fixed in NOT_FROM_FILES.items():
-        known = type(getattr(config, group)).__dataclass_fields__
+        chosen = getattr(config, group)
+        if isinstance(chosen, Chosen):
+            kept[group] |= {name: value for name, value in fixed.items() if name in chosen.arguments}
+            continue
+        known = type(chosen).__dataclass_fields__
         for name, value in fixed.items():
             if name in known:
                 kept[group][name] = known[name].default if value is None else value
@@ -377,6 +392,9 @@ def completed(command: str, plain: dict[str, Any]) -> DictConfig:
 def _with_others(callbacks: dict[str, Any]) -> dict[str, Any]:
     """The options of the group ``callbacks``, with what names a class of its own apart from the others."""
     others = {name: value for name, value in callbacks.items() if isinstance(value, dict) and TARGET in value}
+    for name in others:
+        if name in CallbacksConfig.__dataclass_fields__:
+            raise UserError(f"callbacks.{name}: is an option already; give the callback another name")
     own = {name: value for name, value in callbacks.items() if name not in others}
     return own | {"others": {name: defaults(f"callbacks.{name}", value, CALLBACK) for name, value in others.items()}}
 

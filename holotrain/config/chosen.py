@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,11 +44,30 @@ class Chosen:
         return {TARGET: self.target, **self.arguments}
 
     def make(self, *first: Any, **given: Any) -> Any:
-        """Calls it, with its own arguments and others. Imports its module."""
-        from hydra.utils import get_object, instantiate
+        """Calls it, with its own arguments and others. Imports its module.
 
-        own = instantiate(self.arguments, _convert_="all")  # an argument may itself name a class
-        return get_object(self.target)(*first, **own, **given)
+        Raises:
+            ValueError: it cannot be imported or called, or refuses a value.
+        """
+        return _called(self.target, first, {name: made(value) for name, value in self.arguments.items()} | given)
+
+
+def made(value: Any) -> Any:
+    """An argument, which may itself name a class. Not Hydra's ``instantiate``, which resolves interpolations once more."""
+    if isinstance(value, list):
+        return [made(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    arguments = {name: made(each) for name, each in value.items() if name != TARGET}
+    return _called(value[TARGET], (), arguments) if TARGET in value else arguments
+
+
+def _called(target: str, first: tuple, keywords: dict[str, Any]) -> Any:
+    try:
+        return pkgutil.resolve_name(target)(*first, **keywords)
+    except (ImportError, AttributeError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{target}: {reason}") from error
 
 
 class Filled:
@@ -122,7 +142,8 @@ def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
     arguments = {}
     for name, value in plain.items():
         if name in options:
-            arguments[name] = checked(f"{group}.{name}", options[name].type, value)
+            as_default = value == options[name].default  # which its annotation need not allow
+            arguments[name] = value if as_default else checked(f"{group}.{name}", options[name].type, value)
         elif name != TARGET:
             if not filled.takes(target, name):
                 raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, options)}")

@@ -154,7 +154,7 @@ def _found(target: str) -> griffe.Object:
         if module is not None:
             break
     else:
-        raise ValueError(f"there is no package {parts[0]!r}")
+        raise ValueError(f"there is no package {parts[0]!r} with a source in Python")
     node: griffe.Object | griffe.Alias = module
     for place, part in enumerate(parts[length:], length):
         member = node.members.get(part)
@@ -178,7 +178,10 @@ def _module(name: str) -> griffe.Module | None:
     if path is None:
         return None
     parent = _module(name.rpartition(".")[0]) if "." in name else None
-    return griffe.visit(name.rpartition(".")[2], filepath=path, code=path.read_text(encoding="utf-8"), parent=parent)
+    try:
+        return griffe.visit(name.rpartition(".")[2], filepath=path, code=path.read_text(encoding="utf-8"), parent=parent)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ValueError(f"the source of {name} cannot be read: {error}") from error
 
 
 def _file(name: str) -> Path | None:
@@ -209,12 +212,12 @@ def checked(where: str, annotation: str, value: Any) -> Any:
         kinds = list(_alternatives(ast.parse(annotation, mode="eval").body)) if annotation else []
     except SyntaxError:
         return value
+    kinds = [kind for kind in kinds if _name(kind) != "Tensor"]  # which no configuration can hold
     if not kinds or any(not _is_known(kind) for kind in kinds):
         return value  # any value may be right
-    for kind in kinds:
-        fits, converted = _fitted(kind, value)
-        if fits:
-            return converted
+    fitted = [converted for fits, converted in (_fitted(kind, value) for kind in kinds) if fits]
+    if fitted:
+        return next((converted for converted in fitted if type(converted) is type(value)), fitted[0])
     choices = [choice for kind in kinds for choice in _choices(kind)]
     if isinstance(value, str) and choices:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(map(str, choices))}.{did_you_mean(value, choices)}")
@@ -275,7 +278,7 @@ def _fitted(node: ast.expr, value: Any) -> tuple[bool, Any]:
     if name in ("str", "Path"):
         return isinstance(value, str) or number, str(value)
     if name == "Literal":
-        return value in _choices(node), value
+        return any(value == choice and type(value) is type(choice) for choice in _choices(node)), value
     if name in DICTS:
         return isinstance(value, dict), value
     if not isinstance(value, list | tuple):

@@ -21,7 +21,7 @@ from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.devices import check_device, check_training_device
 from holotrain.config.register import register
-from holotrain.config.schema import COMMANDS, OPEN
+from holotrain.config.schema import COMMANDS
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
 
@@ -66,7 +66,7 @@ def configuration(command, *overrides):
     config = copy.deepcopy(chosen(command, *choices))
     for override in OverridesParser.create().parse_overrides([word for word in overrides if word not in choices]):
         OmegaConf.update(config, override.key_or_group, override.value())
-    plain = with_own_options(OmegaConf.to_container(config, resolve=True), list(overrides), OPEN)
+    plain = with_own_options(OmegaConf.to_container(config, resolve=True), list(overrides), ("optimizer", "scheduler"))
     return typed(command, plain)
 
 
@@ -242,7 +242,7 @@ def test_values_out_of_range_are_named(overrides, words):
             ["optimizer._target_=torch.optim.NAdaam"],
             "optimizer._target_: there is no 'NAdaam' in torch.optim. Did you mean 'NAdam'?",
         ),
-        (["optimizer._target_=tourch.optim.Adam"], "optimizer._target_: there is no package 'tourch'"),
+        (["optimizer._target_=tourch.optim.Adam"], "optimizer._target_: there is no package 'tourch' with"),
         (["optimizer._target_=torch.optim"], "optimizer._target_: torch.optim is not a class or function"),
         (["optimizer._target_=torch.nn.Linear"], "optimizer.in_features: a value is needed"),
         (["scheduler._target_=torch.optim.lr_scheduler.StepLR"], "scheduler.step_size: a value is needed"),

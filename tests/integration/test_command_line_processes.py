@@ -129,9 +129,9 @@ def environment() -> dict[str, str]:
 def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
     """Has all command lines done by two processes in ``folder``; each leaves there what it saw and said."""
     write_text(folder / "text")
-    work = []
+    work, port = [], 15000 + os.getpid() % 9000
     for name, words in commands.items():
-        port = free_port(*range(15000 + os.getpid() % 9000, 25000)) if name == "srun" else free_port()
+        port = free_port(*range(port + 1, 25000))  # none that the system gives to whoever asks for any
         run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
         line = ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]
         work.append((name, port, line if words else []))

@@ -61,6 +61,13 @@ CHANGES = {
     "a command in place of an optimizer": put("config", "optimizer", {"_target_": "subprocess.run", "input": None}),
     "a command by way of torch": put("config", "optimizer", {"_target_": "torch.optim.lr_scheduler.warnings.warn"}),
     "a command among an optimizer's arguments": put("config", "optimizer", {"_target_": "torch.optim.AdamW", "lr": CALL}),
+    "an interpolation that names a class": put(
+        "config", "optimizer", {"_target_": "torch.optim.SGD", "lr": "${oc.create:{_target_:os.system,command:touch ran}}"}
+    ),
+    "an optimizer of another module": put("config", "optimizer", "_target_", "holotrain.tasks.optimizers.nn.Linear"),
+    "a class in a list": put("config", "optimizer", {"_target_": "torch.optim.AdamW", "lr": [CALL]}),
+    "a class whose name is a list": put("config", "optimizer", {"_target_": "torch.optim.AdamW", "lr": {"_target_": ["os"]}}),
+    "a trainer within the trainer": put("config", "trainer", "strategy", {"_target_": "lightning.pytorch.Trainer"}),
     "an optimizer that nobody has": put("config", "optimizer", "_target_", "torch.optim.Nothing"),
     "a target below a group": put("config", "callbacks", "checkpoint", "_target_", "os.system"),
     "a target in place of a number": put("config", "data", "batch_size", CALL),
@@ -202,7 +209,7 @@ def refused(holotrain, honest, monkeypatch):
             left = [found for found in sorted(Path(".").rglob("*")) if found not in before and found.parts[0] != "runs"]
             assert not left and not [found for found in Path(".").glob("runs/**/*") if found.is_file()], (words, left)
         changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
-        assert changed <= {"HYDRA_FULL_ERROR"}
+        assert changed <= {"HYDRA_FULL_ERROR", "KINETO_LOG_LEVEL"}  # the second by quieten
 
     return give
 
