@@ -14,6 +14,7 @@ REMARKS = (
     ".*accumulate the metric across devices.*",  # sums over tokens are reduced before the division
     ".*overrides the configure_model callback.*",  # it shards nothing when weights are averaged
     ".*custom batch sampler.*",  # ours keep the order where it matters
+    r".*torch\.distributed\.\w+_tensor` is deprecated.*",  # torch's own FSDP2 and tensor parallelism call them
 )
 
 

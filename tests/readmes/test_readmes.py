@@ -199,6 +199,7 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
 
     from holotrain.config.arguments import parse
     from holotrain.config.checkpointed import typed
+    from holotrain.config.chosen import with_own_options
     from holotrain.config.composition import composed
     from holotrain.config.register import register
 
@@ -217,7 +218,8 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
     (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(ends), None)
     for overrides in {tuple(jobs[0]), tuple(jobs[-1])}:
         config = composed(arguments.command, list(overrides), arguments.config_dir)
-        typed(arguments.command, OmegaConf.to_container(config, resolve=True))
+        plain = with_own_options(OmegaConf.to_container(config, resolve=True), list(overrides), ("optimizer", "scheduler"))
+        typed(arguments.command, plain)
 
 
 @pytest.mark.parametrize(
