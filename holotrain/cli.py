@@ -228,7 +228,7 @@ class Launch:
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
     def _completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
-        plain = with_own_options(OmegaConf.to_container(config), overrides, ("optimizer", "scheduler"))
+        plain = with_own_options(OmegaConf.to_container(config), overrides)
         if self.origin is not None:
             plain = checkpointed.without_leftovers(plain, self.origin, overrides)
         return checkpointed.completed(self.arguments.command, plain)

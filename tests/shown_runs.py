@@ -5,6 +5,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from compared import assert_equal
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -54,6 +55,16 @@ def fit(task, data, callbacks, folder=None, logger=None, **options):
     )
     trainer.fit(task, datamodule=data)
     return trainer, losses.seen
+
+
+def assert_trains_as_without(callback: pl.Callback, folder: Path) -> None:
+    """The losses and weights are bit for bit those of a training without the callback."""
+    task, data = images()
+    _, losses = fit(task, data, [callback], folder)
+    plain, data = images()
+    _, expected = fit(plain, data, [], folder / "plain")
+    assert losses == expected and len(losses) == 8
+    assert_equal(task.state_dict(), plain.state_dict())
 
 
 class Logged:

@@ -38,14 +38,6 @@ class OutputsSeen(pl.Callback):
         if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.is_floating_point():
             self._outputs = outputs.detach()
 
-    def _look(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        outputs, self._outputs = self._outputs, None
-        labels = labels_of(batch)
-        if self._hook is None or dataloader_idx != 0 or outputs is None or labels is None:
-            return
-        if len(labels) == len(outputs):
-            self.seen(trainer, batch, labels, self.probabilities(outputs), batch_idx)
-
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
             self.watch(pl_module)
@@ -59,7 +51,12 @@ class OutputsSeen(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._look(trainer, batch, batch_idx, dataloader_idx)
+        logits, self._outputs = self._outputs, None
+        labels = labels_of(batch)
+        if self._hook is None or dataloader_idx != 0 or logits is None or labels is None:
+            return
+        if len(labels) == len(logits):
+            self.seen(trainer, batch, labels, self.probabilities(logits), batch_idx)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.leave()

@@ -64,16 +64,7 @@ class ConfusionMatrix(OutputsSeen):
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.watch(pl_module)
 
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._look(trainer, batch, batch_idx, dataloader_idx)
+    on_test_batch_end = OutputsSeen.on_validation_batch_end
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._draw(trainer, "test/confusion_matrix")

@@ -106,6 +106,11 @@ def read(folder: Path) -> dict[str, Any] | None:
     return found
 
 
+def best_value(found: dict[str, Any]) -> float | None:
+    """The best value of the monitored metric in a summary; None if there is none."""
+    return found["metrics"].get(f"best/{found.get('monitor')}")
+
+
 def best(folder: Path) -> float | None:
     """The best value of the metric that selected a training's best checkpoint; the worst possible one if it never was finite.
     None: the training had no such metric.
@@ -116,7 +121,7 @@ def best(folder: Path) -> float | None:
     found = read(folder)
     if found is None or found.get("monitor") is None:
         return None
-    value = found["metrics"].get(f"best/{found['monitor']}")
+    value = best_value(found)
     return value if value is not None else -math.inf if found["mode"] == "max" else math.inf
 
 

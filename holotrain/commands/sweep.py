@@ -43,10 +43,9 @@ def show_sweep(folder: Path, jobs: list[Job]) -> None:
         table.add_row(*(_short(row.get(name, "")) for name in shown))
     # Wider than the screen, so that each row is one line, also in a log file.
     Console(highlight=False, width=max(console.width, 240)).print(table)
-    if best := _best([summary for summary in found.values() if summary]):
-        number = next(number for number, summary in found.items() if summary is best)
-        value = best["metrics"][f"best/{best['monitor']}"]
-        console.print(f"best job: {number}, {best['monitor']} {_short(value)}")
+    if best := _best([one for one in found.values() if one]):
+        number = next(number for number, one in found.items() if one is best)
+        console.print(f"best job: {number}, {best['monitor']} {_short(summary.best_value(best))}")
     console.print(f"written to {path}")
 
 
@@ -60,11 +59,11 @@ def _row(job: Job, found: dict[str, Any] | None) -> dict[str, object]:
 
 def _best(found: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The summary with the best value of the monitored metric; None unless several jobs have values of one metric."""
-    known = [one for one in found if one.get("monitor") and one["metrics"].get(f"best/{one['monitor']}") is not None]
+    known = [one for one in found if summary.best_value(one) is not None]
     if len(known) < 2 or len({(one["monitor"], one["mode"]) for one in known}) > 1:
         return None
     choose = max if known[0]["mode"] == "max" else min
-    return choose(known, key=lambda one: one["metrics"][f"best/{one['monitor']}"])
+    return choose(known, key=summary.best_value)
 
 
 def _csv(columns: list[str], rows: list[dict[str, object]]) -> str:

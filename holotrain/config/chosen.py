@@ -115,14 +115,15 @@ def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any
     return {TARGET: target, **known, **plain}
 
 
-def with_own_options(plain: dict[str, Any], overrides: list[str], groups: Iterable[str]) -> dict[str, Any]:
-    """A composed configuration in which ``group._target_=...`` among the overrides replaces the whole group.
+def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A composed configuration in which ``optimizer._target_=...`` among the overrides replaces the whole group.
 
-    What the file of the group's option gives are arguments of another class.
+    What the file of the group's option gives are arguments of another class. The same for ``scheduler``, and not for
+    ``trainer``, whose class stays Lightning's.
     """
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
     result = dict(plain)
-    for group in groups:
+    for group in ("optimizer", "scheduler"):
         if f"{group}.{TARGET}" in given:
             own = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
             result[group] = {name: value for name, value in plain[group].items() if name in own}

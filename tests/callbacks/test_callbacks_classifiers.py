@@ -10,7 +10,7 @@ from compared import assert_equal
 from lightning.pytorch.loggers.logger import Logger
 from memo import Memo
 from PIL import Image
-from shown_runs import DropoutNet, Logged, adamw, fit, images
+from shown_runs import DropoutNet, Logged, adamw, assert_trains_as_without, fit, images
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ConfusionMatrix, Predictions, confusion, predictions
@@ -120,12 +120,7 @@ def test_rows_are_spread_over_the_batches(sizes, batches, count, expected):
 
 @pytest.mark.parametrize("make", [Predictions, ConfusionMatrix])
 def test_a_training_is_the_same_with_and_without(make, tmp_path):
-    task, data = images()
-    _, losses = fit(task, data, [make()], tmp_path)
-    plain, data = images()
-    _, expected = fit(plain, data, [], tmp_path / "plain")
-    assert losses == expected and len(losses) == 8
-    assert_equal(task.state_dict(), plain.state_dict())
+    assert_trains_as_without(make(), tmp_path)
 
 
 class Plain(pl.LightningModule):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from compared import assert_equal
 from memo import Memo
-from shown_runs import Logged, adamw, fit, images
+from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
@@ -142,12 +142,7 @@ def test_the_change_of_a_large_tensor_is_estimated_from_some_columns():
 
 @pytest.mark.parametrize("make", [lambda: OptimizationMonitor(1, per_block=True), lambda: Histograms(1)])
 def test_a_training_is_the_same_with_and_without(make, tmp_path):
-    task, data = images()
-    _, losses = fit(task, data, [make()], tmp_path)
-    plain, data = images()
-    _, expected = fit(plain, data, [], tmp_path / "plain")
-    assert losses == expected and len(losses) == 8
-    assert_equal(task.state_dict(), plain.state_dict())
+    assert_trains_as_without(make(), tmp_path)
 
 
 class Look(pl.Callback):

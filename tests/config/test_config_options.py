@@ -66,7 +66,7 @@ def configuration(command, *overrides):
     config = copy.deepcopy(chosen(command, *choices))
     for override in OverridesParser.create().parse_overrides([word for word in overrides if word not in choices]):
         OmegaConf.update(config, override.key_or_group, override.value())
-    plain = with_own_options(OmegaConf.to_container(config, resolve=True), list(overrides), ("optimizer", "scheduler"))
+    plain = with_own_options(OmegaConf.to_container(config, resolve=True), overrides)
     return typed(command, plain)
 
 

@@ -218,7 +218,7 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
     (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(ends), None)
     for overrides in {tuple(jobs[0]), tuple(jobs[-1])}:
         config = composed(arguments.command, list(overrides), arguments.config_dir)
-        plain = with_own_options(OmegaConf.to_container(config, resolve=True), list(overrides), ("optimizer", "scheduler"))
+        plain = with_own_options(OmegaConf.to_container(config, resolve=True), overrides)
         typed(arguments.command, plain)
 
 
