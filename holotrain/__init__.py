@@ -1,13 +1,24 @@
 """holotrain trains transformers whose activations do not fit in memory, at close to the speed of those that do."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holotrain.api import Result, export, fit, load, plan, predict, test, validate
+    from holotrain.config.start import compose
+    from holotrain.errors import UserError
 
 __version__ = "0.1.0"
+__all__ = ["Result", "UserError", "compose", "export", "fit", "load", "plan", "predict", "test", "validate"]
+
+_ELSEWHERE = {"compose": "holotrain.config.start", "UserError": "holotrain.errors"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # only when asked for: the command line's help does not wait for torch
-        from holotrain.models.saved import load
-
-        return load
+    if name in __all__:  # only when asked for: the command line's help does not wait for torch
+        return getattr(importlib.import_module(_ELSEWHERE.get(name, "holotrain.api")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

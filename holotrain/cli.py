@@ -22,16 +22,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.config import checkpointed, help
-from holotrain.config.arguments import Arguments, parse, parse_folders
-from holotrain.config.chosen import with_own_options
+from holotrain.config import help
+from holotrain.config.arguments import Arguments, parse, parse_words
 from holotrain.config.composition import composed, config_folder
 from holotrain.config.direction import direction
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import from_here
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.register import register
-from holotrain.config.schema import FOLDER_COMMANDS, RunConfig
+from holotrain.config.schema import WORD_COMMANDS
+from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place, found
 
@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
 
             # The main process alone runs the commands that need one process.
             return follow(place) if argv[0] in TOGETHER and not {"--help", "-h"} & set(argv) else 0
-        if argv[0] in FOLDER_COMMANDS:
-            return _of_folders(*argv)
+        if argv[0] in WORD_COMMANDS:
+            return _of_words(*argv)
         arguments = parse(argv)
         register(arguments.resume)
         if arguments.help:
@@ -72,10 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _of_folders(command: str, *words: str) -> int:
-    config = parse_folders(command, list(words))
+def _of_words(command: str, *words: str) -> int:
+    config = parse_words(command, list(words))
     if config is None:
-        print(help.folder_command_help(command))
+        print(help.word_command_help(command))
         return 0
     try:
         return importlib.import_module(f"holotrain.commands.{command}").run(config)
@@ -118,9 +118,7 @@ class Launch:
     def __init__(self, arguments: Arguments, place: Place | None = None) -> None:
         self.arguments = arguments
         self.place = place
-        self.origin = checkpointed.origin(arguments)
-        if self.origin is not None:
-            arguments.primary = checkpointed.primary(arguments, self.origin)
+        self.start = Start(arguments)
         self.statuses = [0]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,15 +180,16 @@ class Launch:
         overrides = list(hydra.overrides.task)
         left = Job(hydra.job.get("num", 0), overrides, 0, folder=folder)
         try:
-            typed = self._typed(config, overrides)
+            typed = self.start.typed(config, overrides)
             from holotrain.commands.quiet import quieten
             from holotrain.commands.run import Run
 
             together = self.together  # imports Lightning, which can now be silenced
             quieten()
-            choices = {group: option for group, option in hydra.runtime.choices.items() if option and "/" not in group}
-            choices = {"backward": typed.backward.kind} | (self.origin.choices if self.origin else {}) | choices
-            run = Run(self.arguments.command, folder, overrides, choices, self._varied(overrides), direction(hydra))
+            check_values(typed)
+            choices = self.start.choices(typed, hydra.runtime.choices, overrides)
+            varied, given = self._varied(overrides), self.arguments.config_dir
+            run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
             left.exit_status = together.run(self.arguments.command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
@@ -227,29 +226,16 @@ class Launch:
         keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
-    def _completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
-        plain = with_own_options(OmegaConf.to_container(config), overrides)
-        if self.origin is not None:
-            plain = checkpointed.without_leftovers(plain, self.origin, overrides)
-        return checkpointed.completed(self.arguments.command, plain)
-
-    def _typed(self, config: DictConfig, overrides: list[str]) -> RunConfig:
-        try:
-            return OmegaConf.to_object(self._completed(config, overrides))
-        except CONFIGURATION_ERRORS as error:
-            raise explained(error, self.arguments) from error
-
     def _check(self, overrides: list[str]) -> None:
-        self._typed(composed(self.arguments.primary, overrides, self.arguments.config_dir), overrides)
+        self.start.typed(composed(self.arguments.primary, overrides, self.arguments.config_dir), overrides)
 
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""
         arguments = self.arguments
         try:
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
-            config = self._completed(config, arguments.overrides)
+            config = self.start.completed(config, arguments.overrides)
             plain = OmegaConf.to_container(config, resolve="--resolve" in arguments.flags)
-            plain["callbacks"] |= plain["callbacks"].pop("others")
             print(OmegaConf.to_yaml(plain), end="")
         except CONFIGURATION_ERRORS as error:
             raise explained(error, arguments) from error

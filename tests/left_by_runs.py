@@ -22,6 +22,13 @@ def scalars(folder: Path) -> dict[str, list[float]]:
     return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def texts(folder: Path) -> dict[str, str]:
+    """The last text of each tag."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    tags = [tag for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")]
+    return {tag.removesuffix("/text_summary"): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tags}
+
+
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=True)["state_dict"]
 

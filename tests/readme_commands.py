@@ -102,8 +102,8 @@ class Small:
 
     @property
     def shows(self) -> bool:
-        """Whether it trains nothing and reads no more than runs: help, versions, configurations, reports."""
-        return self.words[:1] == ("report",) or bool({"--help", "--version", "--cfg"} & set(self.words)) or not self.words
+        """Whether it trains nothing and reads no more than runs: help, versions, configurations, reports, new projects."""
+        return self.words[:1] in ((), ("report",), ("init",)) or bool({"--help", "--version", "--cfg"} & set(self.words))
 
     @property
     def before(self) -> list["Small"]:
@@ -137,7 +137,7 @@ def made_small(line: Line) -> Small:
     words = ours(line)
     launcher = line.words[1 : line.words.index("holotrain") - 1] if line.words[0] == "torchrun" else ()
     flags = [word for word in words if word.startswith("-") and word != "-m"]
-    if not words or words[0] == "report" or (flags and "--config-dir" not in flags):
+    if not words or words[0] in ("report", "init") or (flags and "--config-dir" not in flags):
         return Small(tuple(words))
     command = words[0]
     given = {word.partition("=")[0]: word.partition("=")[2].split(",")[0] for word in words[1:] if "=" in word}

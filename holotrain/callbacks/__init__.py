@@ -17,22 +17,24 @@ samples       Samples: texts of a causal language model
 drawing       pictures with text, drawn with Pillow
 media         images and text for each kind of logger
 padding       PaddingMonitor: fraction of padding in text batches
-period        how often callbacks measure
+period        how often callbacks measure, and whether they can
 share         which shard of the data a process reads
 flops         FLOPs of a training step, peak FLOP/s of known GPUs
 interrupt     SaveOnSignal: saves a checkpoint before a signal ends the training
 agreement     Agreement: processes receive a signal at the same batch
-exact_checkpoint  ExactCheckpoint: checkpoints for exact resumption
+exact_checkpoint  ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption
+average       WeightAverage: moving average of the weights
 exact_resume  ExactResume: state that Lightning leaves out of checkpoints
 whole_steps   delays what happens between batches to the optimizer step
-epoch_log     EpochLog: one line per epoch
+epoch_log     EpochLog: one line per epoch; progress: bar or lines
 """
 
+from holotrain.callbacks.average import WeightAverage
 from holotrain.callbacks.confusion import ConfusionMatrix
 from holotrain.callbacks.diffusion import ErrorDiffusionMonitor
 from holotrain.callbacks.drift import DriftMonitor
-from holotrain.callbacks.epoch_log import EpochLog
-from holotrain.callbacks.exact_checkpoint import ExactCheckpoint, last_checkpoint
+from holotrain.callbacks.epoch_log import EpochLog, progress
+from holotrain.callbacks.exact_checkpoint import BestCheckpoint, ExactCheckpoint, last_checkpoint
 from holotrain.callbacks.exact_resume import ExactResume
 from holotrain.callbacks.flops import GPUS, multiprocessors, peak_flops, training_flops
 from holotrain.callbacks.histograms import Histograms
@@ -48,6 +50,7 @@ from holotrain.callbacks.trace import TraceProfiler
 
 __all__ = [
     "GPUS",
+    "BestCheckpoint",
     "ConfusionMatrix",
     "DriftMonitor",
     "EpochLog",
@@ -65,8 +68,10 @@ __all__ = [
     "SynthesisCallback",
     "ThroughputMonitor",
     "TraceProfiler",
+    "WeightAverage",
     "last_checkpoint",
     "multiprocessors",
     "peak_flops",
+    "progress",
     "training_flops",
 ]

@@ -12,11 +12,12 @@ class OutputsSeen(pl.Callback):
     """Passes each evaluated batch with its probabilities to :meth:`seen`, for modules that call ``self(...)`` in their step.
 
     Args:
-        probabilities: maps the module's outputs (B, ...) to probabilities (B, classes); None: softmax of logits (B, classes).
+        probabilities: maps the module's outputs (B, ...) to probabilities (B, classes); None: the module's method of this
+            name, or else the softmax of logits (B, classes).
     """
 
     def __init__(self, probabilities: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.probabilities = probabilities or softmax
+        self.probabilities = probabilities
         self._hook: Any = None
         self._outputs: Tensor | None = None
 
@@ -56,7 +57,8 @@ class OutputsSeen(pl.Callback):
         if self._hook is None or dataloader_idx != 0 or logits is None or labels is None:
             return
         if len(labels) == len(logits):
-            self.seen(trainer, batch, labels, self.probabilities(logits), batch_idx)
+            probabilities = self.probabilities or getattr(pl_module, "probabilities", softmax)
+            self.seen(trainer, batch, labels, probabilities(logits), batch_idx)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.leave()

@@ -1,6 +1,5 @@
 """ConfusionMatrix: which classes a classifier takes for which."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +20,10 @@ class ConfusionMatrix(OutputsSeen):
     ``validation_step`` and ``test_step`` call ``self(...)``. Those outputs are counted, so nothing is computed again.
 
     Args:
-        max_classes: with more classes than this, it warns once and draws nothing.
+        max_classes: with more classes than this, it draws nothing.
         class_names: None: those of the data module, or numbers.
-        probabilities: maps the module's outputs to probabilities (B, classes); None: softmax.
+        probabilities: maps the module's outputs to probabilities (B, classes); None: the module's method of this
+            name, or else softmax.
 
     Logs ``val/confusion_matrix`` and ``test/confusion_matrix``, over the first loader, and over all processes.
 
@@ -42,17 +42,10 @@ class ConfusionMatrix(OutputsSeen):
         self.class_names = class_names
         self.image: Image.Image | None = None
         self._counts: MulticlassConfusionMatrix | None = None
-        self._warned = False
 
     def seen(self, trainer: pl.Trainer, batch: Any, labels: Tensor, probabilities: Tensor, batch_idx: int) -> None:
         classes = probabilities.shape[1]
         if classes > self.max_classes:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"a confusion matrix of {classes} classes is not drawn: ConfusionMatrix(max_classes={self.max_classes})",
-                    stacklevel=2,
-                )
             return
         if self._counts is None:
             self._counts = MulticlassConfusionMatrix(classes, validate_args=False).to(labels.device)

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from holotrain.callbacks.period import period_of
+from holotrain.callbacks.period import checked_period, period_of, replays
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
 
 
@@ -28,18 +28,18 @@ class ErrorDiffusionMonitor(pl.Callback):
     Logs, for the last batch and averaged over networks, ``error_diffusion/sign_violations`` (fraction of weights whose sign
     does not match their cells), ``error_diffusion/dead_cells`` (fraction of hidden cells that learn from no sample) and,
     unless the rule is back-propagation, ``error_diffusion/alignment`` (cosine between update and gradient descent). A
-    monitored step takes about three times as long.
+    monitored step takes about three times as long. Logs nothing if the step is replayed as a CUDA graph.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = checked_period(every_n_steps)
         self._passes: dict[ErrorDiffusionNetwork, Pass] = {}
         self._hooks: list[Any] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._stop()
         window = period_of(trainer, self.every_n_steps)
-        if window and (trainer.global_step + 1) % window == 0:
+        if window and (trainer.global_step + 1) % window == 0 and not replays(pl_module):
             networks = [module for module in pl_module.modules() if isinstance(module, ErrorDiffusionNetwork)]
             self._hooks = [network.register_forward_hook(self._watch, with_kwargs=True) for network in networks]
 

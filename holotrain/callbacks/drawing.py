@@ -26,7 +26,7 @@ def shortened(text: str, width: float, size: int) -> str:
     return f"{text}…"
 
 
-def grid(images: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str, str]]], columns: int = 4) -> Image.Image:
+def grid(images: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str, str]]], columns: int = 3) -> Image.Image:
     """Images in rows, each above its caption.
 
     Args:
@@ -65,13 +65,13 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
     """
     classes = len(names)
     cell = min(max(640 // classes, 8), 56)
-    size = min(max(cell // 3, 10), 15)
+    size = min(max(cell * 2 // 5, 10), 22)  # TensorBoard shows the picture at about half its size
     every = -(-(size + 3) // cell)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     labels = [shortened(name, 150, size) for name in names]
     longest = int(max(font(size).getlength(label) for label in labels)) + 1
     upright = every == 1 and longest <= cell - 4  # column names are turned where they are wider than their cells
-    gap, title = 8, 22
+    gap, title = 8, size + 9
     left = title + longest + gap
     top = title + (size + 4 if upright else longest) + gap
     side = cell * classes
@@ -81,13 +81,13 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
     canvas.paste(Image.fromarray(colours).resize((side, side), Image.Resampling.NEAREST), (left, top))
     draw = ImageDraw.Draw(canvas)
     draw.rectangle((left - 1, top - 1, left + side, top + side), outline=FAINT)
-    draw.text((left + side / 2, 4), "predicted", FAINT, font(13), anchor="mt")
-    paste_turned(canvas, "class", FAINT, 13, (4, top + side // 2))
+    draw.text((left + side / 2, 4), "predicted", FAINT, font(size), anchor="mt")
+    paste_turned(canvas, "class", FAINT, size, (4, top + side // 2))
     for place in range(0, classes, every):
         middle = round((place + 0.5) * cell)
         draw.text((left - gap, top + middle), labels[place], INK, font(size), anchor="rm")
         if upright:
-            draw.text((left + middle, top - gap), labels[place], INK, font(size), anchor="mb")
+            draw.text((left + middle, top - gap), labels[place], INK, font(size), anchor="md")
         else:
             paste_turned(canvas, labels[place], INK, size, (left + middle - size // 2 - 1, top - gap), "bottom")
     if cell >= 26:

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from holotrain.callbacks.period import period_of
+from holotrain.callbacks.period import checked_period, period_of, replays
 from holotrain.reversible import ReversibleSequence
 
 
@@ -21,18 +21,20 @@ class DriftMonitor(pl.Callback):
         threshold: relative error above which a warning is shown, once.
 
     Logs ``reversible/drift``: the norm of the difference divided by the norm of the sample, the maximum over all sequences.
-    Logs nothing if no sequence recomputes.
+    Logs nothing if no sequence recomputes, or if the step is replayed as a CUDA graph.
     """
 
     def __init__(self, every_n_steps: int | None = None, threshold: float = 1e-2) -> None:
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = checked_period(every_n_steps)
+        if not threshold >= 0:
+            raise ValueError(f"threshold {threshold} is out of range; it must be at least 0")
         self.threshold = threshold
         self._watched: list[ReversibleSequence] = []
         self._warned = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         window = period_of(trainer, self.every_n_steps)
-        if window and (trainer.global_step + 1) % window == 0:
+        if window and (trainer.global_step + 1) % window == 0 and not replays(pl_module):
             self._watched = [module for module in pl_module.modules() if isinstance(module, ReversibleSequence)]
             for sequence in self._watched:
                 sequence.witnesses = []

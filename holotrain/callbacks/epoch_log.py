@@ -1,8 +1,11 @@
 """EpochLog: progress as plain lines, for output that is not a terminal."""
 
+import sys
 import time
+from typing import Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar
 
 
 class EpochLog(pl.Callback):
@@ -37,3 +40,14 @@ class EpochLog(pl.Callback):
 def _ends(trainer: pl.Trainer) -> bool:
     """Whether this was the last step. Then the line of the epoch follows."""
     return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+
+
+def progress(style: Literal["auto", "bar", "lines"] = "auto") -> pl.Callback:
+    """Shows how far a training is.
+
+    Args:
+        style: bar or lines (one per epoch); auto: bar on a terminal, else lines
+    """
+    if style == "auto":
+        style = "bar" if sys.stdout.isatty() else "lines"
+    return RichProgressBar() if style == "bar" else EpochLog()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -70,6 +70,39 @@ class ExactCheckpoint(ModelCheckpoint):
     def _save_all(self) -> None:
         while self._waiting:
             self._waiting.pop(0)()
+
+
+class BestCheckpoint(ExactCheckpoint):
+    """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``.
+
+    Args:
+        dirpath: folder of the files
+        monitor: metric that selects the best checkpoint; null: the first that the task names; if it names none, none is kept
+        mode: max or min: whether a higher or a lower metric is better; null: that of the task's metric, else min
+        save_top_k: number of best checkpoints to keep, in addition to last.ckpt
+        every_n_train_steps: save last.ckpt every n optimizer steps too; None: only after each epoch
+    """
+
+    def __init__(
+        self,
+        dirpath: Path | None = None,
+        monitor: str | None = None,
+        mode: Literal["max", "min"] | None = None,
+        save_top_k: int = 1,
+        every_n_train_steps: int | None = None,
+    ) -> None:
+        for name, value in (("save_top_k", save_top_k), ("every_n_train_steps", every_n_train_steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {value} is out of range; it must be at least 1")
+        super().__init__(
+            dirpath,
+            filename="best-epoch{epoch}-step{step}",  # without =, which Hydra needs quoted
+            auto_insert_metric_name=False,
+            monitor=monitor,
+            mode=mode or "min",
+            save_top_k=save_top_k if monitor else 0,
+        )
+        self.last_every_n_steps = every_n_train_steps
 
 
 def last_checkpoint(path: Path, every_n_train_steps: int | None = None) -> ExactCheckpoint:

@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holotrain.callbacks.period import period_of
+from holotrain.callbacks.period import checked_period, period_of
 from holotrain.ranks.tensors import whole
 
 
@@ -24,7 +24,7 @@ class Histograms(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = checked_period(every_n_steps)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         window, step = period_of(trainer, self.every_n_steps), trainer.global_step + 1

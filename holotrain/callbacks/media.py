@@ -29,11 +29,13 @@ def log_text(loggers: Iterable[Logger], tag: str, columns: Sequence[str], rows: 
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Every text as a code block, which Markdown leaves as it is: indented by four spaces."""
+    """Every text as a code block, which Markdown leaves as it is: indented by four spaces.
+
+    The headings are underlined, so that they are headings without Markdown too: the report page shows none.
+    """
     blocks = []
     for row in rows:
         for column, text in zip(columns, row, strict=True):
             lines = "\n".join(f"    {line}" for line in text.splitlines() or [""])
-            blocks.append(f"**{column}**\n\n{lines}")
-        blocks.append("---")
-    return "\n\n".join(blocks[:-1])
+            blocks.append(f"{column}\n{'-' * len(column)}\n\n{lines}")
+    return "\n\n".join(blocks)

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from holotrain.callbacks.period import period_of
+from holotrain.callbacks.period import checked_period, period_of
 from holotrain.callbacks.probe import MemoryProbe, probe_of
 
 PHASES = ("forward_backward", "optimizer", "validation")
@@ -22,16 +22,16 @@ class MemoryMonitor(pl.Callback):
         every_n_steps: optimizer steps per window; None: the trainer's ``log_every_n_steps``; 0: measures
             over the whole training and logs nothing.
 
-    Logs the maximum over ranks in bytes: ``memory/peak_bytes``, ``memory/current_bytes``, ``memory/reserved_bytes`` (only on a
-    GPU), and the peaks ``memory/forward_backward_peak_bytes``, ``memory/optimizer_peak_bytes`` and, after each validation,
-    ``memory/validation_peak_bytes``.
+    Logs the maximum over ranks in bytes: ``memory/peak_bytes``, the highest so far; ``memory/current_bytes``;
+    ``memory/reserved_bytes`` (only on a GPU); and the peaks of the window, ``memory/forward_backward_peak_bytes``,
+    ``memory/optimizer_peak_bytes`` and, after each validation, ``memory/validation_peak_bytes``.
 
     Attributes:
         peak_bytes: the highest peak so far, of training and validation; None before the first window.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = checked_period(every_n_steps)
         self.peak_bytes: int | None = None
         self._peaks: dict[str, int] = {}
         self._logged_step = -1
@@ -80,9 +80,8 @@ class MemoryMonitor(pl.Callback):
         reserved = self._probe.reserved()
         row = [peaks.get(phase, 0) for phase in PHASES] + [self._probe.current(), reserved or 0]
         *by_phase, current, reserved_everywhere = _maximum_over_ranks(row, device)
-        peak = max(by_phase)
-        self.peak_bytes = max(self.peak_bytes or 0, peak)
-        scalars = {"memory/peak_bytes": peak, "memory/current_bytes": current}
+        self.peak_bytes = max(self.peak_bytes or 0, *by_phase)
+        scalars = {"memory/peak_bytes": self.peak_bytes, "memory/current_bytes": current}
         scalars |= {f"memory/{phase}_peak_bytes": value for phase, value in zip(PHASES, by_phase, strict=True) if value}
         if reserved is not None:
             scalars["memory/reserved_bytes"] = reserved_everywhere

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from holotrain.callbacks.period import period_of
+from holotrain.callbacks.period import checked_period, period_of
 
 SAMPLED = 2**16
 """Entries of a tensor whose update is measured. So a logged step needs at most 256 KiB per fp32 tensor, not a copy of it."""
@@ -35,7 +35,7 @@ class OptimizationMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None, per_block: bool = False) -> None:
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = checked_period(every_n_steps)
         self.per_block = per_block
         self._norms: dict[str, Tensor] = {}
         self._before: tuple[list[Tensor], list[Tensor]] | None = None

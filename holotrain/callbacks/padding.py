@@ -13,7 +13,7 @@ class PaddingMonitor(pl.Callback):
     Args:
         unbucketed: the fraction for batches of random documents, logged for comparison; None: not known.
 
-    Logs ``padding/fraction`` and ``padding/unbucketed`` at the end of each epoch and of the training.
+    Logs ``padding/fraction`` and ``padding/unbucketed`` at the end of each epoch and of the training. Skips other batches.
     """
 
     def __init__(self, unbucketed: float | None = None) -> None:
@@ -27,8 +27,9 @@ class PaddingMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._tokens = self._tokens + batch["lengths"].sum()
-        self._places += batch["tokens"].numel()
+        if isinstance(batch, dict) and {"lengths", "tokens"} <= batch.keys():
+            self._tokens = self._tokens + batch["lengths"].sum()
+            self._places += batch["tokens"].numel()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._places:

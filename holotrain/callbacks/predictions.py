@@ -28,14 +28,15 @@ class Predictions(OutputsSeen):
         class_names: None: those of the data module, or numbers.
         statistics: mean and standard deviation of each channel, with which images were normalised; None: those of the data
             module. If it has none, each image is scaled to its own range.
-        probabilities: maps the module's outputs to probabilities (B, classes); None: softmax.
+        probabilities: maps the module's outputs to probabilities (B, classes); None: the module's method of this
+            name, or else softmax.
 
     Logs ``val/predictions``.
     """
 
     def __init__(
         self,
-        count: int = 8,
+        count: int = 9,
         class_names: Sequence[str] | None = None,
         statistics: tuple[Sequence[float], Sequence[float]] | None = None,
         probabilities: Callable[[Tensor], Tensor] | None = None,

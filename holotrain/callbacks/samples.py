@@ -1,6 +1,5 @@
 """Samples: texts that a causal language model writes."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,16 +26,16 @@ class Samples(pl.Callback):
         count: number of documents.
         tokens: number of tokens to add to each prompt.
         temperature: of the sampling; 0: always the likeliest token.
-        tokenizer: with ``encode``, ``decode`` and ``end_id``, as :class:`~holotrain.data.Tokenizer`; None: the data module's.
+        tokenizer: with ``encode``, ``decode`` and ``end_id``; None: the data module's. See :class:`~holotrain.data.Tokenizer`.
         seed: of the samples.
 
-    The model is ``pl_module.model``, or else the module itself, and as :func:`~holotrain.models.generate` needs it. If its
-    parameters are sharded (FSDP, tensor parallel), it warns once and logs nothing. Compiled blocks run uncompiled here.
+    The model is ``pl_module.model``, or else the module itself. Compiled blocks run uncompiled here.
 
-    Logs ``val/samples``, with the first process's model.
+    Logs ``val/samples``, with the first process's model. Logs nothing with a model that cannot generate, without a tokenizer or
+    prompts, and with sharded parameters (FSDP, tensor parallel).
 
     Raises:
-        ValueError: at the start: no tokenizer or no prompts, a model that cannot generate, a prompt that fills its context.
+        ValueError: at the start: a prompt fills the model's context.
     """
 
     def __init__(
@@ -60,11 +59,9 @@ class Samples(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = model_of(pl_module)
-        if not (hasattr(model, "cache") and hasattr(model, "context")):
-            raise ValueError(f"Samples needs a causal language model with a cache; {type(model).__name__} has none")
         self.tokenizer = self.tokenizer or getattr(trainer.datamodule, "tokenizer", None)
-        if self.tokenizer is None:
-            raise ValueError("Samples needs a tokenizer, because the data module has none")
+        if self.tokenizer is None or not (hasattr(model, "cache") and hasattr(model, "context")):
+            return
         if self.prompts is not None:
             self._starts = [torch.from_numpy(self.tokenizer.encode(text).astype("int64")) for text in self.prompts]
             self._starts = [start if len(start) else torch.tensor([self.tokenizer.end_id]) for start in self._starts]
@@ -73,18 +70,14 @@ class Samples(pl.Callback):
         elif hasattr(trainer.datamodule, "part"):
             longest = max(min(self.tokens // 2, model.context // 4), 1)
             self._starts = list(beginnings(trainer.datamodule.part("val"), self.count, longest))
-        if not self._starts:
-            raise ValueError("Samples needs prompts, because the data module has no documents")
 
     # Before on_validation_end: then an average of the weights is still in place, and the time does not count as training.
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking or not (self._starts and trainer.loggers):
             return
         model = model_of(pl_module)
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            warnings.warn("Samples cannot generate with sharded parameters, so it logs no texts", stacklevel=2)
-            self._starts = []
-        elif trainer.is_global_zero:
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if trainer.is_global_zero and not sharded:
             rows = [
                 [self.tokenizer.decode(start.tolist()), text]
                 for start, text in zip(self._starts, self._texts(trainer, model, pl_module.device), strict=True)

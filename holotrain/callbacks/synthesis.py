@@ -1,17 +1,18 @@
 """SynthesisCallback: holographic weight synthesis for a Lightning Trainer."""
 
+import fnmatch
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holotrain.callbacks.period import period_of
 from holotrain.planning.clock import Clock, clock_of
 from holotrain.synthesis import HolographicSynthesis, Recipe
-from holotrain.synthesis.layers import Covers
 
 
 @dataclass
@@ -30,13 +31,33 @@ class SynthesisCallback(pl.Callback):
     It runs after unscaling and before gradient clipping. If gradients contain NaN or infinity, synthesis and optimizer step are
     skipped (gradients are set to None).
 
+    Below, null stands for None.
+
     Args:
-        mode: ``"associative"``, ``"shared"`` or ``"bind"``.
-        module: dotted name of the submodule of the LightningModule to work on; None: all of it. ``bind`` uses the output of
-            this submodule as its key.
-        covers: selects parameters by name and parameter; None: all that require grad.
-        every_n_steps: measure every n optimizer steps; None: the trainer's ``log_every_n_steps``; 0: never.
-        options: options of :class:`~holotrain.synthesis.Recipe`.
+        mode: what is kept between steps: a hologram of each layer (associative), one for rows of many layers (shared), or
+            nothing (bind). :class:`~holotrain.synthesis.Recipe` describes the modes.
+        transform: transform used for binding: fft or hadamard.
+        block_length: entries per transform; 0: a whole layer (bind: the whole model); null: 1024 (bind: 0).
+        subsample: fraction of each parameter's entries to synthesize; the others keep their gradient.
+        decay: fraction of the hologram that is kept in each step.
+        decay_warmup: optimizer steps during which the decay rises linearly from 0.
+        phase_only: use only the phase of the gradient's spectrum.
+        ema: decay of a running mean that replaces the gradient; 0: use the gradient.
+        superpose: rows that share a hologram (shared only); its memory is that of momentum divided by this.
+        feedback: factor of the part of the gradient that the shared hologram cannot hold and that is added to the update.
+        match_norm: rescale each layer's update to the norm of its gradient.
+        mix: fraction of the plain gradient in the update, 0 to 1.
+        cosine_floor: minimum cosine between a layer's update and its gradient, reached by adding gradient; null: none.
+        dtype: data type of the hologram: fp32, bf16 or fp16.
+        offload: keep the hologram in host memory (GPU only).
+        compile: compile the arithmetic on spectra with torch.compile (associative only).
+        cuda_graph: run the synthesis as a CUDA graph (GPU only).
+        cover: name patterns of the parameters to synthesize.
+        exclude: name patterns of parameters to leave out.
+        seed: random seed of the signs, the subsample and the keys.
+        module: name of the submodule to work on, within which parameters are named; null: the whole task. ``bind`` uses the
+            output of this submodule as its key.
+        every_n_steps: measure every n optimizer steps; 0: never; null: the trainer's log_every_n_steps.
 
     Logs ``synthesis/milliseconds`` (on a GPU from CUDA events, without synchronization; of the step before the measured one,
     which costs more), ``synthesis/gradient_cosine`` and ``synthesis/update_norm`` of the update before clipping, over the
@@ -45,7 +66,8 @@ class SynthesisCallback(pl.Callback):
     The trainer's checkpoints contain its state.
 
     Raises:
-        ValueError: an option is out of range; at the start of training: there are several optimizers, parameters that cannot be
+        ValueError: an option is out of range or has no effect in this mode; at the start of training: a pattern matches no
+            parameter, there are several optimizers, parameters that cannot be
             covered, or a fused optimizer with gradient scaling (it unscales in its step, after this callback).
 
     Attributes:
@@ -54,22 +76,66 @@ class SynthesisCallback(pl.Callback):
 
     def __init__(
         self,
-        mode: str = "associative",
+        mode: Literal["associative", "shared", "bind"] = "associative",
+        *,
+        transform: Literal["fft", "hadamard"] = "fft",
+        block_length: int | None = None,
+        subsample: float = 1.0,
+        decay: float = 0.9,
+        decay_warmup: int = 0,
+        phase_only: bool = False,
+        ema: float = 0.0,
+        superpose: int = 8,
+        feedback: float = 1.0,
+        match_norm: bool = False,
+        mix: float = 0.0,
+        cosine_floor: float | None = None,
+        dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+        offload: bool = False,
+        compile: bool = False,
+        cuda_graph: bool = False,
+        cover: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        seed: int = 0,
         module: str | None = None,
-        covers: Covers | None = None,
         every_n_steps: int | None = None,
-        **options: Any,
     ) -> None:
-        Recipe(mode=mode, **options)  # raises on mistakes now instead of at the start of training
+        given = locals()
+        self.recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
+        self.cover, self.exclude, self.module, self.every_n_steps = cover, exclude, module, every_n_steps
         self.synthesis: HolographicSynthesis | None = None
-        self.every_n_steps = every_n_steps
-        self._arguments = {"mode": mode, "covers": covers, **options}
-        self._module = module
         self._to_load: dict[str, Any] = {}
         self._left: dict[str, Any] = {}
         self._clock: Clock | None = None
         self._times: tuple[Any, Any] | None = None
         self._pending: list[Measurement] = []
+
+    def applied_to(self, pl_module: nn.Module, on_device: bool = True) -> HolographicSynthesis:
+        """A synthesis with these options, whose hooks are on the module from now on.
+
+        Args:
+            on_device: False: the module is not on its device yet, so ``offload`` and ``cuda_graph`` are left out.
+
+        Raises:
+            ValueError: there is no such submodule, a pattern matches no parameter, or an option does not suit the parameters.
+        """
+        try:
+            module = pl_module.get_submodule(self.module or "")
+        except AttributeError as error:
+            raise ValueError(f"module={self.module!r}: {error}") from error
+        names = [name for name, _ in module.named_parameters()]
+        matching: dict[str, set[str]] = {"cover": set(), "exclude": set()}
+        for option, matched in matching.items():
+            for pattern in getattr(self, option):
+                found = fnmatch.filter(names, pattern)
+                if not found:
+                    raise ValueError(f"{option}: {pattern!r} matches no parameter; names look like {', '.join(names[:1])}")
+                matched.update(found)
+        covered = matching["cover"] - matching["exclude"]
+        if not covered:
+            raise ValueError("cover and exclude leave no parameter; cover more or exclude fewer")
+        recipe = self.recipe if on_device else replace(self.recipe, offload=False, cuda_graph=False)
+        return HolographicSynthesis(module, covers=lambda name, _: name in covered, **vars(recipe))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if len(trainer.optimizers) != 1:
@@ -81,14 +147,13 @@ class SynthesisCallback(pl.Callback):
                 "use fused=False or bf16-mixed"
             )
         remembers = [name for name in ("momentum", "betas") if trainer.optimizers[0].param_groups[0].get(name)]
-        if self._arguments["mode"] == "associative" and remembers:
+        if self.recipe.mode == "associative" and remembers:
             warnings.warn(
                 f"{type(trainer.optimizers[0]).__name__} also averages gradients ({remembers[0]}); associative synthesis "
                 "replaces momentum and is meant for SGD with momentum=0",
                 stacklevel=2,
             )
-        module = pl_module.get_submodule(self._module) if self._module else pl_module
-        self.synthesis = HolographicSynthesis(module, **self._arguments)
+        self.synthesis = self.applied_to(pl_module)
         self._clock = clock_of(pl_module.device)
         state, self._to_load = self._to_load, {}
         if state:
@@ -134,7 +199,7 @@ class SynthesisCallback(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(mode=self._arguments["mode"], module=self._module)
+        return self._generate_state_key(mode=self.recipe.mode, module=self.module)
 
     def state_dict(self) -> dict[str, Any]:
         return self._left if self.synthesis is None else self.synthesis.state_dict()

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from holotrain.callbacks.period import period_of
+from holotrain.callbacks.period import checked_period, period_of
 from holotrain.callbacks.share import share_of
 from holotrain.planning.clock import Clock, clock_of
 
@@ -34,14 +34,14 @@ class ThroughputMonitor(pl.Callback):
     Args:
         every_n_steps: optimizer steps per window; None: the trainer's ``log_every_n_steps``; 0: measures
             over epochs and logs nothing.
-        batch_size: returns the samples in a batch; None: the length of its first tensor.
+        count_samples: returns the samples in a batch; None: the length of its first tensor.
         count_tokens: returns the tokens in a batch, as a number or as a tensor, which is read at the end of the window; None:
             tokens are not logged.
         model_flops_per_sample: FLOPs per sample of a training step (forward and backward) that stores everything. Used for
             MFU, which never includes recomputation (Chowdhery et al., PaLM, 2022, appendix B).
         hardware_flops_per_sample: FLOPs per sample that are computed, with recomputation. Used for HFU.
-        peak_flops: peak FLOP/s of the device in the precision of the training; see
-            :func:`~holotrain.callbacks.flops.peak_flops`. MFU and HFU are logged only if it is known.
+        peak_flops: peak FLOP/s of the device in the precision of the training, for MFU and HFU; in a configuration null is that
+            of a known GPU. Without it, they are not logged. See :func:`~holotrain.callbacks.flops.peak_flops`.
 
     Logs ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` over all ranks,
     ``throughput/step_seconds`` per optimizer step, ``throughput/mfu`` and ``throughput/hfu`` as fractions.
@@ -54,17 +54,19 @@ class ThroughputMonitor(pl.Callback):
     def __init__(
         self,
         every_n_steps: int | None = None,
-        batch_size: Callable[[Any], int] | None = None,
+        count_samples: Callable[[Any], int] | None = None,
         count_tokens: Callable[[Any], int | Tensor] | None = None,
         model_flops_per_sample: float | None = None,
         hardware_flops_per_sample: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        self.every_n_steps = every_n_steps
-        self.batch_size = batch_size or first_length
+        self.every_n_steps = checked_period(every_n_steps)
+        self.count_samples = count_samples or first_length
         self.count_tokens = count_tokens
         self.model_flops_per_sample = model_flops_per_sample
         self.hardware_flops_per_sample = hardware_flops_per_sample
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"peak_flops {peak_flops} must be above 0")
         self.peak_flops = peak_flops
         self.clock: Clock | None = None
         self._open: Window | None = None
@@ -87,7 +89,7 @@ class ThroughputMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         window = self._open
-        window.samples += self.batch_size(batch)
+        window.samples += self.count_samples(batch)
         window.tokens += self.count_tokens(batch) if self.count_tokens else 0
         window.steps = trainer.global_step - window.step
         period = period_of(trainer, self.every_n_steps)
@@ -179,4 +181,4 @@ def first_length(batch: Any) -> int:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
-    raise ValueError("the batch has no tensor; set ThroughputMonitor(batch_size=...)")
+    raise ValueError("the batch has no tensor; set ThroughputMonitor(count_samples=...)")

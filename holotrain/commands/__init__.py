@@ -1,6 +1,6 @@
 """One file per command, each with ``run(config, run) -> exit status``, and what they share.
 
-fit, validate, test, predict, generate, export, plan, report   the commands
+fit, validate, test, predict, generate, export, plan, report, init   the commands
 run          one run: its folder, overrides and processes
 evaluation   evaluating a checkpoint
 checkpoint   loading and saving checkpoints

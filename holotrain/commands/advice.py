@@ -4,7 +4,8 @@ import lightning.pytorch as pl
 
 from holotrain.config.plans import budget_of, planner_of
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.backward import AUTO, PLAIN, reversible, schedules_of
+from holotrain.config.schema.backward import AUTO, PLAIN
+from holotrain.config.schema.classes import reversible, takes
 from holotrain.planning import ALLOCATORS, Plan, make_plan
 
 
@@ -55,16 +56,16 @@ def rules(config: RunConfig) -> list[str]:
 
 def _backward(config: RunConfig) -> list[str]:
     backward = config.backward
-    if len(schedules_of(config.model.kind)) == 1:
+    if not takes(config.model, "backward"):
         return []
-    if reversible(config.model.kind):
+    if reversible(config.model):
         if backward.kind in (*PLAIN, AUTO):
             return ["backward=reversible (stores no activations between blocks)"]
         if backward.store:
             return ["backward.store=0 (no block stores its activations)"]
         return ["backward.keep=[] (no results are stored for the backward pass)"] if backward.keep else []
     found = ["backward=checkpoint (stores only the inputs of blocks)"] if backward.kind in ("autograd", AUTO) else []
-    return [*found, f"model=rev_{config.model.kind}_... (a reversible model stores no activations between blocks)"]
+    return [*found, "model=rev_... (a reversible model stores no activations between blocks)"]
 
 
 def _precision(config: RunConfig) -> list[str]:

@@ -1,5 +1,6 @@
 """Reading a checkpoint into a run, and writing the configuration of a run into its checkpoints."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -11,15 +12,17 @@ from torch import nn
 from holotrain.checks import described_by
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names
-from holotrain.config.build_synthesis import check_synthesis_continues
-from holotrain.config.chosen import TARGET
+from holotrain.config.build_optimization import synthesis_of
+from holotrain.config.given import GIVEN
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.data import TextDataConfig
+from holotrain.config.schema.classes import TEXT, is_a
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.adapters import add_adapters
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.ranks.shards import read_all
+from holotrain.targets import TARGET, targets
+from holotrain.tasks.modules import model_of
 
 
 class KeepConfiguration(pl.Callback):
@@ -38,8 +41,8 @@ def check_origin(config: RunConfig, path: Path) -> None:
         UserError: the checkpoint and the configuration are of different tasks.
     """
     kept = checkpointed.load(path)[checkpointed.KEY]["config"]
-    if kept["task"]["kind"] != config.task.kind:
-        raise UserError(f"task={config.task.kind}: {path} was trained with task={kept['task']['kind']}")
+    if kept["task"][TARGET] != config.task.target:
+        raise UserError(f"task: {path} was trained with {kept['task'][TARGET]}, not with {config.task.target}")
 
 
 def chosen_before(config: RunConfig, path: Path) -> RunConfig:
@@ -71,7 +74,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     Raises:
         UserError: the configuration names another tokenizer than the checkpoint, or one of the files cannot be read.
     """
-    if not isinstance(config.data, TextDataConfig):
+    if not is_a(config.data, TEXT) or config.data.target == GIVEN:
         return None
     if path is not None:
         kept = checkpointed.load(path)[checkpointed.KEY]
@@ -79,7 +82,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         if asked != there:
             raise UserError(f"data.tokenizer={asked}: {path} was trained with {there or 'byte'}; leave the option out")
         return kept["description"]["tokenizer"]
-    if config.data.tokenizer is not None or not config.model.pretrained:
+    if config.data.tokenizer is not None or not getattr(config.model, "pretrained", None):
         return None
     begun_with = Path(config.model.pretrained)
     if (begun_with / "tokenizer.json").is_file():
@@ -90,29 +93,54 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         return None
 
 
-def described_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+def described_model(
+    path: Path, trust: Collection[str] | None = None, model: nn.Module | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint or of an exported folder, with its weights, and its description. No data are needed.
 
+    Args:
+        trust: packages whose own classes may be called, in addition to holotrain's models; None: what the file names may be,
+            because :func:`~holotrain.config.checkpointed.origin` has checked it.
+        model: takes the weights of a checkpoint; None: a new one of the class that the checkpoint names.
+
     Raises:
-        UserError: it cannot be read.
+        UserError: it cannot be read, or names a class that is not trusted.
     """
     checkpoint = checkpointed.load(path)
     kept = checkpoint[checkpointed.KEY]
     described = kept["description"]
+    vouched = checked_names(described) if trust is None else ()
     if checkpointed.is_exported(path):
         with described_by("ckpt_path"):
-            return saved.load(path), described
-    try:
-        model = registry.build(described["kind"], described["arguments"])
-        if width := kept["config"]["model"].get("adapters"):
-            add_adapters(model, width)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"ckpt_path: {path} describes no model that can be built: {str(error).splitlines()[0]}") from error
-    prefix = "model."
+            return saved.load(path, trust or (), vouched), described
+    if model is None:
+        model = _built(kept, path, trust or (), vouched)
+    prefix = "" if kept["config"]["model"] is None else "model."
     weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
     check_weights(model, weights, path)
     model.load_state_dict(read_all(weights))
     return model, described
+
+
+def _built(kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Collection[tuple[str, str]]) -> nn.Module:
+    described = kept["description"]
+    if described["target"] == GIVEN:
+        raise UserError(
+            f"ckpt_path: {path} holds the weights of a {described['arguments']['kind']} that Python code made; give one to "
+            "holotrain.load(..., model=...)"
+        )
+    try:
+        model = registry.build(described["target"], described["arguments"], trust, vouched)
+        if width := (kept["config"]["model"] or {}).get("adapters"):
+            add_adapters(model, width)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise UserError(f"ckpt_path: {path} describes no model that can be built: {str(error).splitlines()[0]}") from error
+    return model
+
+
+def checked_names(described: dict[str, Any]) -> set[tuple[str, str]]:
+    """The classes that a description names, with their places: those of the configuration, which are trusted."""
+    return {*targets({TARGET: described["target"], **described["arguments"]})}
 
 
 def in_int8(model: nn.Module, wanted: bool) -> None:
@@ -134,11 +162,11 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
     """
     if checkpointed.is_exported(path):
         with described_by("ckpt_path"):
-            model = saved.load(path)
+            model = saved.load(path, vouched=checked_names(checkpointed.load(path)[checkpointed.KEY]["description"]))
             if is_quantised(model):
-                quantise(task.model)
-        check_weights(task.model, model.state_dict(), path)
-        task.model.load_state_dict(model.state_dict())
+                quantise(model_of(task))
+        check_weights(model_of(task), model.state_dict(), path)
+        model_of(task).load_state_dict(model.state_dict())
         return
     weights = checkpointed.load(path)["state_dict"]
     check_weights(task, weights, path)
@@ -154,7 +182,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         raise UserError(f"ckpt_path: {path} holds only weights; start from them with model.pretrained={path}")
     checkpoint = checkpointed.load(path)
     model = checkpoint[checkpointed.KEY]["config"]["model"]
-    for option in [name for name in ("trained", "adapters") if name in model and hasattr(config.model, name)]:
+    for option in ("trained", "adapters") if model and config.model else ():
         kept, wanted = model[option], getattr(config.model, option)
         if kept != wanted:
             raise UserError(
@@ -162,16 +190,21 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
             )
     check_weights(task, checkpoint["state_dict"], path)
     for group in ("optimizer", "scheduler"):
-        kept, wanted = checkpoint[checkpointed.KEY]["config"][group][TARGET], getattr(config, group).target
+        kept, wanted = checkpoint[checkpointed.KEY]["config"][group], getattr(config, group)
+        kept, wanted = kept and kept[TARGET], wanted and wanted.target
         if kept != wanted:
             raise UserError(f"{group}: {path} was trained with {kept} and can only continue with it, not with {wanted}")
-    kept = checkpoint[checkpointed.KEY]["config"].get("synthesis", {"kind": "none"})["kind"]
-    if kept != config.synthesis.kind:
-        raise UserError(
-            f"synthesis={config.synthesis.kind}: {path} was trained with synthesis={kept} and can only continue with it"
-        )
-    if kept != "none":
-        check_synthesis_continues(config.synthesis, task, checkpoint["callbacks"])
+    kept = checkpoint[checkpointed.KEY]["config"]["synthesis"] or {}
+    kept, wanted = kept.get("mode", "none"), getattr(config.synthesis, "mode", "none")
+    if kept != wanted:
+        raise UserError(f"synthesis={wanted}: {path} was trained with synthesis={kept} and can only continue with it")
+    if config.synthesis is not None:
+        synthesis = synthesis_of(config.synthesis, task)
+        with described_by("synthesis"):
+            for name, state in checkpoint["callbacks"].items():
+                if name.startswith(config.synthesis.name):
+                    synthesis.load_state_dict(state)
+        synthesis.remove()
     if checkpoint["epoch"] > (config.trainer.max_epochs or -1) > 0:
         raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is already at epoch {checkpoint['epoch']}")
     if "optimizer_states" not in checkpoint:

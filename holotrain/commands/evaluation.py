@@ -1,12 +1,15 @@
 """Evaluating a checkpoint: shared by ``validate``, ``test`` and the end of ``fit``."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from holotrain.callbacks.media import log_image
 from holotrain.commands import screen
@@ -15,13 +18,15 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
-from holotrain.config.build_shown import build_matrix
+from holotrain.config.build_callbacks import build_matrices
+from holotrain.config.build_loggers import build_loggers
 from holotrain.config.build_strategy import check_division
-from holotrain.config.build_trainer import build_loggers, build_trainer
+from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema import RunConfig
 from holotrain.errors import UserError
 from holotrain.tasks import Task
+from holotrain.tasks.modules import model_of
 
 Split = Literal["validate", "test"]
 
@@ -44,16 +49,34 @@ def evaluate(
     if path is not None:
         load_weights(task, path)
         step = checkpointed.load(path).get("global_step", 0)
-    matrices = build_matrix(config, task, data)
+    matrices = build_matrices(config)
     trainer = build_trainer(config.trainer, run.folder, [*matrices], False, place=run.place)
     measure = trainer.validate if split == "validate" else trainer.test
-    metrics = measure(task, datamodule=data, verbose=False)[0]
+    with steps_of_others(split):
+        metrics = next(iter(measure(task, datamodule=data, verbose=False)), {})
     for logger in loggers:
         logger.log_metrics(metrics, step=step)
     for matrix in matrices:
         if matrix.image is not None:
             log_image(loggers, f"{'val' if split == 'validate' else 'test'}/confusion_matrix", matrix.image, step)
     return metrics
+
+
+@contextmanager
+def steps_of_others(command: str) -> Iterator[None]:
+    """
+    Raises:
+        UserError: a LightningModule or data of others have no step or loader for this command.
+    """
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise UserError(f"{command}: {str(error).strip().splitlines()[0]}") from error
+
+
+def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
+    """Whether there are a step and data for a test. A task and data of others need not have them."""
+    return is_overridden("test_step", task) and is_overridden("test_dataloader", data)
 
 
 def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.LightningDataModule, Task]:
@@ -71,7 +94,7 @@ def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.Lightn
     check_classes(config, data, path)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data)
-    check_division(config.trainer, run.place, task.model)
+    check_division(config.trainer, run.place, model_of(task))
     return path, data, task
 
 
@@ -82,8 +105,8 @@ def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
     path, data, task = prepared(split, config, run)
-    screen.show_start(split, config, run, task.model, path, data)
-    summary = Summary.of(run, config, task.model)
+    screen.show_start(split, config, run, model_of(task), path, data)
+    summary = Summary.of(run, config, model_of(task))
     summary.checkpoint = str(path)
     loggers = build_loggers(config.logger, run.folder)
     summary.metrics = evaluate(split, config, run, task, data, path, loggers)

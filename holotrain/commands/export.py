@@ -31,7 +31,7 @@ def run(config: ExportConfig, run: Run) -> int:
     in_int8(model, config.int8)
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
-    kind, arguments, tokenizer = (described.pop(key, None) for key in ("kind", "arguments", "tokenizer"))
+    target, arguments, tokenizer = (described.pop(key, None) for key in ("target", "arguments", "tokenizer"))
     if tokenizer is not None:
         tokenizer_from_json(tokenizer, str(path))  # what is no tokenizer is not handed on
     extra = described | {checkpointed.KEY: checkpointed.load(path)[checkpointed.KEY]}
@@ -39,7 +39,7 @@ def run(config: ExportConfig, run: Run) -> int:
         for program in (PROGRAM, ONNX):  # left by an earlier export
             (folder / program).unlink(missing_ok=True)
         with described_by("to"):
-            saved.save(folder, kind, arguments, model, extra=extra, tokenizer=tokenizer)
+            saved.save(folder, target, arguments, model, extra=extra, tokenizer=tokenizer)
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
             with described_by(f"format={config.format}"):

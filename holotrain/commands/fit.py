@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
+from holotrain.callbacks.media import log_text
 from holotrain.commands import screen
 from holotrain.commands.automatic import chosen
 from holotrain.commands.checkpoint import (
@@ -21,7 +22,7 @@ from holotrain.commands.checkpoint import (
     chosen_before,
     tokenizer_for,
 )
-from holotrain.commands.evaluation import evaluate
+from holotrain.commands.evaluation import can_test, evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import BestValue, log_end, log_start, results
 from holotrain.commands.layout import log_layout, tags
@@ -30,14 +31,17 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, description
+from holotrain.config.build_callbacks import build_fit_callbacks
+from holotrain.config.build_loggers import build_loggers
 from holotrain.config.build_strategy import check_division
-from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_trainer
+from holotrain.config.build_trainer import build_trainer
 from holotrain.config.checkpointed import container
 from holotrain.config.devices import check_training_device, device_kind, device_name
 from holotrain.config.direction import MODES
 from holotrain.config.plans import smallest_batch
 from holotrain.config.schema import FitConfig
 from holotrain.errors import UserError
+from holotrain.tasks.modules import model_of, monitored_by
 
 
 def run(config: FitConfig, run: Run) -> int:
@@ -55,7 +59,7 @@ def run(config: FitConfig, run: Run) -> int:
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=origin is None)
-    check_division(config.trainer, run.place, task.model)
+    check_division(config.trainer, run.place, model_of(task))
     if origin is not None:
         check_continuable(task, config, origin)
         check_classes(config, data, origin)
@@ -71,19 +75,21 @@ def run(config: FitConfig, run: Run) -> int:
         callbacks.append(BestValue(monitor))
     batches = len(data.train_dataloader())
     trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, batches, config.profiler, run.place)
+    resolved = yaml.safe_dump(container(config), sort_keys=False)
     if run.is_main:
-        write_whole(run.folder / "config.yaml", yaml.safe_dump(container(config), sort_keys=False))
-    screen.show_start("fit", config, run, task.model, origin, data)
+        write_whole(run.folder / "config.yaml", resolved)
+    screen.show_start("fit", config, run, model_of(task), origin, data)
 
     if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
         log_layout(trainer, task, config)
         log_start(loggers, config, run, _columns(config, trainer, task, monitor))
+        log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
         with as_out_of_memory():
             trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
-            if config.test and config.trainer.limit_test_batches != 0:
+            if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
                 if run.world is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
                 tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
@@ -98,6 +104,7 @@ def run(config: FitConfig, run: Run) -> int:
                 log_end(loggers, "failed")
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
         words = explained(config, data, run, when, str(refusal))
+        run.errors.append(words.splitlines()[0].removeprefix("holotrain: "))
     except BaseException:
         if run.is_main:
             log_end(loggers, "failed")
@@ -139,7 +146,7 @@ def _origin(config: FitConfig, run: Run) -> Path | None:
 def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
     callbacks = {type(callback): callback for callback in trainer.callbacks}
     throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
-    summary = Summary.of(run, config, task.model, status)
+    summary = Summary.of(run, config, model_of(task), status)
     summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     if best := callbacks.get(BestValue):
         summary.monitor, summary.mode = best.checkpoint.monitor, best.checkpoint.mode
@@ -167,7 +174,7 @@ def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> N
     if direction is None:
         return
     if monitor is None:
-        raise UserError("trainer.limit_val_batches=0: the sweeper needs a validation metric; use trainer.limit_val_batches=1.0")
+        raise UserError("the sweeper needs a validation metric: use callbacks.checkpoint and trainer.limit_val_batches=1.0")
     better = MODES[monitor.mode]
     if direction != better:
         raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {monitor.monitor}")
@@ -177,7 +184,7 @@ def _columns(
     config: FitConfig, trainer: pl.Trainer, task: pl.LightningModule, monitor: ModelCheckpoint | None
 ) -> dict[str, str]:
     """The columns of HParams."""
-    validated = [] if monitor is None else list(dict.fromkeys((monitor.monitor, *task.monitored)))
+    validated = [] if monitor is None else list(dict.fromkeys((monitor.monitor, *monitored_by(task))))
     return results(validated, tags(trainer, task, config), config.test and config.trainer.limit_test_batches != 0)
 
 

@@ -37,28 +37,17 @@ def run(config: PlanConfig, run: Run) -> int:
     Raises:
         UserError: the training step cannot be planned.
     """
-    device = _device(config)
-    one_of("link", config.link, LINKS)
-    if config.gpu is not None:
-        one_of("gpu", config.gpu, GPUS)
-        one_of("device", device, ["cuda"])
-    if device == "cpu" and config.trainer.precision == "16-mixed":
-        raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
-    known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
-    data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
-    data.prepare_data()
-    data.setup("fit")
-    if config.batch_is_open:
-        config = chosen(config, data, device, say=Console(stderr=True).print if config.json == "-" else console.print)
-    budget = _budget(config, device)
     quiet = config.json == "-"
+    status = console.status("planning")
+
+    def begin(what: str) -> None:
+        status.update(f"planning {what}")
+        status.start()
+
     try:
-        with console.status("planning") as status:
-            planner = planner_of(config, data, device)
-            plan = make_plan(planner, budget, lambda what: status.update(f"planning {what}"))
-            scaling = None if config.devices is None else _scaling(config, planner, plan, status.update)
-    except Unplannable as error:
-        raise UserError(f"plan: {error}") from error
+        config, plan, scaling = planned(config, Console(stderr=True).print if quiet else console.print, begin)
+    finally:
+        status.stop()
     needed = [] if plan.fits else remedies(config, plan)
     found = plan.as_json() | {"remedies": needed} | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"
@@ -74,6 +63,41 @@ def run(config: PlanConfig, run: Run) -> int:
         show_scaling(scaling)
     console.print(f"written to {run.folder}: plan.json, plan.svg")
     return 0
+
+
+def planned(
+    config: PlanConfig, say: Callable[[str], object], begin: Callable[[str], object]
+) -> tuple[PlanConfig, Plan, Scaling | None]:
+    """The configuration with its batch size, the plan and, with ``devices``, that of several devices.
+
+    Args:
+        say: called with each line about the choice of a batch size.
+        begin: called with what is planned next.
+
+    Raises:
+        UserError: the training step cannot be planned.
+    """
+    device = _device(config)
+    one_of("link", config.link, LINKS)
+    if config.gpu is not None:
+        one_of("gpu", config.gpu, GPUS)
+        one_of("device", device, ["cuda"])
+    if device == "cpu" and config.trainer.precision == "16-mixed":
+        raise UserError("trainer.precision=16-mixed: not supported on the CPU; use bf16-mixed or device=cuda")
+    known = tokenizer_for(config, Path(config.ckpt_path) if config.ckpt_path else None)
+    data = build_data(smallest_batch(config) if config.batch_is_open else config, known)
+    data.prepare_data()
+    data.setup("fit")
+    if config.batch_is_open:
+        config = chosen(config, data, device, say=say)
+    budget = _budget(config, device)
+    try:
+        planner = planner_of(config, data, device)
+        plan = make_plan(planner, budget, begin)
+        scaling = None if config.devices is None else _scaling(config, planner, plan, begin)
+    except Unplannable as error:
+        raise UserError(f"plan: {error}") from error
+    return config, plan, scaling
 
 
 def _device(config: PlanConfig) -> str:
@@ -104,7 +128,7 @@ def _scaling(config: PlanConfig, planner: Planner, plan: Plan, begin: Callable[[
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
-    model = run.choices.get("model", config.model.kind)
+    model = run.choices.get("model", (config.model or config.task).name)
     place = "a GPU" if plan.device == "cuda" else "the CPU"
     within = f", {in_words(plan.budget)}" if plan.budget else ""
     unit, size = unit_of(max(footprint.bound for footprint in plan.footprints.values()))

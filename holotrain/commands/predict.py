@@ -10,7 +10,7 @@ from typing import Any
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
-from holotrain.commands.evaluation import prepared
+from holotrain.commands.evaluation import prepared, steps_of_others
 from holotrain.commands.files import write_whole
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
@@ -18,14 +18,15 @@ from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema import PredictConfig
-from holotrain.config.schema.task import of_images
+from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, TEXT, is_a
+from holotrain.tasks.modules import model_of
 
 PREDICTIONS = "predictions.csv"
 
 
 def run(config: PredictConfig, run: Run) -> int:
-    """Writes one row per sample: its file or its number in the test set, then its class and probability or, for causal_lm, its
-    bytes and bits per byte."""
+    """Writes one row per sample: its file or its number in the test set, then what the task predicts: a class and its
+    probability, for causal_lm bytes and bits per byte, for a task of one's own what its ``predict_step`` returns."""
     started = time.monotonic()
     path, files = Path(config.ckpt_path), config.images or config.texts
     if files:
@@ -37,24 +38,25 @@ def run(config: PredictConfig, run: Run) -> int:
         _, data, task = prepared("predict", config, run)
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
-    screen.show_start("predict", config, run, task.model, path)
-    in_int8(task.model, config.int8)
+    screen.show_start("predict", config, run, model_of(task), path)
+    in_int8(model_of(task), config.int8)
     trainer = build_trainer(config.trainer, run.folder, [], False)
-    batches = trainer.predict(task, dataloaders=loader)
+    with steps_of_others("predict"):
+        batches = trainer.predict(task, dataloaders=loader)
     names = [str(name) for name in loader.dataset.paths] if files else count()
     named = zip(names, _samples(batches), strict=False)  # limit_predict_batches may leave names unused
-    if config.task.kind == "causal_lm":
+    of = "text" if is_a(config.data, TEXT) else "image" if is_a(config.data, IMAGES) else "sample"
+    if is_a(config.task, CAUSAL_LM):
         columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
     else:
-        columns = ("image" if of_images(config.task.kind) else "text", "class", "probability")
-        rows = [(name, described["class_names"][of["class"]], f"{of['probability']:.6f}") for name, of in named]
+        columns, rows = _table(of, named, described.get("class_names"))
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(columns)
     writer.writerows(rows)
     write_whole(run.folder / PREDICTIONS, text.getvalue())
 
-    summary = Summary.of(run, config, task.model)
+    summary = Summary.of(run, config, model_of(task))
     summary.checkpoint = str(path)
     summary.metrics = {f"{columns[0]}s": len(rows)}
     summary.seconds = time.monotonic() - started
@@ -63,14 +65,30 @@ def run(config: PredictConfig, run: Run) -> int:
     return 0
 
 
-def _samples(batches: list[dict[str, Any]]) -> list[dict[str, float]]:
+def _samples(batches: list[Any]) -> list[dict[str, Any]]:
     """The prediction of each sample, in the order of the test set or of the files."""
+    columns = [batch if isinstance(batch, dict) else {"prediction": batch} for batch in batches]
     samples = [
         dict(zip(batch, values, strict=True))
-        for batch in batches
+        for batch in columns
         for values in zip(*(column.tolist() for column in batch.values()), strict=True)
     ]
     return sorted(samples, key=lambda sample: sample.get("index", 0))  # texts are sorted by length
+
+
+def _table(
+    of: str, named: Iterable[tuple[object, dict[str, Any]]], classes: list[str] | None
+) -> tuple[tuple[str, ...], list[tuple]]:
+    """One row per sample: its name, then what ``predict_step`` returned for it, classes by their names."""
+    rows = [(name, {key: value for key, value in sample.items() if key != "index"}) for name, sample in named]
+
+    def shown(key: str, value: Any) -> Any:
+        if key == "class" and classes is not None:
+            return classes[value]
+        return f"{value:.6f}" if isinstance(value, float) else value
+
+    columns = (of, *(rows[0][1] if rows else ()))
+    return columns, [(name, *(shown(key, value) for key, value in sample.items())) for name, sample in rows]
 
 
 def _scores(named: Iterable[tuple[object, dict[str, float]]]) -> list[tuple[object, int, str]]:

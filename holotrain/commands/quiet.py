@@ -3,6 +3,8 @@
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 REMARKS = (
     ".*does not have many workers.*",  # small data sets in memory need none
@@ -17,13 +19,31 @@ REMARKS = (
     r".*torch\.distributed\.\w+_tensor` is deprecated.*",  # torch's own FSDP2 and tensor parallelism call them
 )
 
+LEVELS = {
+    "lightning.pytorch": logging.WARNING,
+    "lightning.fabric": logging.WARNING,
+    "torch.utils._pytree": logging.ERROR,  # torchao uses a deprecated part of torch
+    "torch.distributed.tensor._redistribute": logging.ERROR,
+}
+
 
 def quieten() -> None:
     """Silences these warnings in this process."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao uses a deprecated part of torch
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for name, level in LEVELS.items():
+        logging.getLogger(name).setLevel(level)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's messages about missing GPUs and its own stages
     for remark in REMARKS:
         warnings.filterwarnings("ignore", message=remark)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silences these warnings inside, and leaves those of the program around as they were."""
+    levels = {name: logging.getLogger(name).level for name in LEVELS}
+    with warnings.catch_warnings():
+        quieten()
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)

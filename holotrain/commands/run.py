@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holotrain.config.checkpointed import COMMAND_LINE_ONLY
-from holotrain.config.chosen import TARGET
+from holotrain.config.checkpointed import COMMAND_LINE_ONLY, LOCAL_LOGGERS
 from holotrain.config.folders import LAST_CHECKPOINT
+from holotrain.config.given import GIVEN
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
 from holotrain.ranks.world import World
+from holotrain.targets import TARGET
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Run:
         choices: the chosen option of each configuration group, saved in checkpoints.
         varied: the options and groups that a sweep varies; empty without a sweep.
         direction: ``maximize`` or ``minimize``, what the sweeper does with the monitored metric; None: it does not optimise.
+        config_dir: the user's folder of options; None: there is none.
         world: the processes of the run; None: only this process.
         errors: what went wrong in several processes, in one line.
     """
@@ -36,6 +38,7 @@ class Run:
     choices: dict[str, str]
     varied: list[str] = field(default_factory=list)
     direction: str | None = None
+    config_dir: str | None = None
     world: World | None = None
     errors: list[str] = field(default_factory=list)
 
@@ -54,9 +57,16 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        keys = {word: word.lstrip("+").partition("=")[0] for word in self.overrides}
-        again = [word for word, key in keys.items() if key in COMMAND_LINE_ONLY or key.endswith(f".{TARGET}")]
-        job = shlex.join(["python", "-m", "holotrain", "fit", "resume=true", f"hydra.run.dir={self.folder}", *again])
+        if any(word.endswith(f".{TARGET}={GIVEN}") for word in self.overrides):
+            return f"resume with: holotrain.fit(the same objects, overrides=['resume=true'], folder={str(self.folder)!r})"
+        keys = {word: word.lstrip("+~").partition("=")[0] for word in self.overrides}
+        again = [
+            word
+            for word, key in keys.items()
+            if key in COMMAND_LINE_ONLY or key.startswith("logger.") or key.endswith(f".{TARGET}") or _sends(key, word)
+        ]
+        folder = ["--config-dir", self.config_dir] if self.config_dir else []
+        job = shlex.join(["python", "-m", "holotrain", "fit", *folder, "resume=true", f"hydra.run.dir={self.folder}", *again])
         if not self.varied:
             return f"resume with: {job}"
         return f"resume the sweep with its command plus resume=true, or this job with: {job}"
@@ -98,3 +108,8 @@ class Run:
                 raise UserError(theirs if rank == 0 else f"rank {rank}: {theirs}")
         if self.place.local_rank != 0:
             act()
+
+
+def _sends(key: str, word: str) -> bool:
+    """Whether an override chooses loggers that a resumed run does not take over from its checkpoint."""
+    return key == "logger" and word.partition("=")[2] not in LOCAL_LOGGERS

@@ -39,14 +39,15 @@ def show_start(
     data: pl.LightningDataModule | None = None,
 ) -> None:
     """Prints the settings of the run and, for text, the number of tokens."""
+    named = run.choices.get("model", config.model.name) if config.model else type(model).__name__
     rows = {
-        "model": f"{run.choices.get('model', config.model.kind)}, {_parameters(model)}",
-        "task": config.task.kind,
-        "data": f"{run.choices.get('data', config.data.kind)}, {_batches(config, run.place)}",
+        "model": f"{named}, {_parameters(model)}",
+        "task": run.choices.get("task", config.task.name),
+        "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.place)}",
         "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
-        "synthesis": config.synthesis.kind if config.synthesis.kind != "none" else None,
-        "optimizer": _optimizer(config, run) if command == "fit" else None,
+        "synthesis": getattr(config.synthesis, "mode", None),
+        "optimizer": _optimizer(config, run) if command == "fit" and config.optimizer else None,
         "precision": config.trainer.precision,
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
@@ -119,6 +120,8 @@ def _batches(config: RunConfig, place: Place | None) -> str:
     option, size = config.batch_option
     if place is not None and (shares := share_of(config.trainer, place)[1]) > 1:
         size = f"{shares} x {size}"
+    if size is None:  # what data of others say of themselves
+        return "batches of its own size"
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
 
 

@@ -14,6 +14,7 @@ help                --help
 build               builds data, models and tasks
 build_optimization  builds optimizers and schedules
 build_trainer       builds trainers, callbacks and loggers
-build_shown         builds the callbacks that log images, matrices, texts and norms
+build_callbacks     builds the callbacks of a run
+build_loggers       builds the loggers of a run
 plans               what planning needs to know of a configuration
 """

@@ -3,9 +3,10 @@
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from holotrain.checks import did_you_mean
-from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, ReportConfig
+from holotrain.config.schema import COMMANDS, WORD_COMMANDS
 from holotrain.errors import UserError
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
@@ -93,7 +94,7 @@ def parse(argv: list[str]) -> Arguments:
     """
     command, *rest = argv
     if command not in COMMANDS:
-        commands = [*COMMANDS, *FOLDER_COMMANDS]
+        commands = [*COMMANDS, *WORD_COMMANDS]
         raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
     arguments = Arguments(command)
     words = iter(rest)
@@ -121,17 +122,18 @@ def parse(argv: list[str]) -> Arguments:
     return arguments
 
 
-def parse_folders(command: str, words: list[str]) -> ReportConfig | None:
-    """Splits the command line of a command of ``FOLDER_COMMANDS``; None if it asks for help.
+def parse_words(command: str, words: list[str]) -> Any:
+    """The configuration of a command of ``WORD_COMMANDS``; None if it asks for help.
 
     Raises:
-        UserError: no folder, an unknown flag or option, an option without a value.
+        UserError: no word, too many words, an unknown flag or option, an option without a value.
     """
     if HELP & set(words):
         return None
-    schema = FOLDER_COMMANDS[command]
-    options = [option.name for option in fields(schema) if option.name != "runs"]
-    config = schema()
+    schema = WORD_COMMANDS[command]
+    given, *others = fields(schema)
+    options = [option.name for option in others]
+    plain, values = [], {}
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("-"):
@@ -139,13 +141,16 @@ def parse_folders(command: str, words: list[str]) -> ReportConfig | None:
         if name in options and equals:
             if not value:
                 raise UserError(f"{name}: a value is needed")
-            setattr(config, name, str(Path(value).expanduser()))
+            values[name] = str(Path(value).expanduser())
         elif equals and name.isidentifier() and not Path(word).exists():
             raise UserError(
-                f"{name!r} is not an option of {command}, which takes {', '.join(options)}.{did_you_mean(name, options)}"
+                f"{name!r} is not an option of {command}, which takes {', '.join(options) or 'none'}."
+                f"{did_you_mean(name, options)}"
             )
         else:
-            config.runs.append(word)
-    if not config.runs:
-        raise UserError(f"{command} needs the folder of a run or sweep; for example holotrain {command} runs/fit/sweeps/...")
-    return config
+            plain.append(word)
+    if not plain:
+        raise UserError(f"{command} needs {given.metadata['needs']}")
+    if given.type is str and len(plain) > 1:
+        raise UserError(f"{command} takes one {given.name}, not {len(plain)}: {' '.join(plain)}")
+    return schema(**{given.name: plain[0] if given.type is str else plain}, **values)

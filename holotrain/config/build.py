@@ -1,6 +1,6 @@
 """Builds data, model and task from a configuration."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +10,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
-from holotrain import tasks
 from holotrain.checks import described_by
-from holotrain.config.build_optimization import optimizer_of, scheduler_of
+from holotrain.config.build_optimization import optimizer_of, scheduler_of, synthesis_of
 from holotrain.config.build_weights import prepare_weights
+from holotrain.config.chosen import Chosen
+from holotrain.config.given import GIVEN
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.backward import BackwardConfig
-from holotrain.config.schema.data import TextDataConfig
-from holotrain.config.schema.model import BEYOND, TransformerConfig
-from holotrain.config.schema.task import tells_classes
-from holotrain.data import tokenizer_from_json
+from holotrain.config.schema.backward import AUTO, BackwardConfig
+from holotrain.config.schema.classes import CAUSAL_LM, CLASSIFIER, SEQUENCE_CLASSIFIER, TEXT, default_backward, is_a, takes
+from holotrain.config.schema.model import BEGINNING
+from holotrain.config.schema.run import OPEN
+from holotrain.config.signatures import REQUIRED
+from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
-from holotrain.models import compile_blocks, registry
-from holotrain.models.schedules import schedule_blocks
-
-DATA = {
-    "digits": datasets.Digits,
-    "mnist": datasets.MNIST,
-    "cifar10": datasets.CIFAR10,
-    "cifar100": datasets.CIFAR100,
-    "imagefolder": datasets.ImageFolder,
-    "fake": datasets.Fake,
-    "text_stdlib": datasets.StdlibText,
-    "text_files": datasets.TextFiles,
-}
+from holotrain.models import compile_blocks
+from holotrain.models.schedules import schedule_blocks, set_backward
+from holotrain.targets import is_of
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -43,11 +35,12 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
         tokenizer: the tokenizer of the checkpoint that the run starts from, from ``to_json``.
     """
     _require_a_batch(config)
-    arguments = _arguments(config.data)
-    if isinstance(config.data, TextDataConfig):
-        arguments |= _of_text(config, tokenizer)
-    with described_by("data"):
-        return DATA[config.data.kind](**arguments, seed=config.seed)
+    known: dict[str, Any] = {"seed": config.seed}
+    if is_a(config.data, TEXT):
+        packed = is_a(config.task, CAUSAL_LM)
+        known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
+        known["labels"] = is_a(config.task, SEQUENCE_CLASSIFIER)
+    return _made("data", config.data, known, pl.LightningDataModule)
 
 
 def _require_a_batch(config: RunConfig) -> None:
@@ -55,176 +48,203 @@ def _require_a_batch(config: RunConfig) -> None:
         raise UserError(f"{config.batch_option[0]}=auto: only fit and plan support auto; give a number")
 
 
-def _of_text(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:
-    """The arguments of a text data module that depend on the task."""
-    task = config.task.kind
-    arguments: dict[str, Any] = {
-        "layout": "packed" if task == "causal_lm" else "documents",
-        "unit": config.data.unit or _unit(task, config.data.kind),
-        "tokenizer": config.data.tokenizer or "byte",
-        "tokenizer_json": tokenizer,
-    }
-    if task == "causal_lm":
-        arguments["max_tokens"] = None  # packed blocks have one length
-    if task != "sequence_classification":  # do not read labels that are not used
-        arguments |= {"label": None} if hasattr(config.data, "label") else {"classes": 0}
+def _made(group: str, chosen: Chosen, known: dict[str, Any], of: type) -> Any:
+    """What the group's class returns, with what is known under the names of its parameters."""
+    with described_by(group):
+        made = chosen.make(**{name: value for name, value in known.items() if takes(chosen, name)})
+    if not isinstance(made, of):
+        raise UserError(f"{group}: {chosen.target} is no {of.__name__} but returns a {type(made).__name__}")
+    return made
+
+
+def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
+    """What data, which are set up, tell models and tasks, by the names of their parameters."""
+    facts: dict[str, Any] = {}
+    if shape := getattr(data, "image_shape", None):
+        facts |= {"channels": shape[0], "image_size": shape[1]}
+    for attribute, names in (
+        ("num_classes", ("classes", "num_classes")),
+        ("vocab_size", ("vocab", "vocab_size")),
+        ("context", ("context",)),
+    ):
+        if value := getattr(data, attribute, None):
+            facts |= dict.fromkeys(names, value)
+    return facts
+
+
+def filled(group: str, chosen: Chosen, facts: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model or a task, with the facts under the names of its parameters.
+
+    Raises:
+        UserError: the configuration contradicts the facts, or a value is not known.
+    """
+    arguments = {name: value for name, value in chosen.arguments.items() if group != "model" or name not in BEGINNING}
+    for name, value in facts.items():
+        if takes(chosen, name) and arguments.setdefault(name, value) != value:
+            raise UserError(f"{group}.{name}: {arguments[name]} does not fit the data, which have {value}; leave it out")
+    for name, option in OPEN[group].options(chosen.target).items():
+        if option.default is REQUIRED and name not in arguments:
+            raise UserError(f"{group}.{name}: the data do not tell it; give {group}.{name}=...")
     return arguments
 
 
-def _unit(task: str, data: str) -> str:
-    """A labeled file or row is one document, but the standard library has too few files for that."""
-    return "paragraph" if task == "masked_lm" or (task, data) == ("sequence_classification", "text_stdlib") else "file"
-
-
-def model_arguments(config: RunConfig, data: pl.LightningDataModule, backward: BackwardConfig | None = None) -> dict[str, Any]:
-    """The arguments of the model's constructor, from its configuration and the shapes of ``data``, which is set up.
+def model_arguments(config: RunConfig, facts: dict[str, Any], backward: BackwardConfig | None = None) -> dict[str, Any]:
+    """The arguments of the model's class.
 
     Args:
+        facts: from :func:`facts_of`.
         backward: replaces that of the configuration.
     """
     backward = backward or config.backward
-    arguments = {name: value for name, value in vars(config.model).items() if name not in BEYOND}
-    if isinstance(config.model, TransformerConfig):
-        arguments |= {"backward": backward.schedule(config.model.kind), **backward.engine()}
-    if isinstance(data, datasets.TextDataModule):
-        arguments |= {"vocab": data.vocab_size, "context": data.context}
-        if config.task.kind == "sequence_classification":
-            if data.num_classes < 2:
-                raise UserError(f"data.label: the texts have {data.num_classes} classes; at least 2 are needed")
-            arguments["classes"] = data.num_classes
-        return arguments
-    channels, size, _ = data.image_shape
-    if "patch_size" in arguments:
-        arguments["patch_size"] = arguments["patch_size"] or default_patch_size(config.model.kind, size)
-    return arguments | {"image_size": size, "channels": channels, "classes": data.num_classes}
+    arguments = filled("model", config.model, facts)
+    if takes(config.model, "backward"):
+        kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
+        arguments |= {} if kind is None else {"backward": kind}
+        arguments |= backward.engine()
+    return arguments
 
 
-def default_patch_size(kind: str, image_size: int) -> int:
-    """The published size for large images; less for small images, so that they have tens of tokens."""
-    if kind.endswith("swin"):
-        return 4 if image_size >= 64 else 2
-    return 16 if image_size >= 112 else 4 if image_size >= 24 else 2
+def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
+    """The model, without pretrained weights and adapters.
 
-
-def build_model(config: RunConfig, data: pl.LightningDataModule) -> nn.Module:
-    """The model for ``data``, which is set up, without pretrained weights and adapters."""
+    Args:
+        facts: from :func:`facts_of`.
+    """
+    backward = config.backward
     try:
-        with described_by("model"):
-            model = registry.build(config.model.kind, model_arguments(config, data))
+        chosen = replace(config.model, arguments=model_arguments(config, facts))
+        model = _made("model", chosen, {}, nn.Module)
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
         refused = str(error).strip().splitlines()[-1]
         raise UserError(f"model: its weights do not fit into memory; holotrain plan shows their size ({refused})") from error
-    if config.backward.blocks:
-        try:
-            schedule_blocks(model, config.backward.blocks)
-        except ValueError as error:
-            raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error
+    try:
+        if backward.blocks:
+            schedule_blocks(model, backward.blocks)
+        elif not takes(config.model, "backward") and backward.kind not in (None, AUTO):
+            if backward.exact:
+                raise ValueError(f"{config.model.name} takes no option exact")
+            set_backward(model, backward.kind, backward.store, backward.keep)
+    except ValueError as error:
+        raise UserError(
+            f"backward.blocks: {error}; use backward.blocks=[] to choose them again"
+            if backward.blocks
+            else f"backward={backward.kind}: {error}"
+        ) from error
     return model
 
 
-def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> tasks.Task:
+def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = False) -> pl.LightningModule:
     """The LightningModule with its model.
 
     Args:
         begin: load the pretrained weights of the configuration, if any; False if a checkpoint is loaded instead.
     """
-    model = build_model(config, data)
-    if isinstance(config.model, TransformerConfig):
-        prepare_weights(model, config.model, begin)
+    described = description(config, data)
+    classes = described["facts"].get("classes", 0)
+    if is_a(config.task, SEQUENCE_CLASSIFIER) and is_a(config.data, TEXT) and classes < 2:
+        raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
+    if config.model is None:
+        return task_of(None, config, described)
+    model = build_model(config, described["facts"])
+    prepare_weights(model, config.model, begin)
     if config.compile:
         compile_blocks(model)
-    return task_of(model, config, description(config, data))
+    return task_of(model, config, described)
 
 
-def task_of(model: nn.Module, config: RunConfig, described: dict[str, Any]) -> tasks.Task:
+def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any]) -> pl.LightningModule:
     """The LightningModule for a model.
 
     Args:
+        model: None, if the task takes none.
         described: from :func:`description`.
     """
-    optimizer = optimizer_of(config.optimizer)
-    options = {
-        "optimizer": optimizer,
-        "scheduler": scheduler_of(config.scheduler, optimizer),
-        "cuda_graph": config.backward.cuda_graph,
-    }
-    return TASKS[config.task.kind](model, config, described, options)
+    known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
+    if config.optimizer is not None:
+        known["optimizer"] = optimizer_of(config.optimizer)
+        if config.scheduler is not None:
+            known["scheduler"] = scheduler_of(config.scheduler, known["optimizer"])
+    if "tokenizer" in described:
+        tokenizer = tokenizer_from_json(described["tokenizer"])
+        known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
+    chosen = replace(config.task, arguments=filled("task", config.task, described["facts"]))
+    return _made("task", chosen, known, pl.LightningModule)
+
+
+def check_values(config: RunConfig) -> None:
+    """Builds data, model and task without weights, before any data are read, if they are holotrain's.
+
+    What only data that were read can tell, such as the size of a vocabulary, is made up.
+
+    Raises:
+        UserError: one of them refuses a value.
+    """
+    groups = [each for each in (config.data, config.model, config.task) if each is not None]
+    if not all(is_of(each.target, ["holotrain"]) and each.target != GIVEN for each in groups):
+        return
+    data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
+    text = is_a(config.data, TEXT)
+    facts = {"vocab": 2**10, "context": data.context} if text else facts_of(data)
+    if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
+        facts.setdefault("classes", 2)
+    with torch.device("meta"):
+        model = build_model(config, facts)
+    if config.synthesis is not None:
+        model.to_empty(device="cpu")  # it does not cover parameters without memory, which is only reserved here
+    described = {"facts": facts} | ({"tokenizer": ByteTokenizer().to_json()} if text else {})
+    task = task_of(model, config, described)
+    if config.synthesis is not None:
+        synthesis_of(config.synthesis, task).remove()
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:
     """What is needed to use the model without its data, in plain containers.
 
-    The model's kind and arguments, its tokenizer (text), its classes, and the mean and deviation of its images' channels.
+    The class and arguments of the model (without a model, of the task), what the data tell, the tokenizer of text, the classes
+    of a classification, and the mean and deviation of the channels of images.
     """
-    found: dict[str, Any] = {"kind": config.model.kind, "arguments": model_arguments(config, data)}
-    if isinstance(data, datasets.TextDataModule):
+    facts = facts_of(data)
+    trained = config.task if config.model is None else config.model
+    arguments = filled("task", config.task, facts) if config.model is None else model_arguments(config, facts)
+    found: dict[str, Any] = {"target": trained.target, "arguments": arguments, "facts": facts}
+    if is_a(config.data, TEXT):
         found["tokenizer"] = data.tokenizer.to_json()
-    else:
-        found["statistics"] = [list(numbers) for numbers in data.statistics]
+    if statistics := getattr(data, "statistics", None):
+        found["statistics"] = [list(numbers) for numbers in statistics]
     if (classes := class_names(config, data)) is not None:
         found["class_names"] = classes
     return found
 
 
 def class_names(config: RunConfig, data: pl.LightningDataModule) -> list[str] | None:
-    """The names of the classes; None if the task is not a classification."""
-    return list(data.class_names) if tells_classes(config.task.kind) else None
+    """The names of the classes; None if the task is not a classification, or the data do not tell them."""
+    names = getattr(data, "class_names", None) if is_a(config.task, CLASSIFIER) else None
+    return None if names is None else list(names)
 
 
 def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path) -> DataLoader:
     """Batches of the user's files, prepared for the described model. Does not need the training data.
 
     Raises:
-        UserError: ``path`` has nothing that can be read.
+        UserError: ``path`` has nothing that can be read, or the checkpoint does not say how files are prepared.
     """
     _require_a_batch(config)
-    loading = {"num_workers": config.data.num_workers}
-    arguments = described["arguments"]
-    if "tokenizer" not in described:
-        shape = (arguments["channels"], arguments["image_size"])
-        return datasets.image_files(path, *shape, described["statistics"], config.data.batch_size, **loading)
-    return datasets.text_files(
-        path,
-        tokenizer_from_json(described["tokenizer"]),
-        arguments["context"],
-        packed=config.task.kind == "causal_lm",
-        batch_size=config.data.batch_size,
-        text=getattr(config.data, "text", "text"),
-        **loading,
-    )
-
-
-def _classifier(make: type[tasks.Task], model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
-    classes = len(described["class_names"])
-    return make(model, classes=classes, label_smoothing=config.task.label_smoothing, **options)
-
-
-def _error_diffusion(model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
-    options = options | {"clamp_signs": config.task.clamp_signs}
-    return _classifier(tasks.ErrorDiffusionClassifier, model, config, described, options)
-
-
-def _causal_lm(model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
-    tokenizer = tokenizer_from_json(described["tokenizer"])
-    return tasks.CausalLM(model, token_bytes=torch.from_numpy(tokenizer.byte_lengths), **options)
-
-
-def _masked_lm(model: nn.Module, config: RunConfig, described: dict, options: dict) -> tasks.Task:
-    tokenizer = tokenizer_from_json(described["tokenizer"])
-    words = torch.from_numpy(tokenizer.byte_lengths) > 0
-    return tasks.MaskedLM(model, tokenizer.mask_id, words, config.task.mask_probability, **options)
-
-
-TASKS = {
-    "image_classification": partial(_classifier, tasks.ImageClassifier),
-    "sequence_classification": partial(_classifier, tasks.SequenceClassifier),
-    "error_diffusion": _error_diffusion,
-    "causal_lm": _causal_lm,
-    "masked_lm": _masked_lm,
-}
-
-
-def _arguments(config: object) -> dict[str, Any]:
-    return {name: value for name, value in vars(config).items() if name != "kind"}
+    loading = {"num_workers": getattr(config.data, "num_workers", 0)}
+    batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
+    if "tokenizer" in described:
+        return datasets.text_files(
+            path,
+            tokenizer_from_json(described["tokenizer"]),
+            facts["context"],
+            packed=is_a(config.task, CAUSAL_LM),
+            batch_size=batch_size,
+            text=getattr(config.data, "text", "text"),
+            **loading,
+        )
+    if "statistics" not in described or "image_size" not in facts:
+        raise UserError(
+            f"images: {config.data.name} does not say how images are prepared; without images= the test set is used"
+        )
+    return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)

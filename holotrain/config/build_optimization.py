@@ -1,4 +1,4 @@
-"""Builds optimizers and learning rate schedules: holotrain's, torch's, or anybody's."""
+"""Builds optimizers, learning rate schedules and syntheses: holotrain's, torch's, or anybody's."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
-from holotrain.config.signatures import signature
+from holotrain.config.schema.classes import takes
 from holotrain.errors import UserError
+from holotrain.synthesis import HolographicSynthesis
 from holotrain.tasks.optimizers import decay_groups
 
 
@@ -22,7 +24,7 @@ def optimizer_of(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
     Raises:
         UserError: a value out of range.
     """
-    takes_model = "model" in signature(chosen.target).options
+    takes_model = takes(chosen, "model")
 
     def make(model: nn.Module) -> Optimizer:
         if takes_model:
@@ -45,10 +47,9 @@ def scheduler_of(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) ->
     Raises:
         UserError: a value out of range.
     """
-    options = signature(chosen.target).options
 
     def make(optimizer: Optimizer, steps: int) -> LRScheduler:
-        return chosen.make(optimizer, **{name: steps for name in ("steps", "total_steps") if name in options})
+        return chosen.make(optimizer, **{name: steps for name in ("steps", "total_steps") if takes(chosen, name)})
 
     with described_by("scheduler"):
         made = make(optimizer(nn.Linear(1, 1)), 10)
@@ -57,3 +58,16 @@ def scheduler_of(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) ->
     if not isinstance(made, LRScheduler):
         raise UserError(f"scheduler: {chosen.target} is not a learning rate schedule but returns a {type(made).__name__}")
     return make
+
+
+def synthesis_of(chosen: Chosen, task: nn.Module) -> HolographicSynthesis:
+    """The synthesis of a task, which need not be on its device yet.
+
+    Raises:
+        UserError: a value out of range, or a pattern that matches no parameter.
+    """
+    with described_by("synthesis"):
+        callback = chosen.make()
+        if not isinstance(callback, SynthesisCallback):
+            raise UserError(f"synthesis: {chosen.target} is not a SynthesisCallback but a {type(callback).__name__}")
+        return callback.applied_to(task, on_device=False)

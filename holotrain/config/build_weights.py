@@ -5,12 +5,12 @@ import sys
 from torch import nn
 
 from holotrain.checks import described_by
-from holotrain.config.schema.model import TransformerConfig
+from holotrain.config.chosen import Chosen
 from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.pretrained import load_pretrained, read_weights
 
 
-def prepare_weights(model: nn.Module, config: TransformerConfig, read: bool) -> None:
+def prepare_weights(model: nn.Module, config: Chosen, read: bool) -> None:
     """Loads pretrained weights, adds adapters and freezes parameters, in place. Reports which weights were used.
 
     Args:
@@ -25,4 +25,5 @@ def prepare_weights(model: nn.Module, config: TransformerConfig, read: bool) -> 
     with described_by("model"):
         if config.adapters:
             add_adapters(model, config.adapters)
-        freeze(model, config.trained)
+        if config.trained != "all":
+            freeze(model, config.trained)

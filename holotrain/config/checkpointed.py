@@ -8,6 +8,7 @@ interpolation, and it does not decide where files are written.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,36 +19,29 @@ from omegaconf.errors import OmegaConfBaseException
 
 from holotrain.checks import described_by
 from holotrain.config.arguments import Arguments, literal
-from holotrain.config.chosen import TARGET, Chosen, defaults
-from holotrain.config.folders import LAST_CHECKPOINT, run_folder
+from holotrain.config.chosen import Chosen, defaults, named_defaults
+from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
+from holotrain.config.given import GIVEN
 from holotrain.config.register import options
-from holotrain.config.schema import COMMANDS, GROUPS, KINDS, OPEN, PLAIN, RunConfig
-from holotrain.config.schema.backward import reversible
-from holotrain.config.schema.data import TextDataConfig
-from holotrain.config.schema.running import CALLBACK, CallbacksConfig
-from holotrain.config.schema.task import LEARNED_FROM, tells_classes
+from holotrain.config.schema import COMMANDS, GROUPS, NAMED, OPEN, RunConfig
+from holotrain.config.schema.classes import CLASSIFIER, IMAGES, TEXT, default_backward, is_a, takes
+from holotrain.config.schema.run import OF_THE_TASK
 from holotrain.config.schema.trainer import PROCESSES
 from holotrain.config.trust import require_trusted
 from holotrain.errors import UserError
+from holotrain.targets import TARGET, targets
 
 KEY = "holotrain"
 """Where a checkpoint holds what ``stamp`` returns."""
 
-BRINGS = {"task": ("data", "model")}
-"""The groups whose default an option of another group brings along."""
-
-NEVER_KEPT = ("output_dir", "ckpt_path", "trust")
+NEVER_KEPT = ("output_dir", "ckpt_path", "trust", "logger")
 """Options of a run that only a command line sets."""
 
-SHAPE_ARGUMENTS = ("image_size", "channels", "classes", "vocab", "context")
-"""Arguments of models that come from the data."""
-
-ENGINE_ARGUMENTS = ("backward", "store", "exact", "keep")
-"""Arguments of models that come from the options of ``backward``."""
+LOCAL_LOGGERS = ("tensorboard", "csv", "none")
+"""Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
 
 NOT_FROM_FILES = {
     "data": {"cache_dir": None, "download": False},
-    "logger": {"tracking_uri": None},
     "trainer": {"profiler": None, "plugins": None, "model_registry": None},
 }
 """Options that decide what is written, and where, with the value that they have unless the command line sets them. None: the
@@ -70,10 +64,11 @@ def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any
 def container(config: RunConfig) -> dict[str, Any]:
     """The configuration in plain containers. ``typed`` reverses it."""
     found = {}
-    for name, value in vars(config).items():
+    for name in (option.name for option in fields(config)):
+        value = getattr(config, name)
         found[name] = value.plain() if isinstance(value, Chosen) else asdict(value) if is_dataclass(value) else value
-    del found["callbacks"]["others"]
-    found["callbacks"] |= {name: other.plain() for name, other in config.callbacks.others.items()}
+    for group in NAMED:
+        found[group] = {name: each.plain() for name, each in found[group].items()}
     return found
 
 
@@ -126,20 +121,18 @@ def primary(arguments: Arguments, start: Origin) -> str:
     given = {word.partition("=")[0].lstrip("+~") for word in arguments.overrides}
     if "data.download" in given and not {"data.root", "data"} & given:
         raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
-    brought = {group for chosen in given for group in BRINGS.get(chosen, ())}
-    groups = [group for group in GROUPS if group not in (*brought, "task", "trainer")]
+    groups = [group for group in GROUPS if group not in ("task", "trainer")]
     groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
-    kept, logger = dict(start.config), None
-    if not arguments.resume:  # a file does not decide what is sent to W&B or MLflow
-        logger = "tensorboard"
-        del kept["logger"]
+    kept, logger = dict(start.config), "tensorboard"
+    # A file does not decide what is sent where.
+    if arguments.resume and start.choices.get("logger") in LOCAL_LOGGERS:
+        logger = start.choices["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
         kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
-    for group in OPEN:
+    for group in (*OPEN, "callbacks"):
         if group in given and group != "trainer":  # the option replaces what the checkpoint has
             del kept[group]
-    node = options(command)
-    node.defaults = [
+    parts = [
         "_hydra",
         {"trainer": "default"},
         "_self_",
@@ -147,7 +140,7 @@ def primary(arguments: Arguments, start: Origin) -> str:
         {"override hydra/hydra_logging": "none"},
         {"override hydra/job_logging": "none"},
     ]
-    node.hydra = {"job": {"name": command}}
+    node = options(command, parts)
     node.merge_with(_literally(kept))
     name = "_checkpoint"
     ConfigStore.instance().store(name=name, node=node)
@@ -158,21 +151,16 @@ def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]
     """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
     result = dict(plain)
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    for group, classes in KINDS.items():
-        kind = plain[group].get("kind")
-        if kind in classes and kind != start.config[group]["kind"]:
-            names = [field.name for field in fields(classes[kind])]
-            result[group] = {name: value for name, value in plain[group].items() if name in names}
     for group in OPEN:
         kept = start.config[group]
-        if plain[group][TARGET] != kept[TARGET]:
+        if kept and plain.get(group) and plain[group].get(TARGET) != kept[TARGET]:
             result[group] = {
                 name: value
                 for name, value in plain[group].items()
                 if name not in kept or value != kept[name] or f"{group}.{name}" in given
             }
-    models = plain["model"].get("kind", ""), start.config["model"]["kind"]
-    if plain["backward"] == start.config["backward"] and reversible(models[0]) != reversible(models[1]):
+    usual = [default_backward((config["model"] or {}).get(TARGET)) for config in (plain, start.config)]
+    if plain["backward"] == start.config["backward"] and usual[0] != usual[1]:
         result["backward"] = {}  # that of the other model
     return result
 
@@ -190,8 +178,10 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
         path = Path(folder).expanduser() / LAST_CHECKPOINT
         shards.recover(path)
         return path
-    path = arguments.value("ckpt_path")
-    return None if path in (None, "null", "") else Path(path).expanduser()
+    given = arguments.value("ckpt_path")
+    if given in (None, "null", ""):
+        return None
+    return checkpoint_path(given, arguments.command, arguments.value("output_dir") or "runs")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -225,13 +215,15 @@ def is_exported(path: Path) -> bool:
 def _exported(folder: Path) -> dict[str, Any]:
     from holotrain.models.saved import read_config
 
-    if not (folder / "config.json").is_file() and (folder / LAST_CHECKPOINT).exists():
-        raise UserError(f"ckpt_path: {folder} is the folder of a run; give ckpt_path={folder / LAST_CHECKPOINT}")
     with described_by("ckpt_path"):
         config = read_config(folder)
     if KEY not in config:
         raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")
-    return _described({KEY: config[KEY]}, folder)
+    found = _described({KEY: config[KEY]}, folder)
+    described = found[KEY]["description"]
+    if any(config[key] != described[key] for key in ("target", "arguments")):
+        raise UserError(f"ckpt_path: {folder} is damaged: its config.json describes two models")
+    return found
 
 
 def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -246,7 +238,7 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         config = _checked_config(kept["config"])
         _check_choices(kept["choices"])
-        _check_description(kept["description"], config["task"]["kind"])
+        _check_description(kept["description"], config)
         _check_state(checkpoint)
     except (UserError, ValueError, OmegaConfBaseException) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -266,13 +258,9 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
     for group, fixed in NOT_FROM_FILES.items():
         chosen = getattr(config, group)
-        if isinstance(chosen, Chosen):
-            kept[group] |= {name: value for name, value in fixed.items() if name in chosen.arguments}
-            continue
-        known = type(chosen).__dataclass_fields__
-        for name, value in fixed.items():
-            if name in known:
-                kept[group][name] = known[name].default if value is None else value
+        options = OPEN[group].options(chosen.target)
+        known = {name: options[name].default for name in chosen.arguments.keys() & fixed if name in options}
+        kept[group] |= {name: default if fixed[name] is None else fixed[name] for name, default in known.items()}
     return kept
 
 
@@ -294,7 +282,7 @@ def _check_values(node: Any, where: str) -> None:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    return all(map(_is_plain, value)) if isinstance(value, list) else _is_scalar(value)
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else _is_scalar(value)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -310,32 +298,31 @@ def _check_choices(choices: Any) -> None:
             raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
 
 
-def _check_description(described: Any, task: str) -> None:
+def _check_description(described: Any, config: dict[str, Any]) -> None:
     def is_list(value: Any, kind: type) -> bool:
         return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
     if not isinstance(described, dict):
         raise ValueError("its description is not a mapping")
+    trained = config["model"] or config["task"]
     valid = {
-        "kind": lambda value: isinstance(value, str) and value in KINDS["model"],
-        "arguments": lambda value: isinstance(value, dict) and all(map(_is_argument, value.values())),
+        "target": lambda value: value == trained[TARGET],  # which is trusted
+        "arguments": lambda value: isinstance(value, dict) and TARGET not in value and _is_plain(value),
+        "facts": lambda value: isinstance(value, dict) and all(map(_is_scalar, value.values())),
         "tokenizer": lambda value: isinstance(value, str),
         "statistics": lambda value: is_list(value, list) and len(value) == 2 and all(is_list(x, int | float) for x in value),
         "class_names": lambda value: is_list(value, str),
     }
-    of_text = issubclass(LEARNED_FROM[task], TextDataConfig)
-    needed = ["kind", "arguments", "tokenizer" if of_text else "statistics", *(["class_names"] if tells_classes(task) else [])]
-    for key in dict.fromkeys((*needed, *described)):
+    data, task = config["data"][TARGET], config["task"][TARGET]
+    of_ours = {"tokenizer": is_a(data, TEXT), "statistics": is_a(data, IMAGES)}
+    of_ours["class_names"] = is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER)
+    needed = [key for key, is_needed in of_ours.items() if is_needed]
+    for key in dict.fromkeys(("target", "arguments", "facts", *needed, *described)):
         if key not in valid or not valid[key](described.get(key)):
             raise ValueError(f"{key!r} in its description is missing, unknown or of another type")
-    known = [*KINDS["model"][described["kind"]].__dataclass_fields__, *ENGINE_ARGUMENTS, *SHAPE_ARGUMENTS]
-    for name in described["arguments"]:
-        if name not in known:
-            raise ValueError(f"its model takes no {name!r}")
-
-
-def _is_argument(value: Any) -> bool:
-    return all(map(_is_argument, value)) if isinstance(value, list | tuple) else _is_scalar(value)
+    trusted = list(targets(trained))
+    if unlike := [target for where, target in targets(described["arguments"]) if (where, target) not in trusted]:
+        raise ValueError(f"its description names {unlike[0]!r}, and its configuration does not")
 
 
 def _check_state(checkpoint: dict[str, Any]) -> None:
@@ -366,37 +353,31 @@ def typed(command: str, plain: dict[str, Any]) -> RunConfig:
     return OmegaConf.to_object(completed(command, _literally(plain)))
 
 
-def completed(command: str, plain: dict[str, Any]) -> DictConfig:
+def completed(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()) -> DictConfig:
     """A configuration with the defaults of all options that it does not mention. Checks names and types, but no values.
+
+    Args:
+        overrides: what a command line gives, which must not be in vain.
 
     Raises:
         UserError, OmegaConfBaseException: see :func:`typed`.
     """
     root = OmegaConf.structured(COMMANDS[command])
-    for group, classes in KINDS.items():
-        if not isinstance(plain.get(group), dict):
-            raise UserError(f"{group}: an option is needed; give {group}=...")
-        kind = plain[group].get("kind")
-        if kind not in classes:
-            raise UserError(f"{group}.kind: {kind!r} is not one of {', '.join(classes)}")
-        root[group] = OmegaConf.structured(classes[kind])
-    for group, schema in PLAIN.items():
-        root[group] = OmegaConf.structured(schema)
+    plain = dict(plain)
     for group, filled in OPEN.items():
-        root[group] = defaults(group, plain.get(group) or {}, filled)
-    plain = plain | {"callbacks": _with_others(plain.get("callbacks") or {})}
-    root.backward.kind = "reversible" if reversible(plain["model"]["kind"]) else "autograd"
+        given = plain.get(group) or None
+        if group in OF_THE_TASK and not takes(root.task[TARGET], group):
+            if in_vain := [word for word in overrides if re.match(rf"[+~]?{group}[.=]", word)]:
+                named = root.task[TARGET]
+                raise UserError(f"{in_vain[0]}: {'the given task' if named == GIVEN else named} takes no {group}")
+            given = None
+        elif given or group != "synthesis":
+            given = defaults(group, given or {}, filled)
+        root[group] = given
+        plain[group] = given
+    plain |= {group: named_defaults(group, plain.get(group) or {}, filled) for group, filled in NAMED.items()}
+    root.backward.kind = default_backward((plain["model"] or {}).get(TARGET))
     return OmegaConf.merge(root, plain)
-
-
-def _with_others(callbacks: dict[str, Any]) -> dict[str, Any]:
-    """The options of the group ``callbacks``, with what names a class of its own apart from the others."""
-    others = {name: value for name, value in callbacks.items() if isinstance(value, dict) and TARGET in value}
-    for name in others:
-        if name in CallbacksConfig.__dataclass_fields__:
-            raise UserError(f"callbacks.{name}: is an option already; give the callback another name")
-    own = {name: value for name, value in callbacks.items() if name not in others}
-    return own | {"others": {name: defaults(f"callbacks.{name}", value, CALLBACK) for name, value in others.items()}}
 
 
 def _literally(node: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 from holotrain.checks import did_you_mean
 from holotrain.config.signatures import REQUIRED, UNKNOWN, Option, checked, signature
 from holotrain.errors import UserError
-
-TARGET = "_target_"
+from holotrain.targets import TARGET, called, made
 
 
 @dataclass(frozen=True)
@@ -37,37 +35,24 @@ class Chosen:
         """The last part of the target."""
         return self.target.rpartition(".")[2]
 
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Full names of the class and its base classes; of a function none."""
+        return signature(self.target).bases
+
     def with_arguments(self, **arguments: Any) -> Chosen:
         return replace(self, arguments=self.arguments | arguments)
 
     def plain(self) -> dict[str, Any]:
         return {TARGET: self.target, **self.arguments}
 
-    def make(self, *first: Any, **given: Any) -> Any:
-        """Calls it, with its own arguments and others. Imports its module.
+    def make(self, *positional: Any, **given: Any) -> Any:
+        """Calls it, with its own arguments and others, which take precedence. Imports its module.
 
         Raises:
             ValueError: it cannot be imported or called, or refuses a value.
         """
-        return _called(self.target, first, {name: made(value) for name, value in self.arguments.items()} | given)
-
-
-def made(value: Any) -> Any:
-    """An argument, which may itself name a class. Not Hydra's ``instantiate``, which resolves interpolations once more."""
-    if isinstance(value, list):
-        return [made(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    arguments = {name: made(each) for name, each in value.items() if name != TARGET}
-    return _called(value[TARGET], (), arguments) if TARGET in value else arguments
-
-
-def _called(target: str, first: tuple, keywords: dict[str, Any]) -> Any:
-    try:
-        return pkgutil.resolve_name(target)(*first, **keywords)
-    except (ImportError, AttributeError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{target}: {reason}") from error
+        return called(self.target, *positional, **made(self.arguments) | given)
 
 
 class Filled:
@@ -75,11 +60,22 @@ class Filled:
 
     Args:
         names: parameters that the program fills in, which are no options.
+        known: parameters that the program fills in if it knows them; if not, they are options that need a value.
         also: another class whose parameters are options too, and come first.
+        unless_given: options that the program fills in where they are null, which is their default.
+        or_auto: options that may be ``"auto"``, which the program replaces before the class sees it.
     """
 
-    def __init__(self, *names: str, also: str | None = None) -> None:
-        self._names, self._also = names, also
+    def __init__(
+        self,
+        *names: str,
+        known: Iterable[str] = (),
+        also: str | None = None,
+        unless_given: Iterable[str] = (),
+        or_auto: Iterable[str] = (),
+    ) -> None:
+        self._names, self._also, self._unless_given, self.known = names, also, tuple(unless_given), frozenset(known)
+        self._or_auto = tuple(or_auto)
 
     def options(self, target: str) -> dict[str, Option]:
         """
@@ -88,11 +84,27 @@ class Filled:
         """
         others = signature(self._also).options if self._also else {}
         options = signature(target).options | others
+        for name in options.keys() & {*self._unless_given}:
+            kind = options[name].type and f"{options[name].type} | None"
+            options[name] = replace(options[name], type=kind, default=None)
+        for name in options.keys() & {*self._or_auto}:
+            options[name] = replace(options[name], type=options[name].type and f'{options[name].type} | Literal["auto"]')
         return {name: option for name, option in options.items() if name not in self._names}
 
     def takes(self, target: str, name: str) -> bool:
         """Whether the class takes keywords that its signature does not name, and this may be one of them."""
         return signature(target).takes_others and name not in self._names
+
+    def make(self, choice: Chosen, known: dict[str, Any]) -> Any:
+        """Calls what is chosen, with what the program knows of those parameters that are not given.
+
+        Raises:
+            ValueError: see :meth:`Chosen.make`.
+        """
+        own = {name: value for name, value in choice.arguments.items() if value is not None or name not in self._unless_given}
+        names = {*signature(choice.target).options, *choice.arguments}
+        filled = {name: value for name, value in known.items() if name in names and own.get(name) is None}
+        return Chosen(choice.target, own).make(**filled)
 
 
 def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any]:
@@ -104,30 +116,36 @@ def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any
     Raises:
         UserError: there is no such class or function.
     """
-    target = plain.get(TARGET)
+    target = plain.get(TARGET) if isinstance(plain, dict) else None
     if not isinstance(target, str):
         raise UserError(f"{group}: an option is needed; give {group}=... or {group}.{TARGET}=package.Class")
     try:
         options = filled.options(target)
     except ValueError as error:
         raise UserError(f"{group}.{TARGET}: {error}") from error
-    known = {name: option.default for name, option in options.items() if option.default not in (REQUIRED, UNKNOWN)}
-    return {TARGET: target, **known, **plain}
+    told = {name: option.default for name, option in options.items() if name not in filled.known}
+    return {TARGET: target, **{name: value for name, value in told.items() if value not in (REQUIRED, UNKNOWN)}, **plain}
 
 
 def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A composed configuration in which ``optimizer._target_=...`` among the overrides replaces the whole group.
 
-    What the file of the group's option gives are arguments of another class. The same for ``scheduler``, and not for
-    ``trainer``, whose class stays Lightning's.
+    What the file of the group's option gives are arguments of another class. The same for other groups, for each callback and
+    each logger, and not for ``trainer``, whose class stays Lightning's.
     """
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
     result = dict(plain)
-    for group in ("optimizer", "scheduler"):
-        if f"{group}.{TARGET}" in given:
-            own = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
-            result[group] = {name: value for name, value in plain[group].items() if name in own}
+    for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
+        group, _, name = where.partition(".")
+        if name and isinstance(plain.get(group), dict) and name in plain[group]:
+            result[group] = result[group] | {name: _named_in(given, where, plain[group][name])}
+        elif not name and isinstance(plain.get(group), dict):
+            result[group] = _named_in(given, group, plain[group])
     return result
+
+
+def _named_in(given: set[str], where: str, plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in plain.items() if any(f"{key}.".startswith(f"{where}.{name}.") for key in given)}
 
 
 def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
@@ -150,6 +168,24 @@ def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
                 raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, options)}")
             arguments[name] = value
     for name, option in options.items():
-        if option.default is REQUIRED and name not in arguments:
+        if option.default is REQUIRED and name not in arguments and name not in filled.known:
             raise UserError(f"{group}.{name}: a value is needed; give {group}.{name}=...")
     return Chosen(target, arguments)
+
+
+def named_defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any]:
+    """:func:`defaults` for a group that is a mapping from names. Null takes a name away.
+
+    Raises:
+        UserError: a name that stands for nothing.
+    """
+    if not isinstance(plain, dict):
+        raise UserError(f"{group}: {plain!r} is not a mapping from names to classes")
+    known = [name for name, value in plain.items() if isinstance(value, dict) and TARGET in value]
+    for name, value in plain.items():
+        if name not in known and isinstance(value, dict):
+            new = f"a new one needs {group}.{name}.{TARGET}=package.Class"
+            raise UserError(f"{group}.{name}: there is no {name!r} in {group}; {new}.{did_you_mean(name, known)}")
+        if name not in known and value is not None:
+            raise UserError(f"{group}.{name}: {value!r} names no class; to leave {name} out, give {group}.{name}=null")
+    return {name: defaults(f"{group}.{name}", plain[name], filled) for name in known}

@@ -10,7 +10,6 @@ from holotrain.checks import did_you_mean
 from holotrain.config.arguments import Arguments
 from holotrain.config.checkpointed import completed
 from holotrain.config.composition import composed, option_names
-from holotrain.config.schema import KINDS
 from holotrain.errors import UserError
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -32,7 +31,7 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
         return UserError(f"{error.override}: {_first_line(error)}")
     if "Ambiguous value" in str(error):
         return UserError(f"{_first_line(error)}; to run a sweep over several values, add -m")
-    unknown = re.search(r"Could not (?:override|append to config|append) '?([\w./@-]+)'?", str(error))
+    unknown = re.search(r"Could not (?:override|append to config|append|delete from config\.) '?([\w./@-]+)'?", str(error))
     if unknown:
         return _unknown_key(unknown[1], arguments)
     not_in_schema = re.search(r"Key '(\w+)' not in '\w+'", str(cause))
@@ -60,9 +59,6 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     parent, _, name = key.rpartition(".")
     valid = _keys_beside(parent, key, arguments)
     where = f"in {parent}" if parent else "among the options"
-    kinds = [kind for kind, schema in KINDS.get(parent, {}).items() if name in schema.__dataclass_fields__]
-    if kinds:
-        return UserError(f"{key}: needs {parent} of kind {' or '.join(kinds)}")
     below = [path for path in valid if path.rpartition(".")[2] in (name, f"max_{name}")]  # lr is optimizer.lr
     near = f" Did you mean {below[0]!r}?" if below and name not in valid else did_you_mean(name, valid)
     return UserError(f"{key}: there is no {name!r} {where}.{near}")

@@ -1,5 +1,6 @@
 """Run folders ``<output_dir>/<command>/<date>_<time>/`` and ``<output_dir>/<command>/sweeps/<date>_<time>/<job>/``."""
 
+import json
 from datetime import datetime
 from pathlib import Path
 
@@ -20,6 +21,38 @@ def sweep_folder(command: str, root: str, resume: bool) -> str:
     return str(_latest(parent, Path("*"), "sweep") if resume else _fresh(parent))
 
 
+def checkpoint_path(given: str, command: str, root: str) -> Path:
+    """The checkpoint that an option ``ckpt_path`` stands for.
+
+    Args:
+        given: a file, a folder that an export or a sharded checkpoint is in, the folder of a run (its best checkpoint; to train
+            on, its last), or ``best`` or ``last``: of the latest training.
+        root: folder of all runs.
+
+    Raises:
+        UserError: there is no such training.
+    """
+    if given in ("best", "last") and not Path(given).exists():
+        folder = _latest(Path(root) / "fit", LAST_CHECKPOINT, "run", f"ckpt_path={given}")
+    else:
+        folder = Path(given).expanduser()
+    last = folder / LAST_CHECKPOINT
+    if not last.exists():
+        return folder
+    best = None if given == "last" or (command == "fit" and given != "best") else _best(folder)
+    return best or last
+
+
+def _best(folder: Path) -> Path | None:
+    """The checkpoint that the run's summary names, else the newest of the best; None: there is none."""
+    found = sorted((folder / LAST_CHECKPOINT.parent).glob("best-*"), key=lambda path: path.stat().st_mtime)
+    try:
+        named = Path(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["checkpoint"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    return next((path for path in found if path.name == named), found[-1] if found else None)
+
+
 def from_here(path: Path) -> Path:
     """The path relative to the current folder, if it is in it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -34,8 +67,8 @@ def _fresh(parent: Path) -> Path:
     return folder
 
 
-def _latest(parent: Path, evidence: Path, noun: str) -> Path:
+def _latest(parent: Path, evidence: Path, noun: str, option: str = "resume=true") -> Path:
     found = [folder for folder in parent.glob("*") if any(folder.glob(str(evidence)))]
     if not found:
-        raise UserError(f"resume=true: there is no {noun} with a checkpoint in {parent}")
+        raise UserError(f"{option}: there is no {noun} with a checkpoint in {parent}")
     return max(found, key=lambda folder: max(path.stat().st_mtime for path in folder.glob(str(evidence))))

@@ -12,22 +12,22 @@ from omegaconf import OmegaConf
 
 from holotrain.config.arguments import Arguments
 from holotrain.config.checkpointed import completed
-from holotrain.config.chosen import TARGET
 from holotrain.config.composition import composed, option_names
-from holotrain.config.schema import COMMANDS, FOLDER_COMMANDS, KINDS, OPEN, PLAIN
-from holotrain.config.signatures import Option
+from holotrain.config.schema import COMMANDS, NAMED, OPEN, WORD_COMMANDS
+from holotrain.config.signatures import Option, signature
+from holotrain.targets import TARGET
 
 FLAGS = """\
 Flags, in any position:
   -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
   --config-dir DIR          also look for options in this folder
   --cfg job [--resolve]     print the configuration and exit
-  --info defaults           print which files the configuration is composed from, and exit"""
+  --info=defaults           print which files the configuration is composed from, and exit"""
 
 
 def overview() -> str:
     """The commands, one per line."""
-    lines = [f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | FOLDER_COMMANDS).items()]
+    lines = [f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | WORD_COMMANDS).items()]
     return "\n".join(
         [
             "holotrain trains transformers whose activations do not fit in memory.",
@@ -61,18 +61,20 @@ def command_help(arguments: Arguments) -> str:
     return "\n".join([*lines, "", FLAGS])
 
 
-def folder_command_help(command: str) -> str:
-    """The help of a command in ``FOLDER_COMMANDS``."""
-    schema = FOLDER_COMMANDS[command]
+def word_command_help(command: str) -> str:
+    """The help of a command in ``WORD_COMMANDS``."""
+    schema = WORD_COMMANDS[command]
     meanings = _meanings(schema)
-    options = [option for option in dataclasses.fields(schema) if option.name != "runs"]
+    given, *options = dataclasses.fields(schema)
+    word = given.metadata["word"]
+    usage = [f"holotrain {command} {word}{'' if given.type is str else '...'}", *(f"[{option.name}=...]" for option in options)]
     return "\n".join(
         [
             f"holotrain {command}: {schema.__doc__}",
             "",
-            f"Usage: holotrain {command} RUN... {' '.join(f'[{option.name}=...]' for option in options)}",
+            f"Usage: {' '.join(usage)}",
             "",
-            f"  {'RUN':<45} {meanings['runs']}",
+            f"  {word:<45} {meanings[given.name]}",
             *(f"  {f'{option.name}={option.default}':<45} {meanings[option.name]}" for option in options),
         ]
     )
@@ -84,17 +86,24 @@ def _options(schema: type, values: dict, prefix: str) -> Iterator[tuple[str, str
         if name in ("kind", TARGET) and prefix:
             continue
         key = f"{prefix}{name}"
-        if name == "others":
+        if name in OPEN and value is None:
             continue
-        if name in OPEN:
-            described = OPEN[name].options(value[TARGET])
-            for option, given in value.items():
-                if option != TARGET:
-                    yield f"{key}.{option}", _shown(given), _first_sentence(described, option)
+        if name in NAMED:
+            for member, given in value.items():
+                yield f"{key}.{member}.{TARGET}", given[TARGET], signature(given[TARGET]).meaning.replace("``", "").rstrip(".")
+                yield from _arguments(f"{key}.{member}", given, NAMED[name].options(given[TARGET]))
+        elif name in OPEN:
+            yield from _arguments(key, value, OPEN[name].options(value[TARGET]))
         elif isinstance(value, dict):
-            yield from _options(_schema_of(schema, name, value), value, f"{key}.")
+            yield from _options(schema.__dataclass_fields__[name].type, value, f"{key}.")
         else:
             yield key, _shown(value), meanings.get(name, "")
+
+
+def _arguments(key: str, given: dict, described: dict[str, Option]) -> Iterator[tuple[str, str, str]]:
+    for option, value in given.items():
+        if option != TARGET:
+            yield f"{key}.{option}", _shown(value), _first_sentence(described, option)
 
 
 def _first_sentence(options: dict[str, Option], name: str) -> str:
@@ -104,12 +113,6 @@ def _first_sentence(options: dict[str, Option], name: str) -> str:
 
 def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-
-
-def _schema_of(parent: type, name: str, value: dict) -> type:
-    if name in KINDS:
-        return KINDS[name][value["kind"]]
-    return PLAIN.get(name) or parent.__dataclass_fields__[name].type
 
 
 def _meanings(schema: type) -> dict[str, str]:

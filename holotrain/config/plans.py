@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from holotrain.config.build import build_task
-from holotrain.config.build_synthesis import built_synthesis
+from holotrain.config.build import build_model, build_task, facts_of
+from holotrain.config.build_optimization import synthesis_of
 from holotrain.config.devices import autocast_of
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.backward import AUTO, BackwardConfig, schedules_of
-from holotrain.data.example import batch_unit, example_batch
+from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardConfig
+from holotrain.config.schema.classes import MASKED_LM, is_a, takes
+from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError
 from holotrain.models.schedules import sequences
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
+from holotrain.reversible import ReversibleSequence
 from holotrain.sizes import parse_bytes
-from holotrain.tasks import Task
+from holotrain.tasks.modules import model_of, optimizer_of, training_loss
 
 
 def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> Planner:
@@ -30,75 +34,89 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         device: ``"cuda"`` or ``"cpu"``: where the run is to take place; this machine need not have it.
     """
     option, size = config.batch_option
-    unit = batch_unit(data)
-    backward = config.backward
+    unit, first = batch_unit(data), first_batch(data)
+    size = size or samples_in(first)
+    backward, (schedules, own) = config.backward, _schedules(config, data)
     return Planner(
         partial(_task, config, data),
-        partial(_step, config, data, device),
+        partial(_step, config, data, device, first),
         device,
         Size(option, unit if size == AUTO else size, unit),
         None if backward.store else _depth(config),  # what is stored depends on the depth
-        schedules_of(config.model.kind),
-        (backward.blocks or None) if backward.kind == AUTO else backward.kind,
+        schedules,
+        (backward.blocks or None) if backward.kind == AUTO else backward.kind or own,
         keeps_attention=not config.compile,  # compiled blocks cannot keep results
-        selected=getattr(config.task, "mask_probability", None),
+        selected=config.task.mask_probability if is_a(config.task, MASKED_LM) else None,
     )
 
 
-def _depth(config: RunConfig) -> Size:
-    """Of the deepest stage, if the model has several."""
-    depths = getattr(config.model, "depths", None)
-    if depths is None:
-        return Size("model.depth", config.model.depth)
-    return Size(f"model.depths.{depths.index(max(depths))}", max(depths))
+def _schedules(config: RunConfig, data: pl.LightningDataModule) -> tuple[tuple[str, ...], str]:
+    """The schedules that all blocks of the model can have, and the one that they have when the model is built."""
+    with torch.device("meta"):
+        runs = sequences(build_model(replace(config, backward=BackwardConfig()), facts_of(data))) if config.model else []
+    if not runs:
+        return PLAIN[:1], PLAIN[0]
+    own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
+    return SCHEDULES if all(isinstance(run, ReversibleSequence) for run in runs) else PLAIN, own
 
 
-def _task(config: RunConfig, data: pl.LightningDataModule, backward: Backward, depth: int | None) -> Task:
+def _depth(config: RunConfig) -> Size | None:
+    """Of the deepest stage, if the model has several; None: the model has no such option."""
+    if takes(config.model, "depths"):
+        depths = config.model.depths
+        return Size(f"model.depths.{depths.index(max(depths))}", max(depths))
+    return Size("model.depth", config.model.depth) if takes(config.model, "depth") else None
+
+
+def _task(config: RunConfig, data: pl.LightningDataModule, backward: Backward, depth: int | None) -> pl.LightningModule:
     configured, model = config.backward, config.model
     if not isinstance(backward, str):
         configured = replace(configured, kind=AUTO, blocks=backward)
     elif backward != configured.kind:
         configured = BackwardConfig(backward, exact=configured.exact)
-    if depth is not None and hasattr(model, "depths"):
+    if depth is not None and takes(model, "depths"):
         stage = model.depths.index(max(model.depths))
-        model = replace(model, depths=[*model.depths[:stage], depth, *model.depths[stage + 1 :]])
+        model = model.with_arguments(depths=[*model.depths[:stage], depth, *model.depths[stage + 1 :]])
     elif depth is not None:
-        model = replace(model, depth=depth)
+        model = model.with_arguments(depth=depth)
     # The plan follows the operations themselves, without torch.compile and CUDA graphs.
     config = replace(config, model=model, backward=replace(configured, cuda_graph=False), compile=False)
     task = build_task(config, data)
     return task.double() if config.trainer.precision == "64-true" else task
 
 
-def _step(config: RunConfig, data: pl.LightningDataModule, device: str, task: Task, size: int) -> TrainingStep:
+def _step(
+    config: RunConfig, data: pl.LightningDataModule, device: str, first: Any, task: pl.LightningModule, size: int
+) -> TrainingStep:
     """The step of a Trainer with this task, on the device of its parameters; it behaves as on ``device``."""
     place = next(task.parameters()).device
-    batch = example_batch(data, size)
-    if config.trainer.precision == "64-true" and not isinstance(batch, dict):
-        batch = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)
+    batch = example_batch(data, size, first)
+    if config.trainer.precision == "64-true":
+        batch = tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     batch = pl.utilities.move_data_to_device(batch, place)
-    held: dict[str, list[Tensor]] = {"batch": list(batch.values() if isinstance(batch, dict) else batch)}
-    if config.callbacks.ema.decay is not None:
-        held["average"] = [torch.empty_like(tensor) for tensor in task.model.state_dict().values()]
-    if config.synthesis.kind != "none":
+    model = model_of(task)
+    held: dict[str, list[Tensor]] = {"batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]}
+    if config.average is not None:
+        held["average"] = [torch.empty_like(tensor) for tensor in model.state_dict().values()]
+    if config.synthesis is not None:
         offloaded = device == "cuda" and getattr(config.synthesis, "offload", False)
-        held["hologram"] = [] if offloaded else built_synthesis(config.synthesis, task).state_tensors
+        held["hologram"] = [] if offloaded else synthesis_of(config.synthesis, task).state_tensors
 
     def copied() -> list[Tensor]:
         """On a GPU, synthesis works on a copy of all gradients."""
         return [torch.empty_like(parameter.grad) for parameter in task.parameters() if parameter.grad is not None]
 
     return TrainingStep(
-        model=task.model,
-        loss=lambda: task.loss(*task.inputs(batch)),
-        optimizer=task.make_optimizer(task.model),
+        model=model,
+        loss=lambda: training_loss(task, batch),
+        optimizer=optimizer_of(task),
         autocast=partial(autocast_of, config.trainer, place.type),
         batches=config.trainer.accumulate_grad_batches,
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",
-        rewrite=copied if config.synthesis.kind != "none" and device == "cuda" else None,
+        rewrite=copied if config.synthesis is not None and device == "cuda" else None,
         held=held,
-        sequences=sequences(task.model),
+        sequences=sequences(model),
     )
 
 

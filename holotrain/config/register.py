@@ -1,5 +1,7 @@
 """Registers with Hydra what is no file under ``conf``: the options of each command, and resolvers for folders and sweeps."""
 
+from typing import Any
+
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
@@ -11,7 +13,7 @@ from holotrain.config.schema import COMMANDS, GROUPS
 def register(resume: bool = False) -> None:
     """Fills the ConfigStore; ``resume``: use the folder of the latest run or sweep instead of a new one."""
     for command in COMMANDS:
-        ConfigStore.instance().store(group="command", name=command, node=options(command))
+        ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     for name, resolver in (("run_folder", run_folder), ("sweep_folder", sweep_folder)):
         OmegaConf.register_new_resolver(
@@ -20,11 +22,14 @@ def register(resume: bool = False) -> None:
     OmegaConf.register_new_resolver("direction", recommended, replace=True)
 
 
-def options(command: str) -> DictConfig:
-    """The options of a command with their defaults, and its groups.
+def options(command: str, parts: list[Any]) -> DictConfig:
+    """The primary configuration of a command: its options with their defaults, and its groups.
 
     Hydra composes a group from any keys; :func:`~holotrain.config.checkpointed.typed` checks them.
+
+    Args:
+        parts: the defaults list.
     """
-    node = OmegaConf.structured(COMMANDS[command])
-    own = {name: value for name, value in OmegaConf.to_container(node).items() if name not in GROUPS}
-    return DictConfig(own | {group: DictConfig({}, flags={"struct": False}) for group in GROUPS})
+    own = OmegaConf.to_container(OmegaConf.structured(COMMANDS[command]))
+    groups = {group: DictConfig({}, flags={"struct": False}) for group in GROUPS}
+    return DictConfig(own | groups | {"defaults": parts, "hydra": {"job": {"name": command}}})

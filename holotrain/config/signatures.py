@@ -22,6 +22,7 @@ import griffe
 
 from holotrain.checks import did_you_mean
 from holotrain.errors import UserError
+from holotrain.targets import is_of, is_public_name
 
 REQUIRED = object()
 """The default of an option that has none."""
@@ -92,6 +93,16 @@ def signature(target: str) -> Signature:
             break
     names = tuple(each.path for each in lineage)
     return Signature(found.path, options, names, others, _first_line(found.docstring))
+
+
+def is_defined_in(target: str, packages: Iterable[str]) -> bool:
+    """:func:`holotrain.targets.is_defined_in`, from the sources: nothing is imported."""
+    try:
+        found = _found(target)
+    except ValueError:
+        return False
+    is_one = isinstance(found, griffe.Class | griffe.Function) and isinstance(found.parent, griffe.Module)
+    return is_public_name(target) and is_one and is_of(found.parent.path, packages)
 
 
 def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None) -> tuple[dict[str, Option], bool]:
@@ -219,7 +230,7 @@ def checked(where: str, annotation: str, value: Any) -> Any:
     if fitted:
         return next((converted for converted in fitted if type(converted) is type(value)), fitted[0])
     choices = [choice for kind in kinds for choice in _choices(kind)]
-    if isinstance(value, str) and choices:
+    if isinstance(value, str) and choices and all(_name(kind) in ("Literal", "None") for kind in kinds):
         raise UserError(f"{where}: {value!r} is not one of {', '.join(map(str, choices))}.{did_you_mean(value, choices)}")
     words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds))
     raise UserError(f"{where}: {value!r} is not {words}")

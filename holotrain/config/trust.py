@@ -1,5 +1,6 @@
 """Which classes a file may name. The command line and the user's YAML folders may name any; a checkpoint may not."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from holotrain.config.chosen import TARGET
 from holotrain.config.composition import config_folder
-from holotrain.config.signatures import signature
+from holotrain.config.given import GIVEN
+from holotrain.config.signatures import is_defined_in, signature
 from holotrain.errors import UserError
+from holotrain.targets import TARGET, targets
 
 BASES = {
     "optimizer": ("torch.optim.optimizer.Optimizer",),
@@ -38,20 +40,27 @@ def require_trusted(
     Raises:
         UserError: it names a class that nobody vouches for.
     """
-    allowed = None
+    allowed: dict[str, set[tuple[str, str]]] = {}
     for where, target in targets(config):
         if not isinstance(target, str):
             raise UserError(f"ckpt_path: {path} is damaged: the class in {where} is no name")
-        if _only_computes(where, target) or any(f"{target}.".startswith(f"{package}.") for package in packages):
+        if _only_computes(where, target) or is_defined_in(target, packages):
             continue
-        if allowed is None:
-            allowed = {*_named_by(words), *_named_in_files(config_dir)}
-        if (where, target) not in allowed:
-            package = target.partition(".")[0]
+        group = where.partition(".")[0]
+        if group not in allowed:
+            allowed[group] = {*_named_by(words), *_named_in_files(config_dir, group)}
+        if (where, target) in allowed[group]:
+            continue
+        if target == GIVEN:
             raise UserError(
-                f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
-                f"--config-dir does; if you trust it, add trust={package}"
+                f"ckpt_path: {path} was trained with an object of Python code as {where}; give it to holotrain.fit or "
+                f"holotrain.test as {where}=..."
             )
+        package = target.partition(".")[0]
+        raise UserError(
+            f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
+            f"--config-dir does; if you trust it, add trust={package}"
+        )
 
 
 def _only_computes(where: str, target: str) -> bool:
@@ -66,19 +75,6 @@ def _only_computes(where: str, target: str) -> bool:
         return False
 
 
-def targets(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """The classes that a configuration names, at any depth, with where."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key == TARGET:
-                yield where, value
-            else:
-                yield from targets(value, f"{where}.{key}" if where else str(key))
-    elif isinstance(node, list):
-        for place, value in enumerate(node):
-            yield from targets(value, f"{where}[{place}]")
-
-
 def _named_by(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         key, _, target = word.lstrip("+").partition("=")
@@ -86,14 +82,17 @@ def _named_by(words: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield key.removesuffix(f".{TARGET}"), target
 
 
-def _named_in_files(config_dir: str | None) -> Iterator[tuple[str, str]]:
-    for folder in filter(None, (config_folder(), config_dir)):
-        for path in Path(folder).glob("*/*.yaml"):
+OF_ANY_GROUP = ("experiment", "debug", "sweep", "task")
+"""Groups whose files change others."""
+
+
+def _named_in_files(config_dir: str | None, group: str) -> Iterator[tuple[str, str]]:
+    for folder, name in itertools.product(filter(None, (config_folder(), config_dir)), (group, *OF_ANY_GROUP)):
+        for path in Path(folder, name).rglob("*.yaml"):
             try:
                 node = OmegaConf.to_container(OmegaConf.load(path))
             except (YAMLError, OmegaConfBaseException, OSError):
                 continue  # it vouches for nothing
-            group = "" if path.parent.name in ("experiment", "debug", "sweep", "task") else path.parent.name
-            for where, target in targets(node, group):
-                if isinstance(target, str):
-                    yield where, target
+            within = ("", name) if name == group else ("",)  # a file of the group task may change others, or be a task alone
+            for place in within if name in OF_ANY_GROUP else (name,):
+                yield from ((where, target) for where, target in targets(node, place) if isinstance(target, str))

@@ -127,7 +127,7 @@ def _media(runs: list[Reported], names: list[str], colours: list[str], kind: Lit
             if medium is None:
                 continue
             title = f"<h3>{html.escape(tag)}<span>, step {int(medium.step)}</span></h3>"
-            of = f'<div class="key"><i style="background:{colours[number]}"></i>{html.escape(names[number])}</div>'
+            of = f'<div class="key"><span><i style="background:{colours[number]}"></i>{html.escape(names[number])}</span></div>'
             content = html.escape(medium.content)
             body = f'<img alt="{html.escape(tag)}" src="{content}">' if kind == "images" else f"<pre>{content}</pre>"
             caption = f"<figcaption>{title}{of if len(runs) > 1 else ''}</figcaption>"

@@ -15,7 +15,8 @@ from holotrain.data.digits import Digits
 from holotrain.data.fake import Fake
 from holotrain.data.imagefolder import ImageFolder
 from holotrain.data.images import ImageDataModule, image_files
-from holotrain.data.loader import ResumableLoader
+from holotrain.data.loader import Loader, ResumableLoader
+from holotrain.data.seeded import SeededDataset
 from holotrain.data.text import ByteTokenizer, StdlibText, TextDataModule, TextFiles, Tokenizer, text_files, tokenizer_from_json
 from holotrain.data.torchvision_sets import CIFAR10, CIFAR100, MNIST
 
@@ -28,7 +29,9 @@ __all__ = [
     "Fake",
     "ImageDataModule",
     "ImageFolder",
+    "Loader",
     "ResumableLoader",
+    "SeededDataset",
     "StdlibText",
     "TextDataModule",
     "TextFiles",

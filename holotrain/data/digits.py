@@ -10,6 +10,7 @@ from torchvision.transforms import v2
 
 from holotrain.data.classes import OfClasses, chosen_classes
 from holotrain.data.images import ImageDataModule, held_out
+from holotrain.ranges import require_within
 
 
 class Digits(ImageDataModule):
@@ -19,9 +20,13 @@ class Digits(ImageDataModule):
     to ten degrees.
 
     Args:
-        val_fraction: share of the rest that is used for validation.
-        classes: digits to keep, such as [0, 1]; empty for all.
-        options: those of :class:`ImageDataModule`.
+        val_fraction: fraction of the images outside the test set that is used for validation
+        classes: classes to keep, by name or number, such as [0, 1]; []: all
+        options: those of :class:`ImageDataModule`
+
+    Raises:
+        ValueError: a value out of range.
+        UserError: no such class, or only one.
     """
 
     num_classes = 10
@@ -29,8 +34,9 @@ class Digits(ImageDataModule):
     class_names = [str(digit) for digit in range(10)]
     statistics = ((0.3053,), (0.3761,))
 
-    def __init__(self, val_fraction: float = 0.1, classes: Sequence[str | int] = (), **options: Any) -> None:
+    def __init__(self, val_fraction: float = 0.1, classes: Sequence[int | str] = (), **options: Any) -> None:
         super().__init__(**options)
+        require_within(0, 1, val_fraction=val_fraction)
         self._kept = chosen_classes(classes, self.class_names)
         self.class_names = [self.class_names[index] for index in self._kept]
         self.num_classes = len(self._kept)

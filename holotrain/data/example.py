@@ -4,17 +4,41 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from holotrain.data.images import ImageDataModule
 from holotrain.data.text import TextDataModule
+from holotrain.errors import UserError
 
 
-def example_batch(data: pl.LightningDataModule, size: int) -> Any:
+def first_batch(data: pl.LightningDataModule) -> Any:
+    """The first training batch of data of others; None for holotrain's, whose shapes are known without it."""
+    if isinstance(data, ImageDataModule | TextDataModule):
+        return None
+    with torch.random.fork_rng(devices=[]):  # an epoch is shuffled as if nobody had looked at its first batch
+        first = next(iter(data.train_dataloader()), None)
+    if first is None:
+        raise UserError("data: the training loader gives no batch")
+    return first
+
+
+def example_batch(data: pl.LightningDataModule, size: int, first: Any = None) -> Any:
     """A training batch of zeros, at least as large as the largest that ``data`` can give. ``data`` must be set up.
 
     Args:
         size: number of images, packed blocks or documents; of tokens, if documents are batched by ``max_tokens``.
+        first: from :func:`first_batch`; other batches differ from it in their first dimension only.
     """
-    if not isinstance(data, TextDataModule):
+    if first is not None:
+        length = samples_in(first)
+
+        def zeros(tensor: Tensor) -> Tensor:
+            shape = (size, *tensor.shape[1:]) if tensor.ndim and len(tensor) == length else tensor.shape
+            return torch.zeros(shape, dtype=tensor.dtype)
+
+        return tree_map_only(Tensor, zeros, first)
+    if isinstance(data, ImageDataModule):
         mixed = any(data.alphas)
         labels = torch.zeros(size, data.num_classes) if mixed else torch.zeros(size, dtype=torch.int64)
         return torch.zeros(size, *data.image_shape), labels
@@ -27,6 +51,11 @@ def example_batch(data: pl.LightningDataModule, size: int) -> Any:
         "lengths": torch.full((documents,), longest, dtype=torch.int64),
     }
     return batch | {"labels": torch.zeros(documents, dtype=torch.int64)} if data.num_classes else batch
+
+
+def samples_in(batch: Any) -> int:
+    """The first dimension of the first tensor in a batch."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
 
 def batch_unit(data: pl.LightningDataModule) -> int:

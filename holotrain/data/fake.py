@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from holotrain.data.images import ImageDataModule
 from holotrain.data.sampler import mixed_seed
+from holotrain.ranges import require_at_least
 
 
 class Noise(Dataset):
@@ -29,10 +30,16 @@ class Fake(ImageDataModule):
     """Random images instead of photographs, augmented in the same way; nothing is read or stored.
 
     Args:
-        image_size, channels: shape of an image.
-        num_classes: number of classes.
-        train_size, val_size, test_size: number of images in each part.
-        options: those of :class:`ImageDataModule`.
+        image_size: height and width of an image, in pixels
+        channels: color channels
+        num_classes: number of classes
+        train_size: number of training images
+        val_size: number of validation images
+        test_size: number of test images
+        options: those of :class:`ImageDataModule`
+
+    Raises:
+        ValueError: a value out of range.
     """
 
     def __init__(
@@ -46,6 +53,9 @@ class Fake(ImageDataModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        require_at_least(1, image_size=image_size, channels=channels)
+        require_at_least(1, train_size=train_size, val_size=val_size, test_size=test_size)
+        require_at_least(2, num_classes=num_classes)
         self.num_classes = num_classes
         self.image_shape = (channels, image_size, image_size)
         self.class_names = [str(index) for index in range(num_classes)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
@@ -12,19 +12,21 @@ from holotrain.data.classes import chosen_classes
 from holotrain.data.files import LabelledFiles, image_paths
 from holotrain.data.images import ImageDataModule
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_one_of
 
 
 class ImageFolder(ImageDataModule):
     """``root/train/<class>/*``, ``root/val/<class>/*`` and ``root/test/<class>/*``. Without a test folder, val is tested.
 
     Args:
-        root: the folder.
-        image_size: height and width after cropping, in pixels.
-        on_corrupt: ``"error"`` or ``"skip"``; see :class:`LabelledFiles`.
-        classes: the classes to keep, by name or number; empty for all.
-        options: those of :class:`ImageDataModule`.
+        root: folder with train/<class>/*, val/<class>/* and, optionally, test/<class>/*
+        image_size: height and width of an image after augmentation, in pixels
+        on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn and leave it out)
+        classes: classes to keep, by name or number, such as [0, 1]; []: all
+        options: those of :class:`ImageDataModule`
 
     Raises:
+        ValueError: a value out of range.
         UserError: a folder is missing, a class is empty, there is only one class, or val or test has a class that train does
             not have.
     """
@@ -35,11 +37,13 @@ class ImageFolder(ImageDataModule):
         self,
         root: str,
         image_size: int = 224,
-        on_corrupt: str = "error",
-        classes: Sequence[str | int] = (),
+        on_corrupt: Literal["error", "skip"] = "error",
+        classes: Sequence[int | str] = (),
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        require_at_least(1, image_size=image_size)
+        require_one_of(("error", "skip"), on_corrupt=on_corrupt)
         self.root = Path(root)
         self.on_corrupt = on_corrupt
         self.image_shape = (3, image_size, image_size)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +14,7 @@ from holotrain.data.augment import Statistics, batch_mixing, cropped_at_random, 
 from holotrain.data.files import ImageFiles
 from holotrain.data.loader import Loader, ResumableLoader
 from holotrain.data.seeded import SeededDataset, TransformedDataset
+from holotrain.ranges import require_at_least, require_within
 
 SPLIT_SEED = 0
 """Random splits of a data set are the same for every seed of a run."""
@@ -26,16 +27,22 @@ class ImageDataModule(pl.LightningDataModule):
     (B, num_classes) probabilities.
 
     Args:
-        batch_size: images in a batch.
-        num_workers: processes that load data; 0 loads in the training process.
-        pin_memory: page-locked batches; None: if there is a GPU.
-        augment: random crops, flips or shifts, depending on the data.
-        randaugment_ops, randaugment_magnitude: RandAugment in addition; 0 operations for none.
-        mixup_alpha, cutmix_alpha: Beta parameters of MixUp and CutMix; 0 for none.
-        seed: for the order of batches and for augmentation.
+        batch_size: images per step and process; auto: the largest batch that fits into memory, by the plan
+        num_workers: worker processes that load images; 0: load in the training process
+        pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
+        augment: random crops, flips or shifts, depending on the data set
+        randaugment_ops: RandAugment operations per image; 0: none
+        randaugment_magnitude: strength of the RandAugment operations, 0 to 30
+        mixup_alpha: alpha of MixUp's Beta distribution; 0: no MixUp
+        cutmix_alpha: alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two
+        seed: seed of the order of batches and of augmentation
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
-    ``split``, which is called after ``setup``.
+    ``split``, which is called after ``setup``. With ``batch_size="auto"`` there are no loaders: it stands for a number that
+    only a plan knows.
+
+    Raises:
+        ValueError: a value out of range.
     """
 
     num_classes: int
@@ -45,7 +52,7 @@ class ImageDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        batch_size: int = 128,
+        batch_size: int | Literal["auto"] = 128,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         augment: bool = True,
@@ -56,6 +63,11 @@ class ImageDataModule(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if batch_size != "auto":
+            require_at_least(1, batch_size=batch_size)
+        require_at_least(0, num_workers=num_workers, randaugment_ops=randaugment_ops)
+        require_at_least(0, mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
+        require_within(0, 30, closed=True, randaugment_magnitude=randaugment_magnitude)
         self.batch_size = batch_size
         self.loading = {
             "num_workers": num_workers,

@@ -14,17 +14,23 @@ from holotrain.data.augment import cropped_at_random
 from holotrain.data.classes import OfClasses, chosen_classes
 from holotrain.data.images import ImageDataModule, held_out
 from holotrain.errors import UserError
+from holotrain.ranges import require_within
 
 
 class TorchvisionData(ImageDataModule):
     """A data set of torchvision: its training part, of which a fixed share is used for validation, and its test part.
 
     Args:
-        root: folder of the files.
-        download: download missing files.
-        val_fraction: share of every class of the training part that is used for validation.
-        classes: the classes to keep, by name or number; empty for all.
-        options: those of :class:`ImageDataModule`.
+        root: folder of the data set
+        download: download the data set into root if it is missing
+        val_fraction: fraction of the training set that is used for validation
+        classes: classes to keep, by name or number, such as [0, 1]; []: all
+        options: those of :class:`ImageDataModule`
+
+    ``class_names`` are known after ``setup``, ``num_classes`` at once.
+
+    Raises:
+        ValueError: a value out of range.
     """
 
     source: ClassVar[type]
@@ -35,10 +41,12 @@ class TorchvisionData(ImageDataModule):
         root: str = "data",
         download: bool = True,
         val_fraction: float = 0.1,
-        classes: Sequence[str | int] = (),
+        classes: Sequence[int | str] = (),
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        require_within(0, 1, val_fraction=val_fraction)
+        self.num_classes = len(classes) or type(self).num_classes
         self.asked = classes
         self.root = root
         self.download = download

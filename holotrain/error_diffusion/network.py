@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from holotrain.error_diffusion.diffusion import Diffusion
 from holotrain.error_diffusion.layers import propagate, record
 from holotrain.error_diffusion.rules import BACKPROPAGATION, RULES
+from holotrain.ranges import require_at_least, require_one_of
 
 
 class ErrorDiffusionNetwork(nn.Module):
@@ -42,20 +43,17 @@ class ErrorDiffusionNetwork(nn.Module):
         signs: (2,), +1 and -1: the signs of the cells of a pair. A weight is its magnitude times the signs of its two cells.
 
     Raises:
-        ValueError: sizes below 1, or an unknown rule; at the call, inputs that do not have I numbers per sample, or that
-            require a gradient (there is none).
+        ValueError: sizes below 1, ``u0`` below 1e-6, or an unknown rule; at the call, inputs that do not have I numbers per
+            sample, or that require a gradient (there is none).
     """
 
     def __init__(
         self, inputs: int, outputs: int, width: int = 32, depth: int = 1, rule: str = "kaneko", u0: float = 0.4
     ) -> None:
         super().__init__()
-        if min(inputs, outputs, width, depth) < 1 or u0 <= 0:
-            raise ValueError(
-                f"inputs, outputs, width and depth must be at least 1 and u0 above 0, not {inputs, outputs, width, depth, u0}"
-            )
-        if rule not in (*RULES, BACKPROPAGATION):
-            raise ValueError(f"rule must be {', '.join(RULES)} or {BACKPROPAGATION}, not {rule!r}")
+        require_at_least(1, inputs=inputs, outputs=outputs, width=width, depth=depth)
+        require_at_least(1e-6, u0=u0)
+        require_one_of((*RULES, BACKPROPAGATION), rule=rule)
         self.rule = rule
         self.gain = 2 / u0
         self.register_buffer("signs", torch.tensor([1.0, -1.0]), persistent=False)

@@ -4,7 +4,8 @@ The head is tied to the embedding. Positions are rotary, or learned for GPT-2's 
 Shapes: B batch, T tokens, C channels, V words.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,10 @@ from torch.nn import functional as F
 from holotrain.models.layers.branches import Branches, transformer_branches
 from holotrain.models.layers.cross_entropy import linear_cross_entropy
 from holotrain.models.layers.kv_cache import KVCache
+from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.rotary import RotaryPositions
 from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
+from holotrain.ranges import require_at_least, require_one_of, require_within
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.
 GPT_SIZES: dict[str, dict[str, int]] = {
@@ -28,20 +31,21 @@ class GPT(nn.Module):
     """The plain causal transformer.
 
     Args:
-        vocab: V, number of words.
-        context: the longest sequence, in tokens.
-        dim, depth, heads: width C, number of blocks, attention heads.
-        mlp_ratio: width of the MLP's hidden layer over C.
-        positions: ``"rotary"`` or ``"learned"``.
-        gelu: ``"none"``, or ``"tanh"`` for the approximation that GPT-2 was trained with.
-        dropout: on the embedding, the attention's output and in the MLP.
-        attention_dropout: on the attention weights.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
-        engine: further options of a reversible model's sequence; a plain one has none.
+        vocab: V, number of words
+        context: the longest sequence, in tokens
+        dim: embedding width
+        depth: number of blocks
+        heads: number of attention heads; must divide dim
+        mlp_ratio: width of the MLP's hidden layer divided by dim
+        positions: position embedding: rotary or learned (as in GPT-2)
+        gelu: approximation of GELU: none (exact) or tanh (as in GPT-2)
+        dropout: dropout of the embedding, the attention output and the MLP
+        attention_dropout: dropout of the attention weights
+        drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
+        backward: store the activations of each block, or only its input and recompute them; a list: of each block
 
     Raises:
-        ValueError: sizes that do not divide, unknown positions, a ``backward`` that a plain model cannot have; a sequence
+        ValueError: sizes that do not divide, a value out of range, a ``backward`` that a plain model cannot have; a sequence
             longer than ``context`` (at the call).
     """
 
@@ -53,17 +57,19 @@ class GPT(nn.Module):
         depth: int = 12,
         heads: int = 12,
         mlp_ratio: float = 4.0,
-        positions: str = "rotary",
-        gelu: str = "none",
+        positions: Literal["rotary", "learned"] = "rotary",
+        gelu: Literal["none", "tanh"] = "none",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
-        backward: str = "autograd",
-        **engine: Any,
+        backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        if positions not in ("rotary", "learned"):
-            raise ValueError(f"positions must be rotary or learned, not {positions!r}")
+        require_at_least(1, dim=dim, depth=depth, heads=heads)
+        require_at_least(0.01, mlp_ratio=mlp_ratio)
+        require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
+        require_one_of(("rotary", "learned"), positions=positions)
+        require_one_of(("none", "tanh"), gelu=gelu)
         self.context = context
         self.heads = heads
         self.embedding = TokenEmbedding(vocab, context, dim, positions == "learned", dropout=dropout)
@@ -71,11 +77,11 @@ class GPT(nn.Module):
             dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, causal=True, eps=1e-5, gelu=gelu
         )
         self.rotary = RotaryPositions(context, dim // heads) if positions == "rotary" else None
-        self.blocks = self._assemble(branches, backward=backward, **engine)
+        self.blocks = self._assemble(branches, backward)
         self.norm = nn.LayerNorm(dim, eps=1e-5)
         initialise(self, depth)
 
-    def _assemble(self, branches: Branches, backward: str) -> nn.Module:
+    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> nn.Module:
         return plain_blocks(branches, backward)
 
     def forward(
@@ -134,15 +140,12 @@ class GPT(nn.Module):
         return KVCache(*shape, device=like.device, dtype=like.dtype, static=static)
 
 
-class RevGPT(GPT):
+class RevGPT(Reversible, GPT):
     """The reversible GPT: both streams start as the embedding, swap after every block, and their mean is the output.
 
-    Takes the arguments of :class:`GPT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters have the same names and shapes as those of its twin.
+    Takes the keyword arguments of :class:`GPT` and of :class:`~holotrain.models.layers.reversible.Reversible`. Its parameters
+    have the same names and shapes as those of its twin.
     """
 
-    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
-        super().__init__(backward=backward, **arguments)
-
-    def _assemble(self, branches: Branches, **engine: Any) -> nn.Module:
-        return reversible_blocks(branches, **engine)
+    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> nn.Module:
+        return reversible_blocks(branches, backward=backward, **self._engine)

@@ -10,9 +10,9 @@ authors' code the streams are concatenated, with a learned fusion before each ch
 positions are absolute, and queries are not added to the output of attention.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from holotrain.models.layers.branches import AttentionBranch, Branches, MLPBranc
 from holotrain.models.layers.patches import OverlappingPatches
 from holotrain.models.layers.pooling_attention import DownsamplingAttention, PoolingAttention
 from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
+from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.stages import stored_by_stage
 from holotrain.models.layers.streams import AveragedStreams
+from holotrain.ranges import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, checkpointed
 from holotrain.reversible.schedules import stores_everything
 
@@ -39,24 +41,23 @@ class MViT(nn.Module):
     """The plain MViTv2: no class token, LayerNorm, mean over tokens, linear head.
 
     Args:
-        image_size: in pixels; the image is square. Each side is divided by 4 by the embedding and by 2 before every further
-            stage.
-        channels: of the image.
-        classes: number of classes.
-        dim, heads: width C and attention heads of the first stage; both double before every further stage.
-        depths: blocks of each stage; in every stage except the first, the first block lowers the resolution.
-        mlp_ratio: width of the MLP's hidden layer over C.
-        kv_stride: pooling of keys and values in the first stage; it is halved before every further stage, down to 1.
-        dropout: on the attention's output and in the MLP.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
-        engine: further options of a reversible model's sequences; a plain one has none.
+        image_size: height and width of an image in pixels; divided by 4 by the embedding and by 2 before each further stage
+        channels: color channels of an image
+        classes: number of classes
+        dim: embedding width of the first stage; it doubles from stage to stage
+        depths: number of blocks of each stage; the first block of each further stage lowers the resolution
+        heads: attention heads of the first stage; doubled whenever dim doubles
+        mlp_ratio: width of the MLP's hidden layer divided by the stage's width
+        kv_stride: pooling stride of keys and values in the first stage; halved in each further stage, down to 1
+        dropout: dropout of the attention output and the MLP
+        drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
+        backward: store the activations of each block, or only its input and recompute them; a list: of each block
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
 
     Raises:
-        ValueError: sizes that do not divide, a stage without blocks, a ``backward`` that a plain model cannot have; an image
-            of another size at the call.
+        ValueError: sizes that do not divide, a value out of range, a ``backward`` that a plain model cannot have; an image of
+            another size at the call.
     """
 
     def __init__(
@@ -71,15 +72,17 @@ class MViT(nn.Module):
         kv_stride: int = 4,
         dropout: float = 0.0,
         drop_path: float = 0.0,
-        backward: str = "autograd",
-        **engine: Any,
+        backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
+        if not depths:
+            raise ValueError("depths needs one number for each stage")
+        require_at_least(1, dim=dim, depths=depths, heads=heads, kv_stride=kv_stride)
+        require_at_least(0.01, mlp_ratio=mlp_ratio)
+        require_within(0, 1, dropout=dropout, drop_path=drop_path)
         reduction = OverlappingPatches.STRIDE * 2 ** (len(depths) - 1)
         if image_size % reduction:
             raise ValueError(f"image_size must be a multiple of {reduction} for {len(depths)} stages, not {image_size}")
-        if min(depths) < 1:
-            raise ValueError(f"every stage needs at least one block, but depths are {', '.join(map(str, depths))}")
         self.embedding = OverlappingPatches(image_size, channels, dim)
         total = sum(depths)
         rates = iter([drop_path * i / max(total - 1, 1) for i in range(total)])
@@ -101,12 +104,12 @@ class MViT(nn.Module):
                 for rate in islice(rates, depth)
             ]
             stages.append((transition, branches))
-        self._assemble(stages, backward=backward, **engine)
+        self._assemble(stages, backward)
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
         _initialise(self)
 
-    def _assemble(self, stages: list[tuple[nn.Module, Branches]], backward: str) -> None:
+    def _assemble(self, stages: list[tuple[nn.Module, Branches]], backward: str | Sequence[str]) -> None:
         self.stages = nn.ModuleList(
             Stage(transition, ResidualSequence((ResidualBlock(f, g) for f, g in branches), backward))
             for transition, branches in stages
@@ -119,24 +122,23 @@ class MViT(nn.Module):
         return self.head(self.norm(x).mean(dim=(1, 2)))
 
 
-class RevMViT(MViT):
+class RevMViT(Reversible, MViT):
     """The reversible MViTv2.
 
-    Takes the keyword arguments of :class:`MViT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. ``store`` counts the blocks that preserve the shape, over all
-    stages; the others store only their input, unless ``backward`` is ``"autograd"``. Its twin is the ``MViT`` with the same
-    other arguments.
+    Takes the keyword arguments of :class:`MViT` and of :class:`~holotrain.models.layers.reversible.Reversible`. ``store``
+    counts the blocks that preserve the shape, over all stages; the others store only their input, unless ``backward`` is
+    ``"autograd"``. Its twin is the ``MViT`` with the same arguments of the former.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
 
-    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
-        super().__init__(backward=backward, **arguments)
-
-    def _assemble(self, stages: list[tuple[nn.Module, Branches]], store: int | Collection[int] = 0, **engine: Any) -> None:
-        stored = stored_by_stage(store, [len(branches) for _, branches in stages])
+    def _assemble(self, stages: list[tuple[nn.Module, Branches]], backward: str | Sequence[str]) -> None:
+        stored = stored_by_stage(self._engine["store"], [len(branches) for _, branches in stages])
         self.stages = nn.ModuleList(
-            Stage(transition, AveragedStreams((ReversibleBlock(f, g) for f, g in branches), store=indices, **engine))
+            Stage(
+                transition,
+                AveragedStreams((ReversibleBlock(f, g) for f, g in branches), backward, **self._engine | {"store": indices}),
+            )
             for (transition, branches), indices in zip(stages, stored, strict=True)
         )
 

@@ -1,37 +1,45 @@
-"""Models by the names used in configurations and exported files."""
+"""Models by the full name of their class."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
-from holotrain.models.error_diffusion import ImageErrorDiffusion
-from holotrain.models.gpt import GPT, RevGPT
-from holotrain.models.mvit import MViT, RevMViT
-from holotrain.models.roberta import RevRoBERTa, RoBERTa
-from holotrain.models.swin import RevSwin, Swin
-from holotrain.models.vit import RevViT, ViT
-
-MODELS: dict[str, type[nn.Module]] = {
-    "vit": ViT,
-    "rev_vit": RevViT,
-    "swin": Swin,
-    "rev_swin": RevSwin,
-    "mvit": MViT,
-    "rev_mvit": RevMViT,
-    "roberta": RoBERTa,
-    "rev_roberta": RevRoBERTa,
-    "gpt": GPT,
-    "rev_gpt": RevGPT,
-    "error_diffusion": ImageErrorDiffusion,
-}
+from holotrain.targets import TARGET, is_defined_in, made, targets
 
 
-def build(kind: str, arguments: dict[str, Any]) -> nn.Module:
-    """A newly initialised model of that kind.
+def build(
+    target: str,
+    arguments: dict[str, Any],
+    trust: Collection[str] = (),
+    vouched: Collection[tuple[str, str]] = (),
+) -> nn.Module:
+    """A newly initialised model.
+
+    Args:
+        target: full name of the class, such as ``holotrain.models.RevViT``.
+        arguments: those of the class; a mapping with ``_target_`` among them stands for what it names.
+        trust: packages whose own classes and functions may be called, in addition to holotrain's models.
+        vouched: pairs of a place, as :func:`~holotrain.targets.targets` gives it, and a name that may be called there.
 
     Raises:
-        ValueError: an unknown kind, or invalid arguments.
+        ValueError: a class that is not trusted or does not exist, or invalid arguments.
     """
-    if kind not in MODELS:
-        raise ValueError(f"{kind!r} is not a kind of model; there are {', '.join(MODELS)}")
-    return MODELS[kind](**arguments)
+    named = {TARGET: target, **arguments}
+    for where, each in targets(named):
+        if not isinstance(each, str):
+            raise ValueError("a class in it is no name")
+        if (where, each) not in vouched and not _is_ours(each) and not is_defined_in(each, trust):
+            raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
+    model = made(named)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{target} is no torch.nn.Module but returns a {type(model).__name__}")
+    return model
+
+
+def _is_ours(target: str) -> bool:
+    from holotrain import models
+
+    package, _, name = target.rpartition(".")
+    found = getattr(models, name, None)
+    return package == models.__name__ and name in models.__all__ and isinstance(found, type) and issubclass(found, nn.Module)

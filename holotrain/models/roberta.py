@@ -6,13 +6,16 @@ published weights. Both have the same number of parameters: post-norm normalises
 Shapes: B batch, T tokens, C channels, V words.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
 from holotrain.models.layers.branches import Branches, transformer_branches
+from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
 from holotrain.models.layers.text_heads import ClassHead, MaskedWordHead
+from holotrain.ranges import require_at_least, require_one_of, require_within
 
 # Base and large as published; tiny suits bytes of text and two CPU cores.
 ROBERTA_SIZES: dict[str, dict[str, int]] = {
@@ -26,20 +29,21 @@ class RoBERTa(nn.Module):
     """The plain encoder.
 
     Args:
-        vocab: V, number of words.
-        context: the longest sequence, in tokens.
-        classes: number of classes for a classification head on the first token; None: a head for masked words.
-        dim, depth, heads: width C, number of blocks, attention heads.
-        mlp_ratio: width of the MLP's hidden layer over C.
-        norm: ``"pre"``, or ``"post"`` as published.
-        dropout: on the embedding, the attention's output, in the MLP and in the head for classes.
-        attention_dropout: on the attention weights.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
-        engine: further options of a reversible model's sequence; a plain one has none.
+        vocab: V, number of words
+        context: the longest sequence, in tokens
+        classes: number of classes for a classification head on the first token; null: a head for masked words
+        dim: embedding width
+        depth: number of blocks
+        heads: number of attention heads; must divide dim
+        mlp_ratio: width of the MLP's hidden layer divided by dim
+        norm: LayerNorm before (pre) or after (post, as published) each branch; post cannot be reversible
+        dropout: dropout of the embedding, the attention output, the MLP and the head for classes
+        attention_dropout: dropout of the attention weights
+        drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
+        backward: store the activations of each block, or only its input and recompute them; a list: of each block
 
     Raises:
-        ValueError: sizes that do not divide, another ``norm``, a ``backward`` that a plain model cannot have; a sequence
+        ValueError: sizes that do not divide, a value out of range, a ``backward`` that a plain model cannot have; a sequence
             longer than ``context`` (at the call).
     """
 
@@ -52,25 +56,26 @@ class RoBERTa(nn.Module):
         depth: int = 12,
         heads: int = 12,
         mlp_ratio: float = 4.0,
-        norm: str = "pre",
+        norm: Literal["pre", "post"] = "pre",
         dropout: float = 0.1,
         attention_dropout: float = 0.1,
         drop_path: float = 0.0,
-        backward: str = "autograd",
-        **engine: Any,
+        backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        if norm not in ("pre", "post"):
-            raise ValueError(f"norm must be pre or post, not {norm!r}")
+        require_at_least(1, dim=dim, depth=depth, heads=heads)
+        require_at_least(0.01, mlp_ratio=mlp_ratio)
+        require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
+        require_one_of(("pre", "post"), norm=norm)
         first, last = (nn.LayerNorm(dim, eps=1e-5), None) if norm == "post" else (None, nn.LayerNorm(dim, eps=1e-5))
         self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
-        self.blocks = self._assemble(branches, norm, backward=backward, **engine)
+        self.blocks = self._assemble(branches, norm, backward)
         self.norm = last or nn.Identity()
         self.head = MaskedWordHead(dim, vocab) if classes is None else ClassHead(dim, classes, dropout)
         initialise(self, depth)
 
-    def _assemble(self, branches: Branches, norm: str, backward: str) -> nn.Module:
+    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> nn.Module:
         return plain_blocks(branches, backward, post_norm=norm == "post")
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
@@ -88,20 +93,17 @@ class RoBERTa(nn.Module):
         return self.head(hidden, self.embedding.word.weight, targets)
 
 
-class RevRoBERTa(RoBERTa):
+class RevRoBERTa(Reversible, RoBERTa):
     """The reversible RoBERTa: both streams start as the embedding, swap after every block, and their mean is the output.
 
-    Takes the arguments of :class:`RoBERTa`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. Its parameters have the same names as those of its pre-norm twin.
+    Takes the keyword arguments of :class:`RoBERTa` and of :class:`~holotrain.models.layers.reversible.Reversible`. Its
+    parameters have the same names as those of its pre-norm twin.
 
     Raises:
         ValueError: ``norm="post"``: normalised streams cannot be rebuilt.
     """
 
-    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
-        super().__init__(backward=backward, **arguments)
-
-    def _assemble(self, branches: Branches, norm: str, **engine: Any) -> nn.Module:
+    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> nn.Module:
         if norm == "post":
             raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
-        return reversible_blocks(branches, **engine)
+        return reversible_blocks(branches, backward=backward, **self._engine)

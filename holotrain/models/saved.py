@@ -5,6 +5,7 @@ Nothing in them is a program.
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.pretrained.files import read_weights
 from holotrain.models.registry import build
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 
 
 def save(
     folder: str | Path,
-    kind: str,
+    target: str,
     arguments: dict[str, Any],
     model: nn.Module,
     extra: dict[str, Any] | None = None,
@@ -34,7 +35,7 @@ def save(
 
     Args:
         folder: made where it is not there; what it holds of another saved model is replaced.
-        kind, arguments: as :func:`~holotrain.models.registry.build` takes them; what JSON can hold.
+        target, arguments: as :func:`~holotrain.models.registry.build` takes them; what JSON can hold.
         model: built so; with adapters or quantised, where that was done to it.
         extra: what else ``config.json`` says, such as names of classes and how images were normalised.
         tokenizer: the content of ``tokenizer.json``.
@@ -43,7 +44,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     says = {
         "format": FORMAT,
-        "kind": kind,
+        "target": target,
         "arguments": arguments,
         "int8": is_quantised(model),
         "adapters": adapter_width(model),
@@ -62,8 +63,11 @@ def save(
         _partial(folder / name).replace(folder / name)
 
 
-def load(folder: str | Path) -> nn.Module:
+def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()) -> nn.Module:
     """The model that :func:`save` wrote, on the CPU, in eval mode; its ``backward`` is the one it was saved with.
+
+    Args:
+        trust, vouched: as :func:`~holotrain.models.registry.build` takes them.
 
     Raises:
         ValueError: a file is missing or damaged, or was written by another version; int8 weights and no torchao.
@@ -72,7 +76,7 @@ def load(folder: str | Path) -> nn.Module:
     config = read_config(folder)
     weights = read_weights(folder / WEIGHTS)
     try:
-        model = build(config["kind"], config["arguments"])
+        model = build(config["target"], config["arguments"], trust, vouched)
         if config["adapters"] is not None:
             add_adapters(model, config["adapters"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
@@ -85,7 +89,7 @@ def load(folder: str | Path) -> nn.Module:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """What ``config.json`` says: ``format``, ``kind``, ``arguments``, ``int8``, ``adapters`` (their width or None), the extra.
+    """What ``config.json`` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), the extra.
 
     Raises:
         ValueError: it is missing or damaged, or was written by another version.
@@ -97,7 +101,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
         version = config["format"]
         if version == FORMAT:
-            return config | {key: config[key] for key in ("kind", "arguments", "int8", "adapters")}
+            return config | {key: config[key] for key in ("target", "arguments", "int8", "adapters")}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, or of another program") from error
     raise ValueError(f"{path} is of format {version}; this version of holotrain reads format {FORMAT}")

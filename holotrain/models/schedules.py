@@ -1,22 +1,22 @@
-"""The sequences of blocks in a model, and the backward schedule of each block."""
+"""The sequences of blocks in a model, and the backward schedule of each block. Any model will do."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 from holotrain.models.layers.residual import ResidualSequence
+from holotrain.models.layers.stages import stored_by_stage
 from holotrain.reversible import ReversibleSequence
 
 
 def sequences(model: nn.Module) -> list[ReversibleSequence | ResidualSequence]:
     """The model's sequences of blocks, first to last; not those inside a block of another sequence."""
-    found: list[ReversibleSequence | ResidualSequence] = []
-    within: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, ReversibleSequence | ResidualSequence) and id(module) not in within:
-            found.append(module)
-            within |= {id(part) for part in module.modules()}
-    return found
+    return list(_outermost(model, lambda module: isinstance(module, ReversibleSequence | ResidualSequence)))
 
 
 def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
@@ -36,3 +36,68 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
     for run in runs:
         run.backward = list(schedules[start : start + len(run.blocks)])
         start += len(run.blocks)
+
+
+def set_backward(model: nn.Module, backward: str, store: int | Collection[int] = 0, keep: Collection[str] = ()) -> None:
+    """Sets one schedule for all blocks of a model that has sequences of blocks, or a list of equal blocks, in place.
+
+    Args:
+        backward, store, keep: as :class:`~holotrain.reversible.ReversibleSequence` takes them, with ``store`` counted over all
+            sequences. Equal blocks in a ModuleList or Sequential of the model's can be checkpointed (``"checkpoint"``).
+
+    Raises:
+        ValueError: the model has no blocks, or they cannot have this schedule.
+    """
+    runs = sequences(model)
+    if not runs:
+        return _checkpoint_lists(model, backward, bool(store or keep))
+    stored = stored_by_stage(store, [len(run.blocks) for run in runs])
+    for run, indices in zip(runs, stored, strict=True):
+        run.backward = backward
+        if isinstance(run, ReversibleSequence):
+            run.store, run.keep = indices, tuple(keep)
+        elif indices or keep:
+            raise ValueError(f"the blocks of {type(model).__name__} are not reversible, so they take no store and keep")
+
+
+def _checkpoint_lists(model: nn.Module, backward: str, more: bool) -> None:
+    name = type(model).__name__
+    if backward not in ("autograd", "checkpoint") or more:
+        raise ValueError(f"{name} has no ReversibleSequence; only autograd and checkpoint are possible")
+    lists = _outermost(model, _is_list_of_blocks)
+    blocks = list({id(block): block for found in lists for block in found}.values())  # a block may be in a list twice
+    if backward == "autograd":
+        for block in blocks:
+            if isinstance(vars(block).get("forward"), partial):
+                del block.forward
+        return
+    if not blocks:
+        raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to checkpoint")
+    for block in blocks:
+        if any(isinstance(part, _BatchNorm) and part.track_running_stats for part in block.modules()):
+            raise ValueError(f"the blocks of {name} hold BatchNorm, whose statistics a recomputation would change again")
+        block.forward = partial(_recomputed, block)  # which copies and pickles of a block refer to their own block
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    kinds = {type(block) for block in module}
+    return len(kinds) == 1 and all(any(block.children()) for block in module)
+
+
+def _outermost(model: nn.Module, wanted: Any) -> Iterator[Any]:
+    """The modules that are wanted, first to last, without those inside another."""
+    within: set[int] = set()
+    for module in model.modules():
+        if id(module) not in within and wanted(module):
+            yield module
+            within |= {id(part) for part in module.modules()}
+
+
+def _recomputed(block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    """The forward of a block, which is run again in the backward."""
+    run = partial(type(block).forward, block)
+    if not torch.is_grad_enabled():
+        return run(*arguments, **keywords)
+    return checkpoint(run, *arguments, use_reentrant=False, **keywords)

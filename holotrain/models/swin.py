@@ -4,9 +4,9 @@ Blocks attend within windows of a feature map, every second block within shifted
 its channels are doubled. Halving cannot be inverted, so each stage is reversible by itself (PaReprop, arXiv 2306.09342).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -14,8 +14,10 @@ from holotrain.models.layers.branches import AttentionBranch, Branches, MLPBranc
 from holotrain.models.layers.fusion import LearnedFusion, TwoStreamFusion
 from holotrain.models.layers.patches import PatchMap, PatchMerging
 from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
+from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.stages import stored_by_stage
 from holotrain.models.layers.windows import RelativePositionBias, WindowAttention
+from holotrain.ranges import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 # Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
@@ -32,30 +34,31 @@ class Swin(nn.Module):
     """The plain Swin transformer: LayerNorm, mean over tokens, linear head.
 
     Args:
-        image_size, patch_size: in pixels; the image is square.
-        channels: of the image.
-        classes: number of classes.
-        dim: width C of the first stage; it doubles from stage to stage.
-        depths, heads: blocks and attention heads of each stage.
-        window: tokens along a window; a smaller map is one window.
-        mlp_ratio: width of the MLP's hidden layer over the stage's.
-        dropout: on the embedding, the attention's output and in the MLP.
-        attention_dropout: on the attention weights.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first, over all stages.
-        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
-        engine: further options of a reversible model's sequences; a plain one has none.
+        image_size: height and width of an image in pixels
+        patch_size: height and width of a patch in pixels; null: 4 for images of 64 pixels or more, else 2
+        channels: color channels of an image
+        classes: number of classes
+        dim: embedding width of the first stage; it doubles from stage to stage
+        depths: number of blocks of each stage
+        heads: attention heads of each stage
+        window: height and width of an attention window, in tokens; a smaller map is one window
+        mlp_ratio: width of the MLP's hidden layer divided by the stage's width
+        dropout: dropout of the embedding, the attention output and the MLP
+        attention_dropout: dropout of the attention weights
+        drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
+        backward: store the activations of each block, or only its input and recompute them; a list: of each block
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
 
     Raises:
-        ValueError: sizes that do not divide, depths and heads of different lengths, a ``backward`` that a plain model cannot
-            have.
+        ValueError: sizes that do not divide, a value out of range, depths and heads of different lengths, a ``backward`` that a
+            plain model cannot have.
     """
 
     def __init__(
         self,
         image_size: int = 224,
-        patch_size: int = 4,
+        patch_size: int | None = None,
         channels: int = 3,
         classes: int = 1000,
         dim: int = 96,
@@ -66,12 +69,17 @@ class Swin(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
-        backward: str = "autograd",
-        **engine: Any,
+        backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
         if not depths or len(depths) != len(heads):
             raise ValueError(f"depths and heads need one number for each stage, not {list(depths)} and {list(heads)}")
+        require_at_least(1, dim=dim, depths=depths, heads=heads, window=window)
+        require_at_least(0.01, mlp_ratio=mlp_ratio)
+        require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
+        if patch_size is None:  # the published size, and less for small images, so that they have tens of tokens
+            patch_size = 4 if image_size >= 64 else 2
+        require_at_least(1, patch_size=patch_size)
         widths = [dim * 2**stage for stage in range(len(depths))]
         rates = [drop_path * block / max(sum(depths) - 1, 1) for block in range(sum(depths))]
         self.embedding = PatchMap(image_size, patch_size, channels, dim, dropout)
@@ -81,10 +89,10 @@ class Swin(nn.Module):
             attention = {"heads": stage_heads, "size": size, "window": window, "attention_dropout": attention_dropout}
             branches.append(_stage_branches(width, rates[end - depth : end], int(width * mlp_ratio), dropout, attention))
             size = -(-size // 2)
-        self._assemble(branches, widths, classes, backward=backward, **engine)
+        self._assemble(branches, widths, classes, backward)
         self.apply(_initialise)
 
-    def _assemble(self, branches: list[Branches], widths: list[int], classes: int, backward: str) -> None:
+    def _assemble(self, branches: list[Branches], widths: list[int], classes: int, backward: str | Sequence[str]) -> None:
         sequences = [ResidualSequence((ResidualBlock(f, g) for f, g in stage), backward) for stage in branches]
         self.stages = nn.Sequential(*map(Stage, _mergings(widths), sequences))
         self.norm = nn.LayerNorm(widths[-1])
@@ -95,28 +103,22 @@ class Swin(nn.Module):
         return self.head(self.norm(x).mean(dim=(1, 2)))
 
 
-class RevSwin(Swin):
+class RevSwin(Reversible, Swin):
     """The reversible Swin transformer.
 
-    Takes the keyword arguments of :class:`Swin`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does; ``store`` counts blocks over all stages. Its twin is the ``Swin``
-    with the same other arguments. The parameters differ only where two streams need it: each stage starts both streams from its
-    input and fuses them at its end, by a Linear(2C, C) that starts as their average (``stages.*.fusion.project``). The last
-    stage's fusion concatenates, normalises and averages over tokens (``stages.*.fusion.norm`` instead of ``norm``), which
-    doubles the width of ``head``.
+    Takes the keyword arguments of :class:`Swin` and of :class:`~holotrain.models.layers.reversible.Reversible`; ``store``
+    counts blocks over all stages. Its twin is the ``Swin`` with the same arguments of the former. The parameters differ only
+    where two streams need it: each stage starts both streams from its input and fuses them at its end, by a Linear(2C, C) that
+    starts as their average (``stages.*.fusion.project``). The last stage's fusion concatenates, normalises and averages over
+    tokens (``stages.*.fusion.norm`` instead of ``norm``), which doubles the width of ``head``.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
 
-    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
-        super().__init__(backward=backward, **arguments)
-
-    def _assemble(
-        self, branches: list[Branches], widths: list[int], classes: int, store: int | Collection[int] = 0, **engine: Any
-    ) -> None:
-        stored = stored_by_stage(store, [len(stage) for stage in branches])
+    def _assemble(self, branches: list[Branches], widths: list[int], classes: int, backward: str | Sequence[str]) -> None:
+        stored = stored_by_stage(self._engine["store"], [len(stage) for stage in branches])
         sequences = [
-            ReversibleSequence((ReversibleBlock(f, g) for f, g in stage), store=blocks, **engine)
+            ReversibleSequence((ReversibleBlock(f, g) for f, g in stage), backward, **self._engine | {"store": blocks})
             for stage, blocks in zip(branches, stored, strict=True)
         ]
         fusions = [*map(LearnedFusion, widths[:-1]), TwoStreamFusion(widths[-1])]

@@ -5,7 +5,8 @@ both streams from the tokens and fuses them at the end: concatenate, LayerNorm(2
 the head, which is the only difference in parameters.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from holotrain.models.layers.branches import Branches, transformer_branches
 from holotrain.models.layers.fusion import TwoStreamFusion
 from holotrain.models.layers.patches import PatchEmbedding
 from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
+from holotrain.models.layers.reversible import Reversible
+from holotrain.ranges import require_at_least, require_one_of, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 # Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.
@@ -28,51 +31,57 @@ class ViT(nn.Module):
     """The plain vision transformer: mean over tokens (or the class token), LayerNorm, linear head.
 
     Args:
-        image_size, patch_size: in pixels; the image is square.
-        channels: of the image.
-        classes: number of classes.
-        dim, depth, heads: width C, number of blocks, attention heads.
-        mlp_ratio: width of the MLP's hidden layer over C.
-        pool: input of the head: the ``"mean"`` of all tokens, or a ``"class"`` token that is put before them.
-        dropout: on the embedding, the attention's output and in the MLP.
-        attention_dropout: on the attention weights.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
-        backward: ``"autograd"`` stores activations, ``"checkpoint"`` recomputes each block's in the backward.
-        engine: further options of a reversible model's sequence; a plain one has none.
+        image_size: height and width of an image in pixels
+        patch_size: height and width of a patch in pixels; null: 16 for images of 112 pixels or more, 4 for 24 or more, else 2
+        channels: color channels of an image
+        classes: number of classes
+        dim: embedding width
+        depth: number of blocks
+        heads: number of attention heads; must divide dim
+        mlp_ratio: width of the MLP's hidden layer divided by dim
+        pool: input of the head: mean (over all tokens) or class (a learned class token)
+        dropout: dropout of the embedding, the attention output and the MLP
+        attention_dropout: dropout of the attention weights
+        drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
+        backward: store the activations of each block, or only its input and recompute them; a list: of each block
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
 
     Raises:
-        ValueError: sizes that do not divide, another ``pool``, a ``backward`` that a plain model cannot have.
+        ValueError: sizes that do not divide, a value out of range, a ``backward`` that a plain model cannot have.
     """
 
     def __init__(
         self,
         image_size: int = 224,
-        patch_size: int = 16,
+        patch_size: int | None = None,
         channels: int = 3,
         classes: int = 1000,
         dim: int = 384,
         depth: int = 12,
         heads: int = 6,
         mlp_ratio: float = 4.0,
-        pool: str = "mean",
+        pool: Literal["mean", "class"] = "mean",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
-        backward: str = "autograd",
-        **engine: Any,
+        backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        if pool not in ("mean", "class"):
-            raise ValueError(f"pool must be mean or class, not {pool!r}")
+        require_at_least(1, dim=dim, depth=depth, heads=heads)
+        require_at_least(0.01, mlp_ratio=mlp_ratio)
+        require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
+        require_one_of(("mean", "class"), pool=pool)
+        if patch_size is None:  # the published size, and less for small images, so that they have tens of tokens
+            patch_size = 16 if image_size >= 112 else 4 if image_size >= 24 else 2
+        require_at_least(1, patch_size=patch_size)
         self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout, class_token=pool == "class")
         self.pooled = slice(1) if pool == "class" else slice(None)  # the tokens whose mean the head reads
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
-        self._assemble(branches, dim, classes, backward=backward, **engine)
+        self._assemble(branches, dim, classes, backward)
         _initialise(self)
 
-    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str) -> None:
+    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str | Sequence[str]) -> None:
         self.blocks = ResidualSequence((ResidualBlock(f, g) for f, g in branches), backward)
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
@@ -82,20 +91,17 @@ class ViT(nn.Module):
         return self.head(self.norm(x[:, self.pooled].mean(dim=1)))
 
 
-class RevViT(ViT):
+class RevViT(Reversible, ViT):
     """The reversible vision transformer.
 
-    Takes the keyword arguments of :class:`ViT`, and ``backward``, ``store``, ``exact`` and ``keep`` as
-    :class:`~holotrain.reversible.ReversibleSequence` does. Its twin is the ``ViT`` with the same other arguments.
+    Takes the keyword arguments of :class:`ViT` and of :class:`~holotrain.models.layers.reversible.Reversible`. Its twin is the
+    ``ViT`` with the same arguments of the former.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
 
-    def __init__(self, *, backward: str = "reversible", **arguments: Any) -> None:
-        super().__init__(backward=backward, **arguments)
-
-    def _assemble(self, branches: Branches, dim: int, classes: int, **engine: Any) -> None:
-        self.blocks = ReversibleSequence((ReversibleBlock(f, g) for f, g in branches), **engine)
+    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str | Sequence[str]) -> None:
+        self.blocks = ReversibleSequence((ReversibleBlock(f, g) for f, g in branches), backward, **self._engine)
         self.fusion = TwoStreamFusion(dim)
         self.head = nn.Linear(2 * dim, classes)
 

@@ -13,7 +13,7 @@ stay on the stream of the forward, and the recomputation is on a second CUDA str
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -110,8 +110,12 @@ class Branch:
         self._reads.settle()
         return update
 
-    def run_again(self, source: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def run_again(self, source: Tensor, output: bool = True) -> tuple[Any, list[Tensor]]:
         """The recomputation: returns the output, detached, and the tensors that autograd saves.
+
+        Args:
+            output: False: the output may be None, because the branch stops when autograd has saved its last tensor. What comes
+                after that is not done again. The first recomputation of a module, and modules with hooks, do not stop.
 
         Raises:
             RuntimeError: something that the branch reads has changed since the forward, or the branch does something else.
@@ -126,8 +130,18 @@ class Branch:
                 packed.append(tensor)
                 versions.append(tensor._version)
 
+        elif not output and not any(part._forward_hooks for part in parts_of(self.module)):  # hooks would not all run
+            last = len(self.kinds)
+
+            def pack(tensor: Tensor) -> None:
+                if len(packed) < last:
+                    packed.append(tensor)
+                if len(packed) == last:  # an operation saves its inputs before it runs: its product is left out
+                    raise _AllSaved
+
+        update = None
         source, hooks = source.detach().requires_grad_(self._differentiable), saved_tensors_hooks(pack, _never)
-        with in_trace("recompute", self.name), self._reads, self._replay, torch.enable_grad(), hooks:
+        with in_trace("recompute", self.name), self._reads, self._replay, torch.enable_grad(), suppress(_AllSaved), hooks:
             if self.reusing is None:
                 update = self.module(source, **self._keywords)
             else:
@@ -155,6 +169,10 @@ class Branch:
                 "the forward and its recomputation in the backward"
             )
         return update.detach() if isinstance(update, Tensor) else update, saved
+
+
+class _AllSaved(BaseException):
+    """Ends a recomputation whose output is not needed. No Exception, because a branch may catch those."""
 
 
 def _never(nothing: None) -> Tensor:
@@ -219,7 +237,7 @@ def _checkpointed(branch: Branch, source: Tensor) -> Any:
 
 def _supply_from(stored: Node, branch: Branch) -> None:
     with torch.inference_mode(False):  # a backward may be called in it
-        branch.saved[:] = branch.run_again(*stored.saved_tensors)[1]
+        branch.saved[:] = branch.run_again(*stored.saved_tensors, output=False)[1]
 
 
 class SideStream:
@@ -382,7 +400,7 @@ class Tape:
         if self._current is not None:
             current, source = self._current
             if branch is current:  # a function reads its ctx.saved_tensors a second time
-                branch.saved[:] = branch.run_again(source)[1]
+                branch.saved[:] = branch.run_again(source, output=False)[1]
                 return
             current.saved.clear()
         early, self._early = self._early, None
@@ -420,8 +438,9 @@ class Tape:
     def _rebuild(self) -> list[Tensor]:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self._branches[self._position], self._streams
-        update, saved = branch.run_again(source)
-        if branch.place > 0 or self._witness is not None:
+        inverted = branch.place > 0 or self._witness is not None
+        update, saved = branch.run_again(source, output=inverted)
+        if inverted:
             target = self._coupling.undo(coupled, update)
             if branch.place == 0:
                 self._witness.compare(target, source)

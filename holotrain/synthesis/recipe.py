@@ -29,6 +29,7 @@ class Recipe:
         subsample: part of the entries of each parameter, in (0, 1], that takes part, chosen at random once. The others keep
             their gradient.
         decay: decay of the hologram in each step, in [0, 1), or a function of the step number.
+        decay_warmup: steps during which the decay rises linearly from 0.
         phase_only: use only the phase of the gradient's spectrum, at the norm of the block (``bind`` always does, at norm 1 as
             published).
         ema: decay, in [0, 1), of a running mean of gradients that replaces the gradient; 0: none.
@@ -54,6 +55,7 @@ class Recipe:
     block_length: int | None = None
     subsample: float = 1.0
     decay: float | Callable[[int], float] = 0.9
+    decay_warmup: int = 0
     phase_only: bool = False
     ema: float = 0.0
     superpose: int = 8
@@ -76,6 +78,8 @@ class Recipe:
         _require("mix", self.mix, 0 <= self.mix <= 1, "in [0, 1]")
         if not callable(self.decay):
             _require("decay", self.decay, 0 <= self.decay < 1, "in [0, 1)")
+        _require("decay_warmup", self.decay_warmup, self.decay_warmup >= 0, "at least 0")
+        _require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
         if self.cosine_floor is not None:
             _require("cosine_floor", self.cosine_floor, 0 <= self.cosine_floor < 1, "in [0, 1)")
         _require("feedback", self.feedback, self.feedback >= 0, "at least 0")
@@ -108,7 +112,7 @@ class Recipe:
         """The decay of this step, counted from 0."""
         decay = self.decay(step) if callable(self.decay) else self.decay
         _require(f"decay, at step {step},", decay, 0 <= decay < 1, "in [0, 1)")
-        return decay
+        return decay * min(1.0, step / self.decay_warmup) if self.decay_warmup else decay
 
     @property
     def reshapes(self) -> bool:
@@ -119,7 +123,7 @@ class Recipe:
 UNUSED = {
     "associative": ("superpose", "feedback"),
     "shared": ("compile",),
-    "bind": ("superpose", "feedback", "decay", "phase_only", "dtype", "offload", "compile"),
+    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only", "dtype", "offload", "compile"),
 }
 """Options that have no effect in a mode."""
 

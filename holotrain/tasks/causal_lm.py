@@ -15,9 +15,9 @@ class CausalLM(LanguageModelling):
     """Trains a model to predict the next token.
 
     Args:
-        model: tokens (B, T) -> logits (B, T, V); with ``targets`` (B, T) in addition -> their mean cross-entropy.
-        token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens, to compute bits per byte.
-        options: those of :class:`~holotrain.tasks.task.Task`.
+        model: tokens (B, T) -> logits (B, T, V); with ``targets`` (B, T) in addition -> their mean cross-entropy
+        token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens, to compute bits per byte
+        options: those of :class:`~holotrain.tasks.task.Task`
 
     Batches are dictionaries of ``tokens`` (B, T + 1) and optionally ``lengths`` (B,); tokens after a row's length are padding.
 

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from holotrain.ranges import require_within
 from holotrain.tasks.task import Task
 
 
@@ -14,20 +15,24 @@ class Classifier(Task):
     """Trains a model that gives logits (B, classes).
 
     Args:
-        model: the model to train.
-        classes: number of classes.
-        label_smoothing: in [0, 1).
-        options: those of :class:`~holotrain.tasks.task.Task`.
+        model: the model to train
+        classes: number of classes
+        label_smoothing: share of each target that is spread over all classes
+        options: those of :class:`~holotrain.tasks.task.Task`
 
     A subclass defines ``inputs``, which takes a batch and returns the model's arguments, then the labels: class indices (B,)
     or probabilities (B, classes).
 
     Logs ``val/loss``, ``val/accuracy``, ``test/loss`` and ``test/accuracy`` per epoch, and with more than ten classes also
     ``val/accuracy_top5`` and ``test/accuracy_top5``.
+
+    Raises:
+        ValueError: ``label_smoothing`` outside of [0, 1).
     """
 
     def __init__(self, model: nn.Module, classes: int, label_smoothing: float = 0.0, **options: Any) -> None:
         super().__init__(model, **options)
+        require_within(0, 1, label_smoothing=label_smoothing)
         self.label_smoothing = label_smoothing
         accuracies = {"accuracy": MulticlassAccuracy(classes, average="micro")}
         if classes > 10:

@@ -17,10 +17,10 @@ class ErrorDiffusionClassifier(ImageClassifier):
     published method; its learning rate is Kaneko's alpha (for the mean over a batch).
 
     Args:
-        model: outputs (B, classes) in (0, 1), one network for each class; for two classes (B, 1).
-        classes: number of classes.
-        clamp_signs: after every step, set weights to 0 that have lost the sign of their cells.
-        options: those of :class:`~holotrain.tasks.classification.Classifier`.
+        model: outputs (B, classes) in (0, 1), one network for each class; for two classes (B, 1)
+        classes: number of classes
+        clamp_signs: after each step, set weights to 0 whose sign does not match their cells
+        options: those of :class:`~holotrain.tasks.classification.Classifier`
 
     ``val/loss`` and ``test/loss`` are half the squared error, summed over outputs.
     """

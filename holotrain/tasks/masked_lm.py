@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.models.layers.cross_entropy import IGNORED
+from holotrain.ranges import require_within
 from holotrain.tasks.language_modelling import LanguageModelling
 from holotrain.tasks.masking import masked
 from holotrain.tasks.padding import attended
@@ -15,26 +16,33 @@ class MaskedLM(LanguageModelling):
     """Trains a model to predict masked words, different ones at every step.
 
     Args:
-        model: tokens (B, T), mask (B, T), targets (B, T) -> mean cross-entropy of the targets that are not -100.
-        mask_id: the mask token.
-        ordinary: (V,) True for words, False for special tokens, which are never masked.
-        probability: of masking each word.
-        options: those of :class:`~holotrain.tasks.task.Task`.
+        model: tokens (B, T), mask (B, T), targets (B, T) -> mean cross-entropy of the targets that are not -100
+        token_bytes: (V,) bytes of text that each token stands for, 0 for special tokens, which are never masked
+        mask_id: the mask token
+        mask_probability: probability that a word is selected; of those, 80% are masked, 10% replaced and 10% unchanged
+        options: those of :class:`~holotrain.tasks.task.Task`
 
     Batches are dictionaries of ``tokens`` (B, T) and ``lengths`` (B,).
 
     Logs ``val/loss`` (nats per masked word) and ``val/perplexity``, and the same for ``test``. Evaluation always uses the same
     masks.
+
+    Raises:
+        ValueError: ``mask_probability`` outside of [0.001, 1).
     """
 
     SUMS = ("nats", "words")
 
-    def __init__(self, model: nn.Module, mask_id: int, ordinary: Tensor, probability: float = 0.15, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, token_bytes: Tensor, mask_id: int, mask_probability: float = 0.15, **options: Any
+    ) -> None:
         super().__init__(model, **options)
+        require_within(0.001, 1, mask_probability=mask_probability)
         self.mask_id = mask_id
+        ordinary = token_bytes > 0
         self.register_buffer("ordinary", ordinary, persistent=False)
         self.register_buffer("words", ordinary.nonzero().flatten(), persistent=False)
-        self.probability = probability
+        self.mask_probability = mask_probability
 
     @property
     def monitored(self) -> dict[str, str]:
@@ -45,7 +53,9 @@ class MaskedLM(LanguageModelling):
 
     def inputs(self, batch: dict[str, Tensor], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
         tokens, real = batch["tokens"], attended(batch)
-        shown, targets = masked(tokens, real & self.ordinary[tokens], self.mask_id, self.words, self.probability, generator)
+        shown, targets = masked(
+            tokens, real & self.ordinary[tokens], self.mask_id, self.words, self.mask_probability, generator
+        )
         return shown, real, targets
 
     def loss(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ class Task(pl.LightningModule):
     """Trains a model by back-propagation.
 
     Args:
-        model: the model to train.
-        optimizer: function of the model that returns the optimizer; None if the module is only evaluated.
+        model: the model to train
+        optimizer: function of the model that returns the optimizer; null if the module is only evaluated
         scheduler: function of the optimizer and the number of optimizer steps that returns the schedule, which is stepped after
-            every optimizer step.
-        cuda_graph: capture forward and backward once and replay them (:class:`~holotrain.reversible.GraphedStep`), on a CUDA
-            device, without accumulation and without scaled gradients.
+            every optimizer step
+        cuda_graph: capture forward and backward as a CUDA graph (:class:`~holotrain.reversible.GraphedStep`), on a CUDA device,
+            without accumulation and without scaled gradients
 
     Logs ``train/loss`` and ``train/lr`` every ``log_every_n_steps`` (0: never), and what each task adds.
     """

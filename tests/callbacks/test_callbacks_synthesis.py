@@ -131,8 +131,17 @@ def test_a_mistake_is_named_when_the_callback_is_made():
 def test_a_module_within():
     module, _ = fit(SynthesisCallback("bind", module="layers"))
     assert_equal_parameters(module, loop({"mode": "bind"})[0])
-    with pytest.raises(AttributeError, match="nothing"):
+    with pytest.raises(ValueError, match="module='nothing'"):
         fit(SynthesisCallback(module="nothing"))
+
+
+def test_patterns_select_parameters_within_the_module():
+    callback = SynthesisCallback(cover=["*weight", "2.*"], exclude=["0.*"], module="layers")
+    covered = callback.applied_to(Regression()).state_dict()["geometry"]["parameters"]
+    assert [name.split()[0] for name in covered] == ["2.weight", "2.bias"]
+    for patterns, words in ({"exclude": ["*"]}, "leave no parameter"), ({"cover": ["wieght"]}, "cover: 'wieght' matches no"):
+        with pytest.raises(ValueError, match=words):
+            fit(SynthesisCallback(**patterns))
 
 
 def test_a_step_without_a_loss_is_passed_over():

@@ -30,7 +30,7 @@ def config(*overrides):
         (["backward=reversible", "trainer.precision=bf16-mixed"], "data.batch_size=16 trainer.accumulate_grad_batches=2", 1),
         (["backward=reversible", "trainer.precision=bf16-mixed", "data.batch_size=1"], None, 0),
         (["model=vit_small", "backward=autograd"], "backward=checkpoint", 4),
-        (["model=vit_small", "backward=checkpoint"], "model=rev_vit_", 3),
+        (["model=vit_small", "backward=checkpoint"], "model=rev_...", 3),
         (["task=masked_lm", "trainer.precision=bf16-mixed"], "data.max_tokens=4096 trainer.accumulate_grad_batches=2", 1),
     ],
 )

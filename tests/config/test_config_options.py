@@ -9,21 +9,26 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 
-from holotrain.callbacks import MemoryMonitor
-from holotrain.config.build import build_data, build_model, build_task
-from holotrain.config.build_synthesis import build_synthesis
-from holotrain.config.build_trainer import build_fit_callbacks, build_loggers, build_progress, build_trainer
+from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
+from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of
+from holotrain.config.build_callbacks import build_fit_callbacks
+from holotrain.config.build_loggers import build_loggers
+from holotrain.config.build_optimization import synthesis_of
+from holotrain.config.build_trainer import build_trainer
 from holotrain.config.checkpointed import container, typed
 from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.devices import check_device, check_training_device
 from holotrain.config.register import register
 from holotrain.config.schema import COMMANDS
+from holotrain.config.schema.classes import SEQUENCE_CLASSIFIER, is_a
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
+from holotrain.synthesis import Recipe
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
@@ -103,7 +108,7 @@ def test_every_option_builds(group, option, images, tokens):
         data.prepare_data()
         data.setup("fit")
         sample, shape = torch.zeros(1, 9, dtype=torch.long), (1, 9, data.vocab_size)
-        if config.task.kind == "sequence_classification":
+        if is_a(config.task, SEQUENCE_CLASSIFIER):
             shape = (1, data.num_classes)
     else:
         sample, shape = torch.empty(1, *data.image_shape), (1, data.num_classes)
@@ -117,7 +122,7 @@ def test_every_option_builds(group, option, images, tokens):
 def test_every_file_under_conf_is_an_option():
     files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
     options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names}
-    assert files == options | {f"{command}.yaml" for command in COMMANDS} | {"_common.yaml", "_hydra.yaml"}
+    assert files == options | {"_common.yaml", "_hydra.yaml"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -126,23 +131,14 @@ def test_every_command_composes(command):
     config = configuration(command, *started, *(["task=causal_lm", "prompt=x"] if command == "generate" else []))
     assert type(config) is COMMANDS[command]
     if command == "generate":
-        assert (config.model.kind, config.data.kind, config.optimizer.betas) == ("rev_gpt", "text_stdlib", [0.9, 0.95])
+        assert (config.model.name, config.data.name, config.optimizer.betas) == ("RevGPT", "StdlibText", [0.9, 0.95])
         return
-    assert (config.model.kind, config.data.kind, config.backward.kind) == ("rev_vit", "digits", "reversible")
+    assert (config.model.name, config.data.name, config.backward.kind) == ("RevViT", "Digits", "reversible")
 
 
 def test_a_plain_model_brings_its_own_backward():
     assert configuration("fit", "model=vit_tiny").backward.kind == "autograd"
     assert configuration("fit", "model=vit_tiny", "backward=checkpoint").backward.kind == "checkpoint"
-
-
-@pytest.mark.parametrize(("size", "patch"), [(8, 2), (28, 4), (32, 4), (112, 16), (224, 16)])
-def test_patches_suit_the_image(size, patch):
-    config = configuration("fit", "data=fake", f"data.image_size={size}", "data.num_classes=3")
-    model = build_model(config, build_data(config))
-    assert model.embedding.project.kernel_size == (patch, patch)
-    config = configuration("fit", "model.patch_size=1")
-    assert build_model(config, build_data(config)).embedding.position.shape[1] == 64
 
 
 def test_options_reach_what_they_describe():
@@ -165,7 +161,7 @@ def test_options_reach_what_they_describe():
     ("overrides", "words"),
     [
         (["trainer.precision=banana"], "trainer.precision: 'banana' is not one of 32-true"),
-        (["data.batch_size=-3"], "data.batch_size: -3 is out of range"),
+        (["data.batch_size=-3"], "data: batch_size must be at least 1, not -3"),
         (["trainer.limit_train_batches=1.5"], "1.5 is not valid; give a whole number of batches or a fraction"),
         (["trainer.val_check_interval=often"], "'often' is not valid; give a whole number"),
         (["model=vit_tiny", "backward=reversible"], "not reversible; use backward=autograd"),
@@ -173,51 +169,61 @@ def test_options_reach_what_they_describe():
         (["backward=autograd", "backward.store=2"], "backward=autograd already stores every block"),
         (["backward=checkpoint", "backward.keep=[attention]"], "backward.keep: not supported by backward=checkpoint"),
         (["backward.exact=some"], "backward.exact: 'some' is not valid"),
-        (["model=vit_tiny", "backward.exact=true"], "backward.exact: model kind 'vit' is not reversible"),
+        (["model=vit_tiny", "backward.exact=true"], "backward.exact: ViT is not reversible"),
         (["backward.cuda_graph=true", "trainer.accumulate_grad_batches=2"], "accumulate_grad_batches=1"),
         (["backward.cuda_graph=true", "trainer.precision=16-mixed"], "use trainer.precision=bf16-mixed"),
         (["compile=true", "backward.keep=[attention]"], "use compile=false"),
-        (["callbacks.drift.threshold=-1"], "callbacks.drift.threshold"),
         (["synthesis=shared", "synthesis.transform=fftt"], "synthesis.transform: 'fftt' is not one of fft, hadamard. Did"),
         (["synthesis=associative", "synthesis.dtype=int8"], "synthesis.dtype: 'int8' is not one of fp32"),
-        (["synthesis=associative", "synthesis.decay_warmup=-1"], "synthesis.decay_warmup"),
-        (["synthesis=associative", "synthesis.seed=99999999999999999999999"], "synthesis.seed"),
-        (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis.decay: 1.5 is out of range"),
-        (["callbacks.progress=fancy"], "callbacks.progress"),
-        (["callbacks.ema.decay=1"], "callbacks.ema.decay"),
-        (["callbacks.checkpoint.mode=most"], "callbacks.checkpoint.mode"),
-        (["data=imagefolder", "data.root=x", "data.on_corrupt=shrug"], "data.on_corrupt"),
-        (["task.label_smoothing=2"], "task.label_smoothing"),
-        (["model.drop_path=1"], "model.drop_path"),
+        (["synthesis=associative", "synthesis.superpos=3"], "no 'superpos' in synthesis. Did you mean 'superpose'?"),
+        (["synthesis=bind", "synthesis.cover=some"], "synthesis.cover: 'some' is not a list"),
+        (["synthesis=none", "synthesis.decay=0.5"], "synthesis: an option is needed; give synthesis=..."),
+        (["callbacks.progress.style=fancy"], "callbacks.progress.style: 'fancy' is not one of auto, bar, lines"),
+        (["callbacks.checkpoint.mode=most"], "callbacks.checkpoint.mode: 'most' is not one of max, min"),
+        (["callbacks.checkpoint.dirpath=x"], "callbacks.checkpoint.dirpath: there is no 'dirpath' in callbacks.checkpoint"),
+        (["callbacks=early_stopping", "callbacks.early_stopping.patience=1.5"], "patience: 1.5 is not a whole number"),
+        (["callbacks.drift=false"], "callbacks.drift: False names no class; to leave drift out, give callbacks.drift=null"),
+        (
+            ["callbacks.driift.threshold=1"],
+            "callbacks.driift: there is no 'driift' in callbacks; a new one needs callb",
+        ),
+        (["logger.tensorbord.prefix=x"], "logger.tensorbord: there is no 'tensorbord' in logger"),
+        (["logger.tensorboard.save_dir=x"], "logger.tensorboard.save_dir: there is no 'save_dir' in logger.tensorboard"),
+        (["data=imagefolder", "data.root=x", "data.on_corrupt=shrug"], "data.on_corrupt: 'shrug' is not one of error, skip"),
+        (["task.label_smoothing=2"], "task: label_smoothing must be in [0, 1), not 2"),
+        (["model.drop_path=1"], "model: drop_path must be in [0, 1), not 1"),
         (["seed=-1"], "seed: -1 is out of range"),
-        (["task=causal_lm", "model=rev_vit_tiny"], "task=causal_lm trains gpt, not rev_vit; use another model or task=image_"),
-        (["model=gpt_tiny"], "use another model or task=causal_lm"),
-        (["task=masked_lm", "data=digits"], "task=masked_lm needs one of text_stdlib, text_files, not digits"),
+        (
+            ["task=causal_lm", "model=rev_vit_tiny"],
+            "model: CausalLM trains GPT, not RevViT; use another model, or the task of ImageClassifier",
+        ),
+        (["model=gpt_tiny"], "model: ImageClassifier trains ViT or Swin or MViT, not GPT"),
+        (["task=masked_lm", "data=digits"], "data: MaskedLM learns from text, which Digits does not have"),
         (
             ["task=sequence_classification", "data=text_files", "data.files=x"],
             "data.label: give the field or column of the class",
         ),
-        (["task=causal_lm", "model.trained=head"], "model.trained=head: task=causal_lm shares its head with the embedding"),
+        (["task=causal_lm", "model.trained=head"], "model.trained=head: CausalLM shares its head with the embedding"),
         (
             ["model.trained=adapters"],
             "model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64",
         ),
         (["model.trained=heads"], "model.trained: 'heads' is not one of all, head, adapters. Did you mean 'head'?"),
-        (["model=swin_tiny", "model.depths=[]"], "model.depths: give one number per stage"),
-        (["model=swin_tiny", "model.heads=[3,0,3,3]"], "model.heads: 0 is out of range"),
-        (["model=mvit_tiny", "model.kv_stride=0"], "model.kv_stride"),
+        (["model=swin_tiny", "model.depths=[]"], "model: depths"),
+        (["model=swin_tiny", "model.heads=[3,0,3,3]"], "model: heads must be at least 1, not 0"),
+        (["model=mvit_tiny", "model.kv_stride=0"], "model: kv_stride must be at least 1, not 0"),
         (["task=causal_lm", "model.positions=none"], "model.positions: 'none' is not one of rotary, learned"),
-        (["task=masked_lm", "task.mask_probability=0"], "task.mask_probability"),
-        (["task=masked_lm", "model=roberta_tiny", "model.norm=middle"], "model.norm"),
+        (["task=masked_lm", "task.mask_probability=0"], "task: mask_probability must be in"),
+        (["task=masked_lm", "model=roberta_tiny", "model.norm=middle"], "model.norm: 'middle' is not one of pre, post"),
         (["task=masked_lm", "backward.cuda_graph=true"], "backward.cuda_graph: needs batches of one shape"),
-        (["task=masked_lm", "data.max_tokens=100"], "data.max_tokens: 100 is out of range"),
+        (["task=masked_lm", "data.max_tokens=100"], "data: max_tokens must be at least context, 256, not 100"),
         (["task=causal_lm", "data.unit=word"], "data.unit: 'word' is not one of file, paragraph, line"),
         (["seed=99999999999999"], "seed: 99999999999999 is out of range"),
     ],
 )
 def test_values_out_of_range_are_named(overrides, words):
     with pytest.raises(UserError) as error:
-        configuration("fit", *overrides)
+        check_values(configuration("fit", *overrides))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -295,7 +301,7 @@ def test_arguments_of_the_trainer_reach_it(tmp_path):
         "trainer.reload_dataloaders_every_n_epochs=2", "trainer.gradient_clip_val=0.5", "trainer.profiler=simple",
         "trainer.plugins=[{_target_: lightning.pytorch.plugins.environments.LightningEnvironment}]",
     )  # fmt: skip
-    trainer = build_trainer(config.trainer, tmp_path, build_progress(config), False)
+    trainer = build_trainer(config.trainer, tmp_path, built(tmp_path, config), False)
     assert (trainer.fast_dev_run, trainer.min_steps, trainer.gradient_clip_val) == (3, 2, 0.5)
     assert trainer.progress_bar_callback is None and type(trainer.profiler).__name__ == "SimpleProfiler"
     assert type(trainer._accelerator_connector.cluster_environment).__name__ == "LightningEnvironment"
@@ -310,10 +316,14 @@ def test_arguments_of_the_trainer_that_exclude_each_other_are_named(tmp_path):
 SWA = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
 
 
-def test_callbacks_of_others(tmp_path):
-    config = configuration("fit", SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.memory=false")
+def built(folder, config):
     data = build_data(config)
-    made = build_fit_callbacks(config, tmp_path, build_task(config, data), data)
+    return build_fit_callbacks(config, folder, build_task(config, data), data)
+
+
+def test_callbacks_of_others(tmp_path):
+    config = configuration("fit", SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.memory=null")
+    made = built(tmp_path, config)
     (swa,) = [callback for callback in made if isinstance(callback, StochasticWeightAveraging)]
     assert swa._swa_lrs == 0.1 and not any(isinstance(callback, MemoryMonitor) for callback in made)
     assert typed("fit", container(config)) == config
@@ -334,44 +344,121 @@ def test_callbacks_of_others(tmp_path):
 )
 def test_callbacks_of_others_that_cannot_be_are_named(overrides, words, tmp_path):
     with pytest.raises(UserError) as error:
-        config = configuration("fit", *overrides)
-        data = build_data(config)
-        build_fit_callbacks(config, tmp_path, build_task(config, data), data)
+        built(tmp_path, configuration("fit", *overrides))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def synthesis_of(*overrides):
+def one(made, kind):
+    return next(callback for callback in made if type(callback) is kind)
+
+
+def test_callbacks_are_given_what_the_program_knows(tmp_path):
+    words = ["callbacks=early_stopping", "callbacks.throughput.peak_flops=1e12", "callbacks.checkpoint.every_n_train_steps=7"]
+    made = built(tmp_path, configuration("fit", *words))
+    best, stop, speed = one(made, BestCheckpoint), one(made, EarlyStopping), one(made, ThroughputMonitor)
+    assert (best.monitor, best.mode, Path(best.dirpath)) == ("val/accuracy", "max", tmp_path / "checkpoints")
+    assert (stop.monitor, stop.mode, stop.patience) == ("val/accuracy", "max", 5)
+    assert speed.peak_flops == 1e12 and speed.hardware_flops_per_sample > speed.model_flops_per_sample > 0
+    assert [c._every_n_train_steps for c in made if isinstance(c, ModelCheckpoint)] == [0, 0, 7]
+    made = built(tmp_path, configuration("fit", "callbacks=early_stopping", "callbacks.early_stopping.monitor=val/loss"))
+    stop, speed = one(made, EarlyStopping), one(made, ThroughputMonitor)
+    assert (stop.monitor, stop.mode, speed.model_flops_per_sample) == ("val/loss", "min", None)
+
+
+def test_callbacks_that_follow_a_metric_need_a_validation(tmp_path):
+    made = built(tmp_path, configuration("fit", "callbacks=early_stopping", "trainer.limit_val_batches=0"))
+    assert not any(isinstance(callback, EarlyStopping | BestCheckpoint) for callback in made)
+    words = ["callbacks.early_stopping.monitor=train/loss", "trainer.limit_val_batches=0"]
+    made = built(tmp_path, configuration("fit", "callbacks=early_stopping", *words))
+    assert one(made, EarlyStopping).mode == "min"
+
+
+def test_a_module_that_names_no_metric_has_no_best_checkpoint(tmp_path):
+    class Module(pl.LightningModule):
+        """A user's."""
+
+    config = configuration("fit", "callbacks=early_stopping")
+    with pytest.raises(UserError, match="callbacks.early_stopping.monitor: a value is needed"):
+        build_fit_callbacks(config, tmp_path, Module(), build_data(config))
+    config = configuration("fit")
+    best = one(build_fit_callbacks(config, tmp_path, Module(), build_data(config)), BestCheckpoint)
+    assert (best.monitor, best.save_top_k) == (None, 0)
+    config = configuration("fit", "callbacks.checkpoint.monitor=mine", "callbacks.checkpoint.mode=max")
+    best = one(build_fit_callbacks(config, tmp_path, Module(), build_data(config)), BestCheckpoint)
+    assert (best.monitor, best.mode, best.save_top_k) == ("mine", "max", 1)
+
+
+def test_the_order_of_callbacks(tmp_path):
+    """What looks at a validation comes before an average, and what measures gradients before a synthesis."""
+    more = "callbacks.more._target_=holotrain.callbacks.Histograms"
+    names = [type(each).__name__ for each in built(tmp_path, configuration("fit", "callbacks=ema", "synthesis=shared", more))]
+    assert names[0] == "ExactResume" and names[-1] == "SaveOnSignal"
+    assert names.index("Samples") < names.index("Histograms") < names.index("WeightAverage") < names.index("SynthesisCallback")
+    assert names.index("BestCheckpoint") < names.index("ExactCheckpoint")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["callbacks.drift.threshold=-1"], "callbacks.drift: threshold -1.0 is out of range"),
+        (["callbacks.memory.every_n_steps=-1"], "callbacks.memory: every_n_steps -1 is out of range"),
+        (["callbacks=ema", "callbacks.ema.decay=1"], "callbacks.ema: decay 1.0 is out of range; it must be in [0, 1)"),
+        (["callbacks.checkpoint.save_top_k=0"], "callbacks.checkpoint: save_top_k 0 is out of range"),
+        (["callbacks.checkpoint.monitor=val/los"], "Did you mean 'val/loss'?"),
+        (["callbacks.predictions.count=0"], "callbacks.predictions: count must be at least 1"),
+    ],
+)
+def test_what_a_callback_refuses_is_named(overrides, words, tmp_path):
+    with pytest.raises(UserError) as error:
+        built(tmp_path, configuration("fit", *overrides))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_class_under_the_same_name_has_its_own_options():
+    other = "callbacks.early_stopping._target_=lightning.pytorch.callbacks.LearningRateMonitor"
+    config = configuration("fit", "callbacks=early_stopping", other)
+    assert config.callbacks["early_stopping"].arguments.keys() == {"logging_interval", "log_momentum", "log_weight_decay"}
+
+
+def synthesis(*overrides):
     config = configuration("fit", *overrides)
-    return build_synthesis(config.synthesis, build_task(config, build_data(config)))
+    return synthesis_of(config.synthesis, build_task(config, build_data(config)))
 
 
-@pytest.mark.parametrize("kind", ["associative", "bind", "shared"])
-def test_every_synthesis_builds(kind):
-    assert synthesis_of(f"synthesis={kind}")._arguments["mode"] == kind
+@pytest.mark.parametrize("mode", ["associative", "bind", "shared"])
+def test_every_synthesis_builds(mode):
+    assert synthesis(f"synthesis={mode}").recipe == Recipe(mode)
+    assert configuration("fit", "synthesis=none").synthesis is None
 
 
 def test_the_options_of_a_synthesis_reach_it():
-    callback = synthesis_of(
+    made = synthesis(
         "synthesis=shared", "synthesis.superpose=4", "synthesis.decay=0.8", "synthesis.decay_warmup=4", "synthesis.dtype=bf16",
         "synthesis.cover=['*.blocks.*','*.head.*']", "synthesis.exclude=['*.norm.*']", "synthesis.cosine_floor=0.1",
     )  # fmt: skip
-    options = callback._arguments
-    assert (options["superpose"], options["dtype"], options["cosine_floor"]) == (4, "bf16", 0.1)
-    assert [options["decay"](step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.4, 0.8, 0.8])
-    names = ("model.blocks.0.f.qkv.weight", "model.head.bias", "model.blocks.0.norm.weight", "model.embedding.position")
-    assert [options["covers"](name, None) for name in names] == [True, True, False, False]
+    assert made.recipe == Recipe("shared", superpose=4, decay=0.8, decay_warmup=4, dtype="bf16", cosine_floor=0.1)
+    assert [made.recipe.decay_at(step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.4, 0.8, 0.8])
+    covered = made.state_dict()["geometry"]["parameters"]
+    assert any("model.blocks." in name for name in covered) and any("model.head.bias" in name for name in covered)
+    assert not any("norm" in name or "embedding" in name for name in covered)
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["synthesis=associative", "synthesis.mix=2"], r"synthesis: mix=2.0: it must be in \[0, 1\]"),
+        (["synthesis=associative", "synthesis.decay_warmup=-1"], "synthesis: decay_warmup=-1: it must be at least 0"),
+        (["synthesis=associative", "synthesis.seed=99999999999999999999999"], "synthesis: seed=99999999999999999999999: it"),
+        (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis: decay=1.5: it must be in"),
+        (["synthesis=bind", "synthesis.offload=true"], "synthesis: offload has no effect with mode='bind'"),
+        (["synthesis=shared", "synthesis.module=modle"], "synthesis: module='modle': "),
+        (["synthesis._target_=torch.nn.Identity"], "synthesis: torch.nn.Identity is not a SynthesisCallback but a Identity"),
         (
             ["synthesis=bind", "synthesis.cover=[nothing]"],
-            "synthesis.cover: 'nothing' matches no parameter; names look like model.",
+            "synthesis: cover: 'nothing' matches no parameter; names look like model.",
         ),
-        (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis.exclude: 'haed' matches no parameter"),
-        (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis.exclude: excludes all parameters"),
+        (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis: exclude: 'haed' matches no parameter"),
+        (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis: cover and exclude leave no parameter"),
         (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 selects nothing"),
         (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis: block_length=100000000: it is longer"),
         (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile has no effect with mode='shared'"),
@@ -379,13 +466,13 @@ def test_the_options_of_a_synthesis_reach_it():
 )
 def test_a_synthesis_that_cannot_be_is_named(overrides, words):
     with pytest.raises(UserError, match=words):
-        synthesis_of(*overrides)
+        synthesis(*overrides)
 
 
 def test_sizes_that_do_not_divide_are_named():
     config = configuration("fit", "model.heads=5")
     with pytest.raises(UserError, match="model: dim must be a multiple of heads, but 96 is not a multiple of 5"):
-        build_model(config, build_data(config))
+        build_model(config, facts_of(build_data(config)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="for a machine without a GPU")
@@ -419,11 +506,24 @@ def test_the_options_of_the_engine_reach_the_model():
 def test_an_engine_option_that_does_not_fit_the_model_is_named():
     config = configuration("fit", "backward.store=99")
     with pytest.raises(UserError, match="store must be a number of blocks up to 6"):
-        build_model(config, build_data(config))
+        build_model(config, facts_of(build_data(config)))
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])
 def test_a_logger_that_is_not_installed_says_what_to_install(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"pip install 'holotrain\[{kind}\]'"):
+    monkeypatch.setattr(f"lightning.pytorch.loggers.{kind}._{kind.upper()}_AVAILABLE", False)
+    with pytest.raises(UserError, match=rf"logger.{kind}: the package is not installed; pip install 'holotrain\[{kind}\]'"):
         build_loggers(configuration("fit", f"logger={kind}").logger, tmp_path)
+
+
+def test_several_loggers_at_once(tmp_path):
+    words = [f"logger.{name}._target_=lightning.pytorch.loggers.CSVLogger" for name in ("csv", "numbers")]
+    board, csv, numbers = build_loggers(configuration("fit", *words, "logger.numbers.name=mine").logger, tmp_path)
+    assert type(board) is TensorBoardLogger and Path(board.log_dir) == tmp_path / "tensorboard"
+    assert [Path(each.log_dir) for each in (csv, numbers)] == [tmp_path / "csv/version_0", tmp_path / "mine/version_0"]
+    assert build_loggers(configuration("fit", "logger=none").logger, tmp_path) == []
+
+
+def test_what_is_no_logger_is_named(tmp_path):
+    with pytest.raises(UserError, match="logger.mine: torch.nn.ReLU is not a logger of Lightning but a ReLU"):
+        build_loggers(configuration("fit", "logger.mine._target_=torch.nn.ReLU").logger, tmp_path)

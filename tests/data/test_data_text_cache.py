@@ -31,8 +31,11 @@ def folder(tmp_path):
     return tmp_path / "in"
 
 
+CHOSEN = {"unit": "line", "val_fraction": 0.05, "test_fraction": 0.05}
+
+
 def prepared(folder, **options) -> TextFiles:
-    data = TextFiles(f"{folder}/*.txt", **{"cache_dir": str(folder.parent / "cache"), "unit": "line"} | options)
+    data = TextFiles(f"{folder}/*.txt", **CHOSEN | {"cache_dir": str(folder.parent / "cache")} | options)
     data.prepare_data()
     return data
 

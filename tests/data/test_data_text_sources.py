@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from holotrain.data import StdlibText, TextFiles
+from holotrain.data import TextFiles
 from holotrain.data.text import readers
 from holotrain.data.text.parts import held_out_files
 from holotrain.data.text.readers import Reader
@@ -203,15 +203,6 @@ def test_classes_that_cannot_be_learned_are_refused(tmp_path):
         ({"files": []}, r"data\.files: no pattern is given"),
         ({"files": "blank.txt"}, "no text in any of the 1 files"),
         ({"files": "a.txt"}, r"no text is left for (val|test|train) \(documents: 1, files: 1\)"),
-        ({"files": "a.txt", "unit": "word"}, "data.unit: 'word' is not one of file, paragraph, line"),
-        ({"files": "a.txt", "layout": "pack"}, "data.layout: 'pack' .* Did you mean 'packed'"),
-        ({"files": "a.txt", "on_error": "skipp"}, "data.on_error: .* Did you mean 'skip'"),
-        ({"files": "a.txt", "context": 0}, "data.context: 0 is out of range; it must be at least 1"),
-        ({"files": "a.txt", "val_fraction": 1.0}, r"data.val_fraction: 1.0 is out of range"),
-        ({"files": "a.txt", "val_fraction": 0.5, "test_fraction": 0.5}, "leave no training"),
-        ({"files": "a.txt", "max_tokens": 512}, "data.max_tokens: packed blocks are of one length"),
-        ({"files": "a.txt", "max_tokens": 9, "layout": "documents"}, "data.max_tokens: 9 is out of range; .* at least 256"),
-        ({"files": "a.txt", "vocab_size": 259}, "data.vocab_size: 259 is out of range; it must be at least 260"),
         ({"files": "a.txt", "tokenizer_json": "{}"}, "tokenizer_json is not a tokenizer.json"),
         ({"files": "a.txt", "cache_dir": "a.txt"}, r"data\.cache_dir: cannot write a\.txt"),
     ],
@@ -231,7 +222,6 @@ def test_the_standard_library_is_python_files_and_its_largest_packages_are_class
     labelled = {label for file in (found["os.py"], found["asyncio/events.py"]) for _, label in source.documents(file)}
     assert None in labelled and labelled <= {None, *(file.group for file in found.values())}
     one_line(lambda: StandardLibrary(classes=1000).files(), r"data\.classes: 1000 is out of range; the standard library has")
-    one_line(lambda: StdlibText(classes=-1), "data.classes: -1 is out of range")
 
 
 def test_names_begin_where_the_pattern_is_wild(tmp_path):

@@ -188,7 +188,7 @@ def test_under_autocast_layers_are_in_its_type():
     [
         ({"depth": 0}, "at least 1"),
         ({"width": 0}, "at least 1"),
-        ({"u0": 0.0}, "above 0"),
+        ({"u0": 0.0}, "u0 must be at least 1e-06, not 0.0"),
         ({"rule": "hebb"}, "kaneko, article or backpropagation, not 'hebb'"),
     ],
 )

@@ -14,10 +14,10 @@ import torch
 import yaml
 from forked import Forked
 from hydra._internal.hydra import Hydra
-from left_by_runs import assert_same_weights, only, scalars, summary, weights
+from left_by_runs import assert_same_weights, only, scalars, summary, texts, weights
 from small_run import SMALL, fit_and_kill
 
-QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=none"]
+QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
 COMMON_KEYS = {
     "command", "status", "metrics", "steps", "samples_per_second", "peak_memory_bytes", "seconds", "checkpoint", "device",
@@ -41,6 +41,7 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert left["overrides"] == SMALL
     assert Path(left["checkpoint"]).is_file() and Path(left["checkpoint"]).name.startswith("best-")
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["dim"] == 16
+    assert "_target_: holotrain.models.RevViT" in texts(folder)["configuration"]
     seen = scalars(folder)
     assert len(seen["train/loss"]) == 6 and len(seen["val/accuracy"]) == 2
     assert {"memory/peak_bytes", "memory/current_bytes", "throughput/samples_per_second", "throughput/step_seconds"} <= set(
@@ -291,6 +292,8 @@ MISTAKES = [
     (["fit", "output_dir=/proc/nothing"], "cannot write to /proc/nothing"),
     (["fit", "output_dir=occupied"], "cannot write to"),
     (["fit", "callbacks.checkpoint.monitor=val/acuracy"], "Did you mean 'val/accuracy'?"),
+    (["fit", "callbacks.driift=null"], "callbacks.driift: there is no 'driift' in callbacks. Did you mean 'drift'?"),
+    (["fit", "~logger.tensorbord"], "there is no 'tensorbord' in logger. Did you mean 'tensorboard'?"),
     (["fit", "-m", "optimizer.lr=1e-3,banana"], "optimizer.lr"),
     (["test"], "give ckpt_path="),
     (["predict", "ckpt_path=text.ckpt"], "not a readable checkpoint"),

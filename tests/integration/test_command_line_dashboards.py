@@ -156,7 +156,7 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain, sweep):
 
 
 def test_a_run_shows_what_it_learns_and_the_report_shows_it_too(holotrain):
-    status, _, err = holotrain("fit", *SMALL, "callbacks.histograms=true")
+    status, _, err = holotrain("fit", *SMALL, "callbacks=histograms")
     assert (status, err) == (0, "")
     folder = only(Path("runs/fit"))
     tags = EventAccumulator(str(folder / "tensorboard")).Reload().Tags()
@@ -171,7 +171,7 @@ def test_a_run_shows_what_it_learns_and_the_report_shows_it_too(holotrain):
 
 def test_what_is_shown_can_be_switched_off(holotrain):
     names = ("optimization", "predictions", "confusion_matrix", "samples")
-    holotrain("fit", *SMALL, *(f"callbacks.{name}=false" for name in names))
+    holotrain("fit", *SMALL, *(f"~callbacks.{name}" for name in names))
     tags = EventAccumulator(str(only(Path("runs/fit")) / "tensorboard")).Reload().Tags()
     assert not tags["images"] and not tags["histograms"]
     assert not [tag for tag in tags["scalars"] if tag.startswith("optimization/")]

@@ -17,7 +17,7 @@ SMALL = [
     "trainer.limit_val_batches=1", "trainer.log_every_n_steps=2",
 ]  # fmt: skip
 WHOLE = [(1, 40, 0.97), (17, 40, 0.95)]
-QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=none"]
+QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_a_plan_and_its_depth(holotrain):
     [
         (["backward=reversible"], "backward=reversible: an error diffusion network has no blocks"),
         (["backward=checkpoint"], "backward=checkpoint: an error diffusion network has no blocks"),
-        (["synthesis=associative"], "synthesis=associative: an error diffusion network has no Linear layers"),
+        (["synthesis=associative"], "synthesis: an error diffusion network has no Linear layers"),
         (["compile=true"], "compile: an error diffusion network has no blocks"),
         (["optimizer=muon"], "optimizer=muon: an error diffusion network has no blocks"),
         (["data=fake", "data.image_size=2048", "data.num_classes=9000"], "model: its weights do not fit into memory"),
         (["task.clamp_signs=true"], "task.clamp_signs: model.rule=kaneko never changes a sign"),
         (["model.rule=kanek"], "Did you mean 'kaneko'?"),
-        (["model=rev_vit_tiny"], "task=error_diffusion trains error_diffusion, not rev_vit"),
+        (["model=rev_vit_tiny"], "model: ErrorDiffusionClassifier trains ImageErrorDiffusion, not RevViT"),
         (["data.classes=[1]"], "1 is the only class"),
-        (["model.depth=0"], "model.depth: 0 is out of range"),
+        (["model.depth=0"], "model: depth must be at least 1, not 0"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(holotrain, words, expected):

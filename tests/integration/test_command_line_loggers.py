@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_run import SMALL
 
-BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=none"]
+BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null"]
 
 
 def jobs():

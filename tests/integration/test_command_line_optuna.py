@@ -13,7 +13,7 @@ from small_run import SMALL
 
 from holotrain.config.direction import recommended
 
-BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none", "callbacks.progress=none"]
+BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none", "callbacks.progress=null"]
 
 
 @pytest.fixture
@@ -112,7 +112,10 @@ def test_a_training_that_diverges_is_the_worst(holotrain, told):
 
 WRONG = [
     (["hydra/sweeper=optuna"], "hydra.sweeper.direction=minimize: use maximize, the better values of val/accuracy"),
-    (["sweep=optuna", "trainer.limit_val_batches=0"], "trainer.limit_val_batches=0: the sweeper needs a validation metric"),
+    (
+        ["sweep=optuna", "trainer.limit_val_batches=0"],
+        "the sweeper needs a validation metric: use callbacks.checkpoint and trainer.limit_val_batches=1.0",
+    ),
 ]
 
 

@@ -41,7 +41,7 @@ TEXT = [
 ]  # fmt: skip
 SHARED = [
     "trainer.accelerator=cpu", "trainer.precision=64-true", "trainer.max_epochs=1", "trainer.log_every_n_steps=1",
-    "callbacks.progress=none", "logger=csv", "trainer.timeout=100", "data.batch_size=8", "test=false", "scheduler=constant",
+    "callbacks.progress=null", "logger=csv", "trainer.timeout=100", "data.batch_size=8", "test=false", "scheduler=constant",
 ]  # fmt: skip
 FEW = ["trainer.max_steps=6", "trainer.limit_val_batches=1"]
 CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1"]
@@ -494,7 +494,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
             ["trainer=ddp", "trainer.sharded_checkpoints=true"],
             "trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp",
         ),
-        (["trainer=fsdp", "synthesis=associative"], "synthesis=associative: needs whole gradients"),
+        (["trainer=fsdp", "synthesis=associative"], "synthesis: needs whole gradients"),
         (["trainer=tp", "callbacks=ema"], "callbacks.ema: needs whole weights"),
         (["trainer=fsdp", "backward=auto"], "set backward and the batch size yourself"),
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),

@@ -16,6 +16,8 @@ from made_once import made_once
 from omegaconf import OmegaConf
 from small_run import SMALL, fit_in
 
+from holotrain.errors import UserError
+
 TEXT = [
     "task=causal_lm", "data=text_files", "data.files=texts/*.txt", "data.context=16", "data.batch_size=2", "data.cache_dir=.",
     "data.val_files=texts/a.txt", "data.test_files=texts/a.txt", "trainer.max_steps=1", "trainer.val_check_interval=1.0",
@@ -69,14 +71,26 @@ CHANGES = {
     "a class whose name is a list": put("config", "optimizer", {"_target_": "torch.optim.AdamW", "lr": {"_target_": ["os"]}}),
     "a trainer within the trainer": put("config", "trainer", "strategy", {"_target_": "lightning.pytorch.Trainer"}),
     "an optimizer that nobody has": put("config", "optimizer", "_target_", "torch.optim.Nothing"),
+    "a command in place of a synthesis": put("config", "synthesis", {"_target_": "os.system", "command": "touch ran"}),
+    "a synthesis among the callbacks": put("config", "callbacks", "x", {"_target_": "holotrain.callbacks.SynthesisCallback"}),
+    "a word in place of a group": put("config", "synthesis", "shared"),
     "a target below a group": put("config", "callbacks", "checkpoint", "_target_", "os.system"),
+    **{f"a command as {group}": put("config", group, "_target_", "os.system") for group in ("model", "data", "task")},
+    "a command among a model's arguments": put("config", "model", "dim", CALL),
+    "callbacks that are no mapping": put("config", "callbacks", ["os.system"]),
+    "a callback that is no mapping": put("config", "callbacks", "checkpoint", "os.system"),
+    "a folder to write to": put("config", "callbacks", "checkpoint", "dirpath", "elsewhere"),
+    "a class among a callback's arguments": put("config", "callbacks", "samples", "tokenizer", CALL),
+    "another callback": put("config", "callbacks", "x", {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint"}),
     "a target in place of a number": put("config", "data", "batch_size", CALL),
     "a target in a list": put("config", "backward", "store", [CALL]),
     "a resolver in place of a size": put("config", "memory", "${oc.env:CRAFTED_SECRET}"),
-    "a resolver in place of a kind": put("config", "model", "kind", "${oc.env:CRAFTED_SECRET}"),
+    "a resolver in place of a class": put("config", "model", "_target_", "${oc.env:CRAFTED_SECRET}"),
     "a resolver in place of a number": put("config", "seed", "${oc.env:CRAFTED_SECRET}"),
     "defaults of its own": put("config", "defaults", [{"override hydra/launcher": "submitit_slurm"}]),
-    "a model of another library": put("description", "kind", "os.system"),
+    "a model of another library": put("description", "target", "os.system"),
+    "another model than was trained": put("description", "target", "holotrain.models.ViT"),
+    "a fact that is a class": put("description", "facts", "classes", CALL),
     "a target among the model's arguments": put("description", "arguments", "dim", CALL),
     "an argument that the model lacks": put("description", "arguments", "_target_", "os.system"),
     "class names that are no names": put("description", "class_names", [CALL]),
@@ -156,9 +170,13 @@ def deep_config(folder: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
 
 
+INSIDE = "holotrain.models.RevViT.forward.__globals__.update"  # an attribute of a class that is trusted
+
 EXPORTS = [
     *(huge_header, offsets_beyond_the_file, pickled_weights, deep_config),
-    *(config_with(kind="os.system"), config_with(arguments=CALL), config_with(adapters="x"), config_with(adapters=-1)),
+    *(config_with(target="os.system"), config_with(arguments=CALL), config_with(adapters="x"), config_with(adapters=-1)),
+    *(config_with(target=INSIDE, arguments={}), config_with(arguments={"dim": {"_target_": INSIDE, "ran": True}})),
+    config_with(target="holotrain.models.load_pretrained"),
 ]
 """Files of an export that are crafted."""
 
@@ -187,7 +205,7 @@ def honest(tmp_path_factory):
 @pytest.fixture
 def refused(holotrain, honest, monkeypatch):
     """Gives a crafted checkpoint to every command; each answers in one line and leaves nothing behind."""
-    monkeypatch.setenv("CRAFTED_SECRET", "rev_vit")
+    monkeypatch.setenv("CRAFTED_SECRET", "holotrain.models.RevViT")
     shutil.copytree(honest, ".", dirs_exist_ok=True)
 
     def give(path: str, chosen: slice) -> None:
@@ -261,7 +279,7 @@ def test_crafted_files_of_an_export_are_refused(holotrain, honest, damage):
     command = ("test", "predict", "export")[EXPORTS.index(damage) % 3]
     status, _, err = holotrain(command, "ckpt_path=crafted")
     assert status == 2 and err.startswith("holotrain: ") and err.count("\n") == 1, (command, err)
-    with pytest.raises(ValueError):
+    with pytest.raises(UserError):
         load("crafted")
     assert not Path("ran").exists()
 
@@ -300,11 +318,19 @@ def test_a_checkpoint_does_not_decide_where_files_go(holotrain, honest):
     """An honest checkpoint names the folders of its run. Only the command line names those of the next."""
     crafted = torch.load(honest / "image.ckpt", weights_only=True)
     crafted["holotrain"]["config"] |= {"output_dir": "elsewhere", "ckpt_path": "elsewhere/last.ckpt"}
-    crafted["holotrain"]["config"]["logger"] |= {"kind": "mlflow", "project": "elsewhere", "tracking_uri": "file:elsewhere"}
+    server = {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "tracking_uri": "file:elsewhere"}
+    crafted["holotrain"]["config"]["logger"] = {"mlflow": server}
+    crafted["holotrain"]["choices"]["logger"] = "../elsewhere"
     torch.save(crafted, "crafted.ckpt")
     for command in ("fit", "test"):
         status, out, err = holotrain(command, "ckpt_path=crafted.ckpt", "--cfg", "job")
-        assert (status, err) == (0, "") and "elsewhere" not in out and yaml.safe_load(out)["logger"]["kind"] == "tensorboard"
+        assert (status, err) == (0, "") and "elsewhere" not in out and [*yaml.safe_load(out)["logger"]] == ["tensorboard"]
+    Path("run/checkpoints").mkdir(parents=True)
+    for option, expected in {"../elsewhere": ["tensorboard"], "csv": ["csv"], "none": []}.items():
+        crafted["holotrain"]["choices"]["logger"] = option
+        torch.save(crafted, "run/checkpoints/last.ckpt")
+        status, out, err = holotrain("fit", "resume=true", "hydra.run.dir=run", "--cfg", "job")
+        assert (status, err) == (0, "") and [*yaml.safe_load(out)["logger"]] == expected and "file:elsewhere" not in out
     status, _, err = holotrain("test", "ckpt_path=crafted.ckpt")
     assert (status, err) == (0, "") and not Path("elsewhere").exists()
     assert summary(only(Path("runs/test")))["checkpoint"] == "crafted.ckpt"
@@ -317,7 +343,7 @@ def test_a_checkpoint_does_not_decide_where_data_are_written(holotrain, honest):
     crafted = torch.load(honest / "image.ckpt", weights_only=True)
     config = crafted["holotrain"]["config"]
     shared = {name: config["data"][name] for name in ("batch_size", "num_workers")}
-    config["data"] = shared | {"kind": "mnist", "root": "elsewhere", "download": True}
+    config["data"] = shared | {"_target_": "holotrain.data.MNIST", "root": "elsewhere", "download": True}
     torch.save(crafted, "crafted.ckpt")
     status, _, err = holotrain("test", "ckpt_path=crafted.ckpt")
     assert status == 2 and "data.download is false" in err and not Path("elsewhere").exists()
@@ -328,9 +354,9 @@ def test_a_checkpoint_does_not_decide_where_data_are_written(holotrain, honest):
 def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
     from holotrain.commands.run import Run
 
-    run = Run("fit", Path("my runs"), ["data.cache_dir=cache", "optimizer.lr=1", "logger.tracking_uri=http://a;b"], {})
+    run = Run("fit", Path("my runs"), ["data.cache_dir=cache", "optimizer.lr=1", "logger.mlflow.tracking_uri=http://a;b"], {})
     said = run.how_to_resume
-    assert "'hydra.run.dir=my runs' data.cache_dir=cache 'logger.tracking_uri=http://a;b'" in said and "lr" not in said
+    assert "'hydra.run.dir=my runs' data.cache_dir=cache 'logger.mlflow.tracking_uri=http://a;b'" in said and "lr" not in said
 
 
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"\\${oc.env:HOME}", "${", "{a: 1}", "a,b"])
@@ -368,5 +394,13 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     assert changed["trainer"] == kept["trainer"] | {"strategy": "ddp", "devices": "auto", "max_epochs": 9}
     assert changed["optimizer"]["_target_"].endswith(".sgd") and changed["backward"]["kind"] == "pareprop"
     assert changed["model"] == kept["model"]
-    assert composed("model=swin_nano")["model"]["kind"] == "swin"
-    assert composed("experiment=cifar10_rev_vit_tiny")["data"]["kind"] == "cifar10"
+    assert composed("model=swin_nano")["model"]["_target_"] == "holotrain.models.Swin"
+    for word in ("~callbacks.drift", "callbacks.drift=null"):
+        assert kept["callbacks"].keys() - composed(word)["callbacks"].keys() == {"drift"}
+    assert composed("callbacks.ema=null")["callbacks"] == kept["callbacks"]  # it is left out already
+    swa = "callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
+    for word in (swa, f"+{swa}"):
+        assert composed(word, "callbacks.swa.swa_lrs=0.1")["callbacks"].keys() - kept["callbacks"].keys() == {"swa"}
+    average = composed("callbacks=ema", "callbacks.drift.threshold=0.5")["callbacks"]
+    assert average.keys() - kept["callbacks"].keys() == {"ema"} and average["drift"]["threshold"] == 0.5
+    assert composed("experiment=cifar10_rev_vit_tiny")["data"]["_target_"] == "holotrain.data.CIFAR10"

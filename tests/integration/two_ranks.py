@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from holotrain.callbacks import ExactResume
 from holotrain.cli import main
-from holotrain.config import build_trainer
+from holotrain.config import build_callbacks
 from holotrain.models.vit import RevViT
 from holotrain.parallel import data, powersgd
 from holotrain.parallel.environment import Joined
@@ -137,7 +137,7 @@ def variables(name: str, port: int) -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    build_trainer.ExactResume = Witness
+    build_callbacks.ExactResume = Witness
     powersgd.WARM_UP = WARM_UP
     work, results = json.loads(sys.argv[2]), Path(sys.argv[3])
     found_here = {"statuses": {}, "seen": Witness.seen}

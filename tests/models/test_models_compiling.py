@@ -2,27 +2,25 @@
 
 import pytest
 import torch
-from small_models import IMAGE, POOLED, TEXT, WINDOWS
+from small_models import FAMILIES, TRANSFORMERS
 
 from holotrain.models import compile_blocks
-from holotrain.models.registry import MODELS, build
+from holotrain.models.registry import build
 
-ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "mvit": POOLED, "gpt": TEXT, "roberta": TEXT | {"dropout": 0.0}}
-BLOCKS = [kind for kind in MODELS if kind != "error_diffusion"]  # the kinds that consist of them
-CASES = [*((kind, {}) for kind in BLOCKS), ("roberta", {"norm": "post"}), ("rev_swin", {"backward": "pareprop"})]
-QUICK = [("rev_vit", {}), ("gpt", {}), ("rev_roberta", {}), ("roberta", {"norm": "post"})]
-KINDS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+CASES = [*((name, {}) for name in TRANSFORMERS), ("RoBERTa", {"norm": "post"}), ("RevSwin", {"backward": "pareprop"})]
+QUICK = [("RevViT", {}), ("GPT", {}), ("RevRoBERTa", {}), ("RoBERTa", {"norm": "post"})]
+MODELS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
-def test_gradients_are_those_of_the_model_as_it_is(kind, options):
+@pytest.mark.parametrize(("name", "options"), MODELS, ids=str)
+def test_gradients_are_those_of_the_model_as_it_is(name, options):
     """With the eager backend: what is traced and where, not what a code generator makes of it."""
-    arguments = ARGUMENTS[kind.removeprefix("rev_")] | options
+    arguments = FAMILIES[name.removeprefix("Rev")] | {"dropout": 0.0} | options
     grads, traced = [], []
     for compiled in (False, True):
         torch.manual_seed(0)
         torch.compiler.reset()
-        model = build(kind, arguments).double()
+        model = build(f"holotrain.models.{name}", arguments).double()
         if compiled:
             compile_blocks(model, backend=lambda graph, inputs: traced.append(graph) or graph.forward)
         if "image_size" in arguments:

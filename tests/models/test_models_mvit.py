@@ -192,22 +192,6 @@ def test_relative_positions_do_not_start_from_zero():
         assert table.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"dim": 100, "heads": 3}, "100 is not a multiple of 3"),
-        ({"image_size": 48}, "multiple of 32 for 4 stages, not 48"),
-        ({"kv_stride": 3}, "56x56 tokens cannot be pooled evenly by a kv stride of 3"),
-        ({"depths": (2, 0, 2)}, "depths are 2, 0, 2"),
-        ({"drop_path": 1.0}, "drop_path"),
-        ({"backward": "reversible"}, "autograd or checkpoint"),
-    ],
-)
-def test_impossible_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words), torch.device("meta"):
-        MViT(**arguments)
-
-
 def test_an_image_of_another_size_is_refused():
     with pytest.raises(ValueError, match="224x224 pixels, not 32x32"):
         on_meta(RevMViT, "tiny")(torch.empty(1, 3, 32, 32, device="meta"))

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForM
 from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.adapters import add_adapters
 from holotrain.models.pretrained import load_pretrained, pre_norm, read_weights
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -295,6 +296,17 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(model, weights, 
     with pytest.raises(ValueError, match=message):
         load_pretrained(model, weights().state_dict())
     assert_equal(model.state_dict(), before)
+
+
+def test_a_users_model_takes_its_own_weights():
+    def of_a_user():
+        branches = (ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        return randomised(nn.ModuleDict({"stem": nn.Linear(2, 4), "blocks": ReversibleSequence(branches)}))
+
+    trained, model = of_a_user(), of_a_user()
+    nn.init.zeros_(model["stem"].weight)
+    load_pretrained(model, trained.state_dict())
+    assert_equal(model.state_dict(), trained.state_dict())
 
 
 def test_a_head_that_is_not_tied_is_refused():

@@ -4,28 +4,26 @@ import json
 import struct
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
 from compared import assert_equal
-from small_models import CELLS, IMAGE, POOLED, TEXT, WINDOWS
+from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS
 from torch import nn
 
 import holotrain
 from holotrain.models.adapters import add_adapters
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.programs import export_onnx, export_program
-from holotrain.models.registry import MODELS, build
+from holotrain.models.registry import build
 from holotrain.models.saved import load, read_config, save
 
-ARGUMENTS = {"vit": IMAGE, "swin": WINDOWS, "mvit": POOLED, "gpt": TEXT, "roberta": TEXT, "error_diffusion": CELLS}
-TRANSFORMERS = [kind for kind in MODELS if kind != "error_diffusion"]
 
-
-def model_of(kind, **options):
+def model_of(name, **options):
     torch.manual_seed(0)
-    arguments = ARGUMENTS[kind.removeprefix("rev_")] | options
-    model = build(kind, arguments).eval()
+    arguments = (FAMILIES | {"ImageErrorDiffusion": CELLS})[name.removeprefix("Rev")] | options
+    model = build(f"holotrain.models.{name}", arguments).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model, arguments
@@ -39,14 +37,14 @@ def inputs_of(model, batch=3):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "int8"), [*((kind, False) for kind in MODELS), *((kind, True) for kind in TRANSFORMERS)])
-def test_every_kind_comes_back_bit_for_bit(tmp_path, kind, int8):
-    model, arguments = model_of(kind)
+@pytest.mark.parametrize(("name", "int8"), [*product(TRANSFORMERS, (False, True)), ("ImageErrorDiffusion", False)])
+def test_every_model_comes_back_bit_for_bit(tmp_path, name, int8):
+    model, arguments = model_of(name)
     if int8:
         quantise(model)
-    save(tmp_path / "a" / "b", kind, arguments, model)
+    save(tmp_path / "a" / "b", f"holotrain.models.{name}", arguments, model)
     other = holotrain.load(tmp_path / "a" / "b")
-    assert type(other) is MODELS[kind] and not other.training and is_quantised(other) == int8
+    assert type(other).__name__ == name and not other.training and is_quantised(other) == int8
     assert_equal(other(inputs_of(model)), model(inputs_of(model)))
 
 
@@ -54,26 +52,27 @@ def test_every_kind_comes_back_bit_for_bit(tmp_path, kind, int8):
 @pytest.mark.parametrize("int8", [False, True])
 def test_what_was_done_to_a_model_comes_back(tmp_path, int8):
     """Adapters, an exact grid, a schedule."""
-    model, arguments = model_of("rev_vit", exact=12, backward="pareprop", store=1)
+    model, arguments = model_of("RevViT", exact=12, backward="pareprop", store=1)
     add_adapters(model, 3)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     if int8:
         quantise(model)
-    save(tmp_path, "rev_vit", arguments, model)
+    save(tmp_path, "holotrain.models.RevViT", arguments, model)
     other = load(tmp_path)
     assert (other.blocks.backward, other.blocks.store, other.blocks.exact) == ("pareprop", 1, 12)
     assert_equal(other(inputs_of(model)), model(inputs_of(model)))
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"), [("gpt", {"vocab": 260, "dim": 192, "depth": 6, "heads": 6}), ("vit", {"pool": "class"})]
+    ("name", "arguments"), [("GPT", {"vocab": 260, "dim": 192, "depth": 6, "heads": 6}), ("ViT", {"pool": "class"})]
 )
-def test_int8_files_are_a_quarter(tmp_path, kind, arguments):
-    model = build(kind, arguments)
-    save(tmp_path / "fp32", kind, arguments, model)
+def test_int8_files_are_a_quarter(tmp_path, name, arguments):
+    target = f"holotrain.models.{name}"
+    model = build(target, arguments)
+    save(tmp_path / "fp32", target, arguments, model)
     quantise(model)
-    save(tmp_path / "int8", kind, arguments, model)
+    save(tmp_path / "int8", target, arguments, model)
     sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "int8")}
     assert sizes["fp32"] < 1.01 * 4 * sum(p.numel() for p in model.parameters())  # a tied head stands there once
     assert sizes["int8"] <= 0.30 * sizes["fp32"]
@@ -81,9 +80,9 @@ def test_int8_files_are_a_quarter(tmp_path, kind, arguments):
 
 def test_files_hold_plain_numbers_and_texts(tmp_path):
     """The whole of the file: a length, a header in JSON that names numbers, and as many bytes of them."""
-    model, arguments = model_of("rev_gpt")
+    model, arguments = model_of("RevGPT")
     quantise(model)
-    save(tmp_path, "rev_gpt", arguments, model, {"license": "mine"}, tokenizer='{"words": "ä"}')
+    save(tmp_path, "holotrain.models.RevGPT", arguments, model, {"license": "mine"}, tokenizer='{"words": "ä"}')
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     content = (tmp_path / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -92,27 +91,28 @@ def test_files_hold_plain_numbers_and_texts(tmp_path):
     assert 8 + length + max(tensor["data_offsets"][1] for tensor in header.values()) == len(content)
     assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == '{"words": "ä"}'
     assert read_config(tmp_path) == {
-        "license": "mine", "format": 1, "kind": "rev_gpt", "arguments": arguments, "int8": True, "adapters": None,
+        "license": "mine", "format": 2, "target": "holotrain.models.RevGPT", "arguments": arguments,
+        "int8": True, "adapters": None,
     }  # fmt: skip
 
 
 def test_a_model_takes_the_place_of_another_whole(tmp_path):
-    model, arguments = model_of("gpt")
-    save(tmp_path, "gpt", arguments, model, tokenizer="{}")
-    model, arguments = model_of("vit")
-    save(tmp_path, "vit", arguments, model)
+    model, arguments = model_of("GPT")
+    save(tmp_path, "holotrain.models.GPT", arguments, model, tokenizer="{}")
+    model, arguments = model_of("ViT")
+    save(tmp_path, "holotrain.models.ViT", arguments, model)
     assert_equal(load(tmp_path).head.weight, model.head.weight)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    model, arguments = model_of("vit")
-    save(tmp_path, "vit", arguments, model)
+    model, arguments = model_of("ViT")
+    save(tmp_path, "holotrain.models.ViT", arguments, model)
     with pytest.raises(TypeError, match="not JSON serializable"):
-        save(tmp_path, "gpt", {"vocab": object()}, model_of("gpt")[0])
+        save(tmp_path, "GPT", {"vocab": object()}, model_of("GPT")[0])
     monkeypatch.setattr("pathlib.Path.write_text", lambda *given, **options: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        save(tmp_path, "gpt", TEXT, model_of("gpt")[0])
+        save(tmp_path, "holotrain.models.GPT", FAMILIES["GPT"], model_of("GPT")[0])
     assert_equal(load(tmp_path).head.weight, model.head.weight)
 
 
@@ -135,9 +135,9 @@ def cut(name, length):
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
         (cut("model.safetensors", 5000), "model.safetensors is not a readable safetensors file"),
         (cut("config.json", 30), "config.json is damaged, or of another program"),
-        (lambda folder: (folder / "config.json").write_text('{"format": 1}'), "damaged, or of another program"),
-        (changed_config(format=2), "is of format 2; this version of holotrain reads format 1"),
-        (changed_config(kind="cnn"), "describes no model that can be built: 'cnn' is not a kind of model; there are vit"),
+        (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
+        (changed_config(format=1), "is of format 1; this version of holotrain reads format 2"),
+        (changed_config(target="cnn.Net"), "describes no model that can be built: cnn.Net is not a model .*trust='cnn'"),
         (changed_config(arguments={"depht": 3}), "describes no model that can be built: .*depht"),
         (
             changed_config(arguments=IMAGE | {"dim": 8}),
@@ -149,8 +149,8 @@ def cut(name, length):
     ],
 )
 def test_damage_is_told_in_one_line(tmp_path, change, message):
-    model, arguments = model_of("rev_vit")
-    save(tmp_path, "rev_vit", arguments, model)
+    model, arguments = model_of("RevViT")
+    save(tmp_path, "holotrain.models.RevViT", arguments, model)
     change(tmp_path)
     with pytest.raises(ValueError, match=message) as refusal:
         load(tmp_path)
@@ -166,17 +166,17 @@ def test_holotrain_alone_imports_no_torch():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("name", "options"),
     [
-        ("rev_vit", {"pool": "class"}),
-        pytest.param("vit", {}, marks=pytest.mark.slow),
-        pytest.param("swin", {}, marks=pytest.mark.slow),
-        pytest.param("rev_swin", {"backward": "pareprop"}, marks=pytest.mark.slow),
-        pytest.param("rev_mvit", {}, marks=pytest.mark.slow),
+        ("RevViT", {"pool": "class"}),
+        pytest.param("ViT", {}, marks=pytest.mark.slow),
+        pytest.param("Swin", {}, marks=pytest.mark.slow),
+        pytest.param("RevSwin", {"backward": "pareprop"}, marks=pytest.mark.slow),
+        pytest.param("RevMViT", {}, marks=pytest.mark.slow),
     ],
 )
-def test_programs_give_the_same_outputs_for_any_batch(tmp_path, kind, options):
-    model, _ = model_of(kind, **options)
+def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
+    model, _ = model_of(name, **options)
     export_program(model.train(), inputs_of(model, 1), tmp_path / "model.pt2")
     program = torch.export.load(tmp_path / "model.pt2").module()
     for batch in (1, 5):
@@ -185,18 +185,18 @@ def test_programs_give_the_same_outputs_for_any_batch(tmp_path, kind, options):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kind", "options", "int8"),
+    ("name", "options", "int8"),
     [
-        ("vit", {}, True),
-        pytest.param("vit", {}, False, marks=pytest.mark.slow),
-        pytest.param("rev_swin", {"backward": "pareprop"}, False, marks=pytest.mark.slow),
-        pytest.param("rev_swin", {"backward": "pareprop"}, True, marks=pytest.mark.slow),
+        ("ViT", {}, True),
+        pytest.param("ViT", {}, False, marks=pytest.mark.slow),
+        pytest.param("RevSwin", {"backward": "pareprop"}, False, marks=pytest.mark.slow),
+        pytest.param("RevSwin", {"backward": "pareprop"}, True, marks=pytest.mark.slow),
     ],
 )
-def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, kind, options, int8):
+def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    model, _ = model_of(kind, **options)
+    model, _ = model_of(name, **options)
     if int8:
         quantise(model)
     export_onnx(model, inputs_of(model, 2), tmp_path / "model.onnx")
@@ -208,9 +208,9 @@ def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, kind, options, int8
 
 
 def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
-    model, _ = model_of("rev_vit", exact=12)
+    model, _ = model_of("RevViT", exact=12)
     with pytest.raises(ValueError, match="an exact model cannot be exported as a program"):
         export_program(model, inputs_of(model))
     monkeypatch.setattr("holotrain.models.programs.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):
-        export_onnx(model_of("vit")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")
+        export_onnx(model_of("ViT")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")

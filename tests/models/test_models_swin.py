@@ -232,23 +232,6 @@ def test_half_precision_changes_little():
     assert (result - expected).norm() <= 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"heads": (3, 5, 12, 24)}, "192 is not a multiple of 5"),
-        ({"image_size": 30}, "30 is not a multiple of 4"),
-        ({"depths": (2, 2)}, r"one number for each stage, not \[2, 2\] and \[3, 6, 12, 24\]"),
-        ({"depths": (), "heads": ()}, "one number for each stage"),
-        ({"window": 0}, "window must be at least 1"),
-        ({"drop_path": 1.0}, "drop_path"),
-        ({"backward": "reversible"}, "autograd or checkpoint"),
-    ],
-)
-def test_impossible_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        on_meta(Swin, **arguments)
-
-
 def test_what_only_a_reversible_model_has_is_refused():
     with pytest.raises(ValueError, match="up to 12 or indices below 12, not 13"):
         on_meta(RevSwin, store=13)

@@ -177,22 +177,6 @@ def test_cached_logits_are_those_of_the_whole(model_class, positions, static):
                 torch.testing.assert_close(out[row], whole[row, at[row]])
 
 
-@pytest.mark.parametrize(
-    ("model_class", "arguments", "words"),
-    [
-        (GPT, {"dim": 15}, "15 is not a multiple of 2"),
-        (GPT, {"dim": 6}, "even width of a head .dim / heads., not 3"),
-        (GPT, {"positions": "none"}, "positions must be rotary or learned"),
-        (GPT, {"backward": "reversible"}, "autograd or checkpoint"),
-        (RoBERTa, {"norm": "no"}, "norm must be pre or post"),
-        (RevRoBERTa, {"norm": "post"}, "cannot be rebuilt"),
-    ],
-)
-def test_impossible_arguments_are_refused(model_class, arguments, words):
-    with pytest.raises(ValueError, match=words):
-        on_meta(model_class, **SMALL | arguments)
-
-
 def test_a_sequence_that_is_too_long_is_refused():
     for model_class in (RevGPT, RevRoBERTa):
         with pytest.raises(ValueError, match="up to 12 tokens at once, not 13"):

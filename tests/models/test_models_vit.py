@@ -102,21 +102,6 @@ def test_a_class_token_alone_is_read_by_the_head(model_class):
         assert gradient[:, 0].abs().max() > 0 and not gradient[:, 1:].any()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"pool": "max"}, "pool must be mean or class"),
-        ({"dim": 100, "heads": 3}, "100 is not a multiple of 3"),
-        ({"image_size": 30}, "30 is not a multiple of 16"),
-        ({"drop_path": 1.0}, "drop_path"),
-        ({"backward": "reversible"}, "autograd or checkpoint"),
-    ],
-)
-def test_impossible_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words), torch.device("meta"):
-        ViT(**arguments)
-
-
 def test_an_image_of_another_size_is_refused():
     with pytest.raises(ValueError, match="224x224 pixels, not 32x32"):
         on_meta(RevViT, "tiny")(torch.empty(1, 3, 32, 32, device="meta"))

@@ -1,11 +1,17 @@
-"""A package of a user's: an optimizer, a schedule and a callback that holotrain has never heard of."""
+"""A package of a user's: models, data, tasks, an optimizer, a schedule and a callback that holotrain has never heard of."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from holotrain.data import ResumableLoader
+from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 
 class Lion(Optimizer):
@@ -67,3 +73,154 @@ class Diary(pl.Callback):
 
     def load_state_dict(self, state: dict) -> None:
         self.count = state["count"]
+
+
+class Stripes(pl.LightningDataModule):
+    """Images with horizontal or vertical stripes, 8 x 8 pixels, one channel.
+
+    Args:
+        count: number of images for training
+        batch_size: images in a batch
+    """
+
+    num_classes, image_shape = 2, (1, 8, 8)
+
+    def __init__(self, count: int = 60, batch_size: int = 12, seed: int = 0) -> None:
+        super().__init__()
+        self.count, self.batch_size, self.seed = count, batch_size, seed
+
+    def images(self, count: int, first: int) -> TensorDataset:
+        random = torch.Generator().manual_seed(first)
+        labels = torch.randint(2, (count,), generator=random)
+        stripes = torch.zeros(count, 1, 8, 8)
+        stripes[labels == 0, :, ::2] = 1.0
+        stripes[labels == 1, :, :, ::2] = 1.0
+        return TensorDataset(stripes + 0.3 * torch.randn(stripes.shape, generator=random), labels)
+
+    def train_dataloader(self) -> ResumableLoader:
+        return ResumableLoader(Numbered(self.images(self.count, 1)), self.batch_size, self.seed)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.images(24, 2), self.batch_size)
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.images(24, 3), self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.test_dataloader()
+
+
+class Numbered(Dataset):
+    """Takes the keys (epoch, index) of a ResumableLoader."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: tuple[int, int]):
+        return self.dataset[key[1]]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def mlp(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+
+class Net(nn.Module):
+    """Two streams through reversible blocks.
+
+    Args:
+        width: of the streams
+        depth: number of blocks
+    """
+
+    def __init__(self, classes: int, image_size: int, channels: int, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width must be at least 1, not {width}")
+        self.embed = nn.Linear(channels * image_size, width)
+        self.blocks = ReversibleSequence([ReversibleBlock(mlp(width), mlp(width)) for _ in range(depth)])
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images.transpose(1, 2).flatten(2))
+        return self.head(sum(self.blocks(x, x)).mean(1))
+
+
+class Tower(nn.Module):
+    """A list of equal blocks, which knows nothing of holotrain.
+
+    Args:
+        num_classes: number of classes
+        block: makes a block for a width; any function
+    """
+
+    def __init__(self, num_classes: int, block: Callable[[int], nn.Module] = mlp, width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images.flatten(1))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Denoising(pl.LightningModule):
+    """A task of its own: everything that training needs is in this class.
+
+    Args:
+        noise: standard deviation
+        lr: learning rate
+    """
+
+    def __init__(self, image_size: int, noise: float = 0.5, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.noise, self.lr = noise, lr
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, image_size**2))
+
+    def error(self, batch) -> Tensor:
+        images = batch[0]
+        return (self.net(images + self.noise * torch.randn_like(images)) - images.flatten(1)).square().mean()
+
+    def training_step(self, batch, batch_idx) -> Tensor:
+        loss = self.error(batch)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx) -> None:
+        self.log("val/error", self.error(batch))
+
+    def test_step(self, batch, batch_idx) -> None:
+        self.log("test/error", self.error(batch))
+
+    def predict_step(self, batch, batch_idx) -> dict[str, Tensor]:
+        return {"brightness": self.net(batch[0]).mean(1)}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Rotation(pl.LightningModule):
+    """A task for any model and optimizer: which way up is the image?
+
+    Args:
+        model: images (B, C, H, W) -> (B, 2)
+        optimizer: makes the optimizer of a model
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> None:
+        super().__init__()
+        self.model, self.optimizer = model, optimizer
+
+    def training_step(self, batch, batch_idx) -> Tensor:
+        images = batch[0]
+        turned = torch.rand(len(images), device=images.device) < 0.5
+        images = torch.where(turned[:, None, None, None], images.flip(-1), images)
+        return nn.functional.cross_entropy(self.model(images), turned.long())
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.optimizer(self.model)

@@ -1,16 +1,25 @@
 """A user's own classes, from the command line, without a change in holotrain."""
 
+import csv
+import json
+import os
+import pickle
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from left_by_runs import assert_same_weights, only, scalars
+from compared import assert_close
+from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
 
 HERE = Path(__file__).parent
-WORDS = [*SMALL, "--config-dir", "conf", "experiment=guest", "callbacks.progress=none", "trainer.limit_train_batches=5"]
+WORDS = [*SMALL, "--config-dir", "conf", "experiment=guest", "callbacks.progress=null", "trainer.limit_train_batches=5"]
+OWN = ["--config-dir", "conf", "trainer.accelerator=cpu", "trainer.max_epochs=2", "callbacks.progress=null"]
+GUEST = [*OWN, "experiment=guest", "model=net", "data=stripes", "trainer.log_every_n_steps=1"]
+LAST = "checkpoints/last.ckpt"
 
 
 @pytest.fixture
@@ -34,14 +43,103 @@ def test_an_optimizer_a_schedule_and_a_callback_train(house):
     assert [group["weight_decay"] for group in checkpoint["optimizer_states"][0]["param_groups"]] == [0.1, 0.0]
 
 
+def test_a_model_on_data_goes_through_every_command(house):
+    assert house("fit", *GUEST, "hydra.run.dir=run")[::2] == (0, "")
+    found = summary(Path("run"))
+    assert (
+        found["backward"] == "as built"
+        and found["steps"] == 10
+        and {"val/accuracy", "test/accuracy"} <= found["metrics"].keys()
+    )
+    for command in ("test", "validate", "predict", "plan", "export"):
+        status, _, err = house(command, "--config-dir", "conf", "ckpt_path=run")
+        assert (status, err) == (0, "")
+    rows = list(csv.reader((only(Path("runs/predict")) / "predictions.csv").open()))
+    assert rows[0] == ["sample", "class", "probability"] and len(rows) == 25
+    plan = json.loads((only(Path("runs/plan")) / "plan.json").read_text())
+    assert (
+        plan["backward"] == "reversible" and plan["footprints"]["reversible"]["peak"] < plan["footprints"]["autograd"]["peak"]
+    )
+    exported = only(Path("runs/export")) / "export"
+    program = f"""
+import torch, holotrain
+model = holotrain.load({str(exported)!r}, trust=["house_guest"])
+print(model(torch.ones(1, 1, 8, 8)).tolist())
+"""
+    here = [sys.executable, "-c", program]
+    loaded = torch.tensor(json.loads(subprocess.run(here, check=True, capture_output=True, text=True, timeout=120).stdout))
+
+    from house_guest import Net
+
+    from holotrain import UserError, load
+
+    net = Net(2, 8, 1)
+    best = torch.load(found["checkpoint"], weights_only=True)["state_dict"]
+    net.load_state_dict({name.removeprefix("model."): weight for name, weight in best.items() if name.startswith("model.")})
+    assert_close(loaded, net(torch.ones(1, 1, 8, 8)))
+    with pytest.raises(UserError, match="trust='house_guest'"):
+        load(exported)
+
+
 def test_a_killed_run_resumes_to_the_same_weights(house, tmp_path):
-    assert house("fit", *WORDS, "output_dir=whole")[0] == 0
-    fit_and_kill(tmp_path, *WORDS, "output_dir=killed", "callbacks.checkpoint.every_n_train_steps=2")
+    assert house("fit", *GUEST, "output_dir=whole")[0] == 0
+    fit_and_kill(tmp_path, *GUEST, "output_dir=killed", "callbacks.checkpoint.every_n_train_steps=2")
     status, _, err = house("fit", "--config-dir", "conf", "resume=true", "output_dir=killed")
     assert (status, err) == (0, "")
-    last = "checkpoints/last.ckpt"
-    assert_same_weights(only(Path("whole/fit")) / last, only(Path("killed/fit")) / last)
+    assert_same_weights(only(Path("whole/fit")) / LAST, only(Path("killed/fit")) / LAST)
     assert scalars(only(Path("killed/fit")))["diary/count"][-1] == 10
+
+
+def test_a_sweep_varies_its_options(house):
+    status, out, err = house("fit", "-m", *GUEST, "model.width=4,8", "test=false")
+    assert (status, err) == (0, "")
+    table = list(csv.DictReader((only(Path("runs/fit/sweeps")) / "sweep.csv").open()))
+    assert [row["model.width"] for row in table] == ["4", "8"] and all(row["status"] == "completed" for row in table)
+
+
+@pytest.mark.parametrize(("model", "schedules"), [("net", ["reversible", "checkpoint", "pareprop"]), ("tower", ["checkpoint"])])
+def test_every_backward_that_its_blocks_support_gives_the_same_weights(house, model, schedules):
+    for backward in ("autograd", *schedules):
+        words = [f"model={model}", "data=stripes", "test=false", f"backward={backward}", f"hydra.run.dir={backward}"]
+        assert house("fit", *OWN, *words)[::2] == (0, "")
+    weights = {name: torch.load(f"{name}/{LAST}", weights_only=True)["state_dict"] for name in ("autograd", *schedules)}
+    for name in schedules:
+        assert_close(weights[name], weights["autograd"])
+        assert summary(Path(name))["backward"] == name
+
+
+def test_a_task_without_model_and_optimizer(house, tmp_path):
+    """The class has everything; what the command line would bring along is left out."""
+    assert house("fit", *OWN, "task=denoising", "task.noise=0.1", "output_dir=whole")[::2] == (0, "")
+    whole = only(Path("whole/fit"))
+    assert {"val/error", "test/error", "best/val/error"} <= summary(whole)["metrics"].keys()
+    fit_and_kill(
+        tmp_path, *OWN, "task=denoising", "task.noise=0.1", "output_dir=killed", "callbacks.checkpoint.every_n_train_steps=2"
+    )
+    assert house("fit", "--config-dir", "conf", "resume=true", "output_dir=killed")[::2] == (0, "")
+    assert_same_weights(whole / LAST, only(Path("killed/fit")) / LAST)
+    for command in ("test", "predict", "plan", "export"):
+        assert house(command, "--config-dir", "conf", f"ckpt_path={whole}")[::2] == (0, "")
+    rows = list(csv.reader((only(Path("runs/predict")) / "predictions.csv").open()))
+    assert rows[0] == ["sample", "brightness"] and len(rows) == 25
+
+
+def test_a_task_in_a_file_of_its_own_group(house):
+    """Beside the model and the data of the command line, and without ``@package _global_``."""
+    Path("conf/task/turning.yaml").write_text("_target_: house_guest.Rotation\n")
+    words = ["task=turning", "model=tower", "data=stripes", "hydra.run.dir=run"]
+    assert house("fit", *OWN, *words)[::2] == (0, "")
+    assert house("plan", "--config-dir", "conf", "ckpt_path=run")[::2] == (0, "")
+
+
+def test_a_task_for_any_model_and_optimizer(house):
+    """It has no validation and no test, so that the last checkpoint is the best."""
+    assert house("fit", *OWN, "task=rotation", "optimizer=lion", "hydra.run.dir=run")[::2] == (0, "")
+    assert summary(Path("run"))["checkpoint"] == f"run/{LAST}"
+    states = torch.load(f"run/{LAST}", weights_only=True)["optimizer_states"][0]["state"]
+    assert "momentum" in next(iter(states.values()))
+    status, _, err = house("test", "--config-dir", "conf", "ckpt_path=run")
+    assert (status, err.count("\n")) == (2, 1) and "test_step" in err
 
 
 def test_a_checkpoint_names_classes_only_where_the_user_does_too(house):
@@ -55,6 +153,41 @@ def test_a_checkpoint_names_classes_only_where_the_user_does_too(house):
     for allowed in (["trust=house_guest"], ["--config-dir", "conf"], [*on_the_line, "optimizer.lr=1"]):
         status, _, err = house(*words, *allowed)
         assert (status, err) == (0, "")
+
+
+def test_trust_in_a_class_or_package_is_no_trust_in_what_it_holds(house):
+    """Attributes of a trusted class, what a trusted module imports, and another class in the place of the trusted one."""
+    from holotrain import UserError, load
+
+    assert house("fit", *OWN, "task=denoising", "hydra.run.dir=run", "test=false")[0] == 0
+    assert house("export", "--config-dir", "conf", "ckpt_path=run", "to=honest")[0] == 0
+    config = json.loads(Path("honest/config.json").read_text())
+    Path("evil.ckpt").write_bytes(pickle.dumps(Payload()))
+    by_pickle, read = ({name: "evil.ckpt", "weights_only": False} for name in ("checkpoint_path", "f"))
+    for target, arguments in (
+        ("house_guest.Denoising.load_from_checkpoint", by_pickle),
+        ("house_guest.torch.load", read),
+        ("house_guest:torch.load", read),
+        (
+            "house_guest.Tower",
+            {"num_classes": 2, "block": {"_target_": "house_guest.torch.load", "f": "evil.ckpt", "weights_only": False}},
+        ),
+        ("house_guest.Net", {"classes": 2, "image_size": 8, "channels": 1}),
+    ):
+        shutil.copytree("honest", "crafted", dirs_exist_ok=True)
+        Path("crafted/config.json").write_text(json.dumps(config | {"target": target, "arguments": arguments}))
+        status, _, err = house("validate", "--config-dir", "conf", "ckpt_path=crafted")
+        assert (status, err.count("\n")) == (2, 1), target
+        with pytest.raises(UserError):
+            load("crafted", trust=["house_guest"])
+        assert not Path("ran").exists(), target
+
+
+class Payload:
+    """What pickle calls when it reads this."""
+
+    def __reduce__(self):
+        return (os.system, ("touch ran",))
 
 
 @pytest.mark.parametrize(
@@ -73,11 +206,31 @@ def test_a_checkpoint_names_classes_only_where_the_user_does_too(house):
             "there is no 'Lyon' in house_guest. Did you mean 'Lion'?",
         ),
         (["optimizer._target_=house_guests.Lion"], "optimizer._target_: there is no package 'house_guests'"),
+        (["model=net", "model.width=0"], "model: width must be at least 1, not 0"),
+        (["model=net", "model.widht=3"], "model.widht: there is no 'widht' in model. Did you mean 'width'?"),
+        (["model=net", "model.classes=3"], "model.classes: 3 does not fit the data, which have 10; leave it out"),
+        (
+            ["model=tower", "backward=pareprop"],
+            "backward=pareprop: Tower has no ReversibleSequence; only autograd and checkpoint",
+        ),
+        (["task=denoising", "optimizer=sgd"], "optimizer=sgd: house_guest.Denoising takes no optimizer"),
+        (["data._target_=house_guest.Net"], "data.classes: a value is needed"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(house, words, expected):
-    status, _, err = house("fit", *WORDS, *words)
+    status, _, err = house("fit", *OWN, *([] if "task=denoising" in words else ["experiment=guest"]), *words)
     assert status == 2 and expected in err and err.count("\n") == 1
+
+
+def test_an_option_with_the_name_of_another_is_refused(house):
+    shutil.copy("conf/optimizer/lion.yaml", "conf/optimizer/sgd.yaml")
+    status, _, err = house("fit", *OWN, "optimizer=sgd")
+    assert (status, err.count("\n")) == (2, 1) and "conf/optimizer/sgd.yaml has the name of an option that holotrain has" in err
+
+
+def test_the_batch_size_is_chosen_by_the_plan(house):
+    status, out, err = house("fit", *GUEST, "data.batch_size=auto", "memory=1MiB", "test=false")
+    assert (status, err) == (0, "") and "data.batch_size=60 is the largest that fits into 1 MiB" in out
 
 
 def test_its_options_are_in_the_help(house):

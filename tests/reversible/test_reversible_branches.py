@@ -280,7 +280,7 @@ class Drawing(Branch):
         self.draw, self.p = draw, p
 
     def forward(self, x):
-        return super().forward(x) * (self.draw() if self.p else 1.0)
+        return super().forward(x * (self.draw() if self.p else 1.0))
 
 
 DRAWS = {
@@ -573,3 +573,28 @@ def test_generators_that_a_branch_owns(engine, make):
     assert [block.f.drawn() for block in reference.blocks] == found[0][1] == found[1][1]
     assert relative_error(grads, found[0][0]) <= 1e-12
     assert relative_error(found[1][0], found[0][0]) <= 1e-12
+
+
+class Catching(Branch):
+    """A branch that answers any error of its own with another result."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x)
+        except Exception:
+            return x.exp()
+
+
+@recomputing_engines
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_branch_may_catch_exceptions_and_have_hooks(engine, hooked):
+    """In the second backward, recomputations stop at the last tensor that is saved."""
+    found, calls = [], []
+    for net in both(engine, Catching):
+        if hooked:
+            net.blocks[0].f.register_forward_hook(lambda module, inputs, output: calls.append(module))
+        found.append([torch.autograd.grad(loss_of(net), list(net.parameters())) for _ in range(2)])
+    assert relative_error(found[1][1], found[0][1]) <= 1e-12
+    if hooked:
+        runs = [calls.count(module) for module in dict.fromkeys(calls)]
+        assert runs == [2, 4]  # the plain one, and the one that is recomputed as a whole both times

@@ -59,7 +59,7 @@ def test_masks_differ_from_step_to_step_and_follow_the_seed():
 
 
 def test_neither_padding_nor_special_tokens_are_masked():
-    task = MaskedLM(RevRoBERTa(**SMALL), mask_id=19, ordinary=BYTES > 0, probability=0.999)
+    task = MaskedLM(RevRoBERTa(**SMALL), token_bytes=BYTES, mask_id=19, mask_probability=0.999)
     tokens = torch.tensor([[16, 3, 4, 17, 18, 18], [16, 5, 6, 7, 8, 17]])
     shown, real, targets = task.inputs({"tokens": tokens, "lengths": torch.tensor([4, 6])})
     assert real.tolist() == [[True] * 4 + [False] * 2, [True] * 6]
@@ -99,7 +99,7 @@ def test_bits_per_byte_count_bytes_and_perplexity_counts_tokens():
 
 def test_a_masked_validation_is_the_same_each_time():
     torch.manual_seed(0)
-    task = MaskedLM(RevRoBERTa(**SMALL), mask_id=19, ordinary=BYTES > 0)
+    task = MaskedLM(RevRoBERTa(**SMALL), token_bytes=BYTES, mask_id=19)
     batches = [{"tokens": torch.randint(16, (5, 8)), "lengths": torch.full((5,), 8)} for _ in range(3)]
     losses = [trainer().validate(task, loader(batches), verbose=False)[0]["val/loss"] for _ in range(2)]
     assert losses[0] == losses[1] > 0
@@ -107,7 +107,7 @@ def test_a_masked_validation_is_the_same_each_time():
 
 def test_masked_loss_is_a_mean_over_masked_words():
     torch.manual_seed(0)
-    task = MaskedLM(RevRoBERTa(**SMALL), mask_id=19, ordinary=BYTES > 0, probability=0.5)
+    task = MaskedLM(RevRoBERTa(**SMALL), token_bytes=BYTES, mask_id=19, mask_probability=0.5)
     batches = [{"tokens": torch.randint(16, (size, 8)), "lengths": torch.full((size,), 8)} for size in (1, 6)]
     (found,) = trainer().validate(task, loader(batches), verbose=False)
     nats = count = 0.0
@@ -135,7 +135,7 @@ def test_each_task_learns(kind, steps, lr):
         task, batch = CausalLM(RevGPT(**SMALL), BYTES), {"tokens": tokens}
     elif kind == "masked":
         quiet = {"dropout": 0.0, "attention_dropout": 0.0}
-        task = MaskedLM(RevRoBERTa(**SMALL, **quiet), mask_id=19, ordinary=BYTES > 0)
+        task = MaskedLM(RevRoBERTa(**SMALL, **quiet), token_bytes=BYTES, mask_id=19)
         batch = {"tokens": tokens, "lengths": torch.full((64,), 8)}
     else:
         task = SequenceClassifier(RevRoBERTa(**SMALL, classes=16), classes=16)

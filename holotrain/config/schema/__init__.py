@@ -1,41 +1,35 @@
-"""Dataclasses with every option: its type, default and help text. Hydra checks configurations against them.
+"""The options of each command, and the checks across groups.
 
-A group with several classes (task, data, model, synthesis) selects its class by ``kind``. Each group checks its own options in
-``__post_init__``. The groups in ``OPEN`` name any class or function, whose signature says what they take. RunConfig (``run``)
-checks options across groups, and each command (``commands``) checks its own. The string below a field is its help text. Nothing
-here imports torch, so that ``--help`` is fast.
+The groups in ``OPEN`` and ``NAMED`` name any class or function, whose signature says what they take. The other options are
+fields of dataclasses, which check them in ``__post_init__``; the string below a field is its help text. Nothing here imports
+torch, so that ``--help`` is fast.
 """
 
-from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.commands import (
     COMMANDS,
-    FOLDER_COMMANDS,
+    WORD_COMMANDS,
     ExportConfig,
     FitConfig,
     GenerateConfig,
+    InitConfig,
     PlanConfig,
     PredictConfig,
     ReportConfig,
     TestConfig,
     ValidateConfig,
 )
-from holotrain.config.schema.data import DATA
-from holotrain.config.schema.model import MODELS
-from holotrain.config.schema.run import OPEN, RunConfig
-from holotrain.config.schema.running import CallbacksConfig, LoggerConfig
-from holotrain.config.schema.synthesis import SYNTHESES
-from holotrain.config.schema.task import TASKS
+from holotrain.config.schema.run import NAMED, OPEN, RunConfig
 
 __all__ = [
     "COMMANDS",
-    "FOLDER_COMMANDS",
     "GROUPS",
-    "KINDS",
+    "NAMED",
     "OPEN",
-    "PLAIN",
+    "WORD_COMMANDS",
     "ExportConfig",
     "FitConfig",
     "GenerateConfig",
+    "InitConfig",
     "PlanConfig",
     "PredictConfig",
     "ReportConfig",
@@ -44,15 +38,4 @@ __all__ = [
     "ValidateConfig",
 ]
 
-KINDS: dict[str, dict[str, type]] = {
-    "task": TASKS,
-    "data": DATA,
-    "model": MODELS,
-    "synthesis": SYNTHESES,
-}
-"""The classes of each group that has several, by kind."""
-
-PLAIN = {"backward": BackwardConfig, "callbacks": CallbacksConfig, "logger": LoggerConfig}
-"""The class of each of the other groups."""
-
-GROUPS = (*KINDS, *PLAIN, *OPEN)
+GROUPS = (*OPEN, *NAMED, "backward")

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
 from holotrain.checks import one_of
 from holotrain.errors import UserError
 
@@ -13,22 +11,11 @@ SCHEDULES = (*PLAIN, "reversible", "pareprop")
 AUTO = "auto"
 
 
-def reversible(model_kind: str) -> bool:
-    """Whether models of this kind can recompute their activations from their outputs."""
-    return model_kind.startswith("rev_")
-
-
-def schedules_of(model_kind: str) -> tuple[str, ...]:
-    """The schedules that models of this kind support."""
-    if model_kind == "error_diffusion":  # its layers are not blocks
-        return PLAIN[:1]
-    return SCHEDULES if reversible(model_kind) else PLAIN
-
-
 @dataclass
 class BackwardConfig:
-    kind: str = MISSING
-    """autograd: store all; checkpoint: store block inputs; reversible, pareprop: recompute; auto: choose to fit memory="""
+    kind: str | None = None
+    """autograd: store all; checkpoint: store block inputs; reversible, pareprop: recompute; auto: choose to fit memory=;
+    null: as the model's class has it"""
 
     blocks: list[str] = field(default_factory=list)
     """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""
@@ -46,7 +33,8 @@ class BackwardConfig:
     """capture forward and backward as a CUDA graph; faster for small models, whose kernel launches dominate (GPU only)"""
 
     def __post_init__(self) -> None:
-        one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
+        if self.kind is not None:
+            one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
         stored = [self.store] if isinstance(self.store, int) else self.store
         if not isinstance(stored, list) or not all(type(index) is int and index >= 0 for index in stored):
             raise UserError(f"backward.store: {self.store!r} is not valid; give a number of blocks or a list of block indices")
@@ -65,11 +53,10 @@ class BackwardConfig:
         if self.keep and self.kind not in ("reversible", "pareprop"):
             raise UserError(f"backward.keep: not supported by backward={self.kind}; use backward=reversible or pareprop")
 
-    def schedule(self, model_kind: str) -> str:
-        """The schedule of blocks that ``blocks`` does not list."""
-        if self.kind != AUTO:
-            return self.kind
-        return "reversible" if reversible(model_kind) else PLAIN[0]
+    @property
+    def name(self) -> str:
+        """The kind, for display."""
+        return self.kind or "as built"
 
     @property
     def open(self) -> bool:

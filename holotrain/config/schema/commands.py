@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from holotrain.checks import at_least, one_of, within
+from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, MASKED_LM, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
-from holotrain.config.schema.task import of_images
 from holotrain.errors import UserError
 
 
@@ -15,7 +15,7 @@ def _require_one_process(command: str, config: RunConfig) -> None:
 
 def _require_checkpoint(command: str, path: str | None) -> None:
     if not path:
-        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=runs/fit/.../checkpoints/last.ckpt")
+        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
 
 
 @dataclass
@@ -72,14 +72,11 @@ class PredictConfig(RunConfig):
         super().__post_init__()
         _require_checkpoint("predict", self.ckpt_path)
         _require_one_process("predict", self)
-        if self.task.kind == "masked_lm":
-            raise UserError(
-                "predict: task=masked_lm is not supported; use a checkpoint of sequence_classification or causal_lm"
-            )
-        wrong = "texts" if of_images(self.task.kind) else "images"
-        if getattr(self, wrong) is not None:
-            right = "images" if wrong == "texts" else "texts"
-            raise UserError(f"{wrong}: the checkpoint has task={self.task.kind}; give {right}=...")
+        if is_a(self.task, MASKED_LM):
+            raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
+        for name, of, other in (("images", TEXT, "texts"), ("texts", IMAGES, "images")):
+            if getattr(self, name) is not None and is_a(self.data, of):
+                raise UserError(f"{name}: the checkpoint learned from {other}; give {other}=...")
 
 
 @dataclass
@@ -114,8 +111,8 @@ class GenerateConfig(RunConfig):
         super().__post_init__()
         _require_checkpoint("generate", self.ckpt_path)
         _require_one_process("generate", self)
-        if self.task.kind != "causal_lm":
-            raise UserError(f"generate: needs a causal_lm checkpoint; this one has task={self.task.kind}")
+        if not is_a(self.task, CAUSAL_LM):
+            raise UserError(f"generate: needs a checkpoint of causal_lm; this one is of {self.task.name}")
         if self.prompt is None and self.prompts is None:
             raise UserError('generate needs prompt="..." or prompts=FILE')
         if self.prompt is not None and self.prompts is not None:
@@ -146,10 +143,8 @@ class ExportConfig(RunConfig):
         _require_checkpoint("export", self.ckpt_path)
         _require_one_process("export", self)
         one_of("format", self.format, ("safetensors", "program", "onnx"))
-        if self.format != "safetensors" and not of_images(self.task.kind):
-            raise UserError(
-                f"format={self.format}: needs an image classifier, not task={self.task.kind}; use format=safetensors"
-            )
+        if self.format != "safetensors" and is_a(self.data, TEXT):
+            raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
         if self.format != "safetensors" and self.int8:
             raise UserError(f"int8: not supported by format={self.format}; use format=safetensors")
 
@@ -192,11 +187,22 @@ class PlanConfig(RunConfig):
 class ReportConfig:
     """Compare runs on one HTML page: curves, differing options and results."""
 
-    runs: list[str] = field(default_factory=list)
+    runs: list[str] = field(
+        default_factory=list,
+        metadata={"word": "RUN", "needs": "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."},
+    )
     """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
 
     to: str = "report.html"
     """file to write"""
+
+
+@dataclass
+class InitConfig:
+    """Write a small working project with a model, data and a callback of your own."""
+
+    name: str = field(default="", metadata={"word": "NAME", "needs": "a name; for example holotrain init my_project"})
+    """name of the project and of its Python package; a path: the folder to write, whose last part is the name"""
 
 
 COMMANDS: dict[str, type[RunConfig]] = {
@@ -210,5 +216,5 @@ COMMANDS: dict[str, type[RunConfig]] = {
 }
 """The configuration of each command that Hydra composes."""
 
-FOLDER_COMMANDS = {"report": ReportConfig}
-"""Commands that take folders of runs instead of a composed configuration."""
+WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
+"""Commands that take words instead of a composed configuration. The first field of each gets the words, one or a list."""

@@ -1,53 +1,82 @@
 """The options of every command, and the checks across groups."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
 from holotrain.checks import described_by, within
 from holotrain.config.chosen import Chosen, Filled, chosen
-from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig, reversible, schedules_of
-from holotrain.config.schema.data import DATA, DataConfig
-from holotrain.config.schema.model import ModelConfig, TransformerConfig, family
-from holotrain.config.schema.running import CallbacksConfig, LoggerConfig
-from holotrain.config.schema.synthesis import SynthesisConfig
-from holotrain.config.schema.task import FAMILIES, LEARNED_FROM, TaskConfig, tells_classes
+from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig
+from holotrain.config.schema.classes import (
+    CAUSAL_LM,
+    ERROR_DIFFUSION,
+    MASKED_LM,
+    SEQUENCE_CLASSIFIER,
+    check_together,
+    is_a,
+    reversible,
+    takes,
+)
+from holotrain.config.schema.model import check_beginning
 from holotrain.config.schema.trainer import check_trainer
 from holotrain.errors import UserError
 from holotrain.sizes import parse_bytes
 
+FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context")
+"""Parameters of models and tasks that the data module tells, if it can."""
+
 OPEN = {
+    "task": Filled("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id", known=FACTS),
+    "data": Filled("seed", "layout", "tokenizer_json", "labels", or_auto=("batch_size", "max_tokens")),
+    "model": Filled("backward", "store", "exact", "keep", known=FACTS, also="holotrain.config.schema.model.Beginning"),
+    "synthesis": Filled(),
     "optimizer": Filled("model", "params"),
     "scheduler": Filled("optimizer", "steps", "total_steps"),
     "trainer": Filled("callbacks", "logger", "default_root_dir", also="holotrain.config.schema.trainer.Processes"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
+OF_THE_TASK = ("model", "optimizer", "scheduler")
+"""Groups that a task takes as parameters. A LightningModule without such a parameter has no such group."""
+
+NAMED = {
+    "callbacks": Filled(
+        *("dirpath", "probabilities", "count_samples", "count_tokens", "unbucketed"),
+        *("model_flops_per_sample", "hardware_flops_per_sample"),
+        unless_given=("monitor", "mode", "peak_flops"),
+    ),
+    "logger": Filled("save_dir", "root_dir", unless_given=("name", "run_name", "group", "tracking_uri", "artifact_location")),
+}
+"""The groups that are mappings from a name to a class or function, in the same way."""
+
+AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
+"""The base class of callbacks that average the weights."""
+
 
 @dataclass
 class RunConfig:
     """The options of every command."""
 
-    task: TaskConfig = MISSING
+    task: Any = MISSING
 
-    data: DataConfig = MISSING
+    data: Any = MISSING
 
-    model: ModelConfig = MISSING
+    model: Any = MISSING
 
-    backward: BackwardConfig = MISSING
+    backward: BackwardConfig = field(default_factory=BackwardConfig)
 
-    synthesis: SynthesisConfig = MISSING
+    synthesis: Any = MISSING
 
     optimizer: Any = MISSING
 
     scheduler: Any = MISSING
 
-    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    callbacks: Any = field(default_factory=dict)
 
     trainer: Any = MISSING
 
-    logger: LoggerConfig = MISSING
+    logger: Any = field(default_factory=dict)
 
     seed: int = 0
     """random seed of weights, batches, augmentation and dropout"""
@@ -62,16 +91,27 @@ class RunConfig:
     """folder in which runs are saved"""
 
     ckpt_path: str | None = None
-    """checkpoint to start from, with its configuration; overrides change that"""
+    """checkpoint to start from, with its configuration, which overrides change: a file, the folder of a run, best or last"""
 
     trust: Any = None
     """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
 
+    # Not options, but how they came about; `compose` sets them, and a configuration made in another way does without.
+    overrides: ClassVar[list[str]] = []
+    choices: ClassVar[dict[str, str]] = {}
+    folder: ClassVar[str | None] = None
+
     def __post_init__(self) -> None:
         for group, filled in OPEN.items():
-            if not isinstance(getattr(self, group), Chosen):
+            if isinstance(getattr(self, group), dict):
                 setattr(self, group, chosen(group, getattr(self, group), filled))
+        for group, filled in NAMED.items():
+            members = getattr(self, group)
+            given = {name: each for name, each in members.items() if not isinstance(each, Chosen)}
+            setattr(self, group, members | {name: chosen(f"{group}.{name}", each, filled) for name, each in given.items()})
         check_trainer(self.trainer)
+        if self.model is not None:
+            check_beginning(self.model)
         within("seed", self.seed, 0, 2**32)
         if self.memory is not None:
             with described_by("memory"):
@@ -83,34 +123,20 @@ class RunConfig:
         self._check_strategy()
 
     def _check_task(self) -> None:
-        task, families, data = self.task.kind, FAMILIES[self.task.kind], LEARNED_FROM[self.task.kind]
-        if family(self.model.kind) not in families:
-            tasks = [name for name, trained in FAMILIES.items() if family(self.model.kind) in trained]
-            raise UserError(
-                f"model: task={task} trains {' or '.join(families)}, not {self.model.kind}; "
-                f"use another model or task={' or '.join(tasks)}"
-            )
-        if not isinstance(self.data, data):
-            kinds = [kind for kind, schema in DATA.items() if issubclass(schema, data)]
-            raise UserError(f"data: task={task} needs one of {', '.join(kinds)}, not {self.data.kind}")
-        of_documents = task in ("masked_lm", "sequence_classification")
-        if of_documents and isinstance(self.data.max_tokens, int) and self.data.max_tokens < self.data.context:
-            raise UserError(
-                f"data.max_tokens: {self.data.max_tokens} is out of range; it must be at least data.context={self.data.context}"
-            )
-        if task == "sequence_classification" and getattr(self.data, "label", "given") is None:
+        check_together(self.task, self.model, self.data)
+        if is_a(self.task, SEQUENCE_CLASSIFIER) and getattr(self.data, "label", "given") is None:
             raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
-        if isinstance(self.model, TransformerConfig) and self.model.trained == "head" and not tells_classes(task):
-            raise UserError(f"model.trained=head: task={task} shares its head with the embedding; use all or adapters")
+        if getattr(self.model, "trained", "all") == "head" and is_a(self.task, CAUSAL_LM, MASKED_LM):
+            raise UserError(f"model.trained=head: {self.task.name} shares its head with the embedding; use all or adapters")
 
     def _check_error_diffusion(self) -> None:
-        if self.task.kind != "error_diffusion":
+        if not is_a(self.task, ERROR_DIFFUSION) or self.model is None:
             return
         layers = "an error diffusion network has no"
-        if self.backward.kind not in schedules_of(self.model.kind):
+        if self.backward.kind not in (None, PLAIN[0]):
             raise UserError(f"backward={self.backward.kind}: {layers} blocks to recompute; use backward={PLAIN[0]}")
-        if self.synthesis.kind != "none":
-            raise UserError(f"synthesis={self.synthesis.kind}: {layers} Linear layers, which it needs; use synthesis=none")
+        if self.synthesis is not None:
+            raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
         if self.compile:
             raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
         if self.optimizer.target == "holotrain.tasks.optimizers.muon":
@@ -119,16 +145,21 @@ class RunConfig:
             raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")
 
     @property
+    def average(self) -> str | None:
+        """The name of the callback that averages the weights; None: there is none."""
+        return next((name for name, each in self.callbacks.items() if is_a(each, AVERAGE)), None)
+
+    @property
     def batch_option(self) -> tuple[str, Any]:
         """The option that sets the batch size, and its value."""
         tokens = getattr(self.data, "max_tokens", None)
-        if tokens is None or self.task.kind == "causal_lm":  # its blocks have one length
-            return "data.batch_size", self.data.batch_size
+        if tokens is None or is_a(self.task, CAUSAL_LM):  # its blocks have one length
+            return "data.batch_size", getattr(self.data, "batch_size", None)
         return "data.max_tokens", tokens
 
     def with_batch(self, size: int) -> "RunConfig":
         """The same configuration with this batch size."""
-        return replace(self, data=replace(self.data, **{self.batch_option[0].removeprefix("data."): size}))
+        return replace(self, data=self.data.with_arguments(**{self.batch_option[0].removeprefix("data."): size}))
 
     @property
     def batch_is_open(self) -> bool:
@@ -152,28 +183,27 @@ class RunConfig:
             raise UserError(f"{option}.cuda_graph: CUDA graphs do not work with trainer={strategy}; set it to false")
         if strategy == "ddp":
             return
-        if self.task.kind == "error_diffusion":
+        if is_a(self.task, ERROR_DIFFUSION):
             raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
         parts = f"trainer={strategy} shards them"
-        if self.synthesis.kind != "none":
-            raise UserError(f"synthesis={self.synthesis.kind}: needs whole gradients, and {parts}; use trainer=ddp")
+        if self.synthesis is not None:
+            raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp")
         if strategy == "tp" and getattr(self.model, "adapters", 0):
             raise UserError("model.adapters: trainer=tp does not support adapters; use trainer=fsdp or ddp")
-        if self.callbacks.ema.decay is not None:
-            raise UserError(f"callbacks.ema: needs whole weights, and {parts}; use trainer=ddp")
+        if self.average is not None:
+            raise UserError(f"callbacks.{self.average}: needs whole weights, and {parts}; use trainer=ddp")
         if self.backward.open or self.batch_is_open:
             raise UserError(f"auto: planning needs whole parameters, and {parts}; set backward and the batch size yourself")
 
     def _check_backward(self) -> None:
-        backward, rebuilds = self.backward, reversible(self.model.kind)
-        if backward.kind not in (*PLAIN, AUTO) and not rebuilds:
+        backward, rebuilds = self.backward, reversible(self.model)
+        ours = takes(self.model, "backward")  # of other models it is known when they are built
+        if ours and not rebuilds and backward.kind not in (None, *PLAIN, AUTO):
             raise UserError(
-                f"backward={backward.kind}: model kind {self.model.kind!r} is not reversible; "
-                f"use backward={PLAIN[0]} or model=rev_{self.model.kind}_..."
+                f"backward={backward.kind}: {self.model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
             )
-        if backward.engine() and not rebuilds:
-            option = next(iter(backward.engine()))
-            raise UserError(f"backward.{option}: model kind {self.model.kind!r} is not reversible; remove the option")
+        if ours and not rebuilds and backward.engine():
+            raise UserError(f"backward.{next(iter(backward.engine()))}: {self.model.name} is not reversible; remove the option")
         if self.compile and any("+" in words for words in backward.blocks):
             raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
         if backward.cuda_graph and backward.kind == AUTO and not rebuilds:
@@ -188,5 +218,5 @@ class RunConfig:
             raise UserError(
                 "backward.cuda_graph: no support for the gradient scaling of 16-mixed; use trainer.precision=bf16-mixed"
             )
-        if backward.cuda_graph and self.task.kind in ("masked_lm", "sequence_classification"):
-            raise UserError(f"backward.cuda_graph: needs batches of one shape; those of task={self.task.kind} vary")
+        if backward.cuda_graph and is_a(self.task, MASKED_LM, SEQUENCE_CLASSIFIER):
+            raise UserError(f"backward.cuda_graph: needs batches of one shape; those of {self.task.name} vary")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from holotrain.checks import amount, at_least, at_least_or_auto, one_of
 from holotrain.config.chosen import Chosen
-from holotrain.config.signatures import signature
+from holotrain.config.schema.classes import is_a
 from holotrain.errors import UserError
 
 PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
@@ -74,7 +74,7 @@ def check_trainer(trainer: Chosen) -> None:
     Raises:
         UserError: a value out of range, or options that exclude each other.
     """
-    if "lightning.pytorch.trainer.trainer.Trainer" not in signature(trainer.target).bases:
+    if not is_a(trainer, "lightning.pytorch.trainer.trainer.Trainer"):
         raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
     Processes(**{name: trainer.arguments[name] for name in OURS})
     one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu", "mps"))

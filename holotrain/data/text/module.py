@@ -4,13 +4,12 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from holotrain.checks import at_least, one_of
 from holotrain.data.fixed import FixedBatches
 from holotrain.data.loader import Loader, ResumableLoader
 from holotrain.data.text.batches import Batched, as_it_is
@@ -27,6 +26,7 @@ from holotrain.data.text.sources import Source
 from holotrain.data.text.tokenise import Documents, tokenised
 from holotrain.data.text.tokenizer import Tokenizer
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_one_of, require_within
 
 FORMAT = 1
 """Version of the cache's folders. Increase it whenever the same settings would write something else."""
@@ -38,30 +38,35 @@ class TextDataModule(pl.LightningDataModule):
     """Text in three parts: train, val, test, tokenised once into a folder of ``cache_dir``.
 
     Args:
-        layout: ``"packed"``: documents are joined and cut into blocks of equal length, for causal language models;
-            ``"documents"``: single documents, batched by length, for masked language models and classification.
-        context: tokens of a block that a model sees, or the maximum for a document, including its special tokens.
-        batch_size: blocks or documents in a batch.
-        max_tokens: for documents, instead of ``batch_size``: the maximum of a batch's longest document times their number.
-        bucketing: documents of similar length share a batch; False: random ones do.
-        pad_to_multiple_of: documents are padded to the longest in their batch, rounded up to a multiple of this.
-        tokenizer: ``"byte"``, ``"bpe"`` (trained on the training documents) or the path of a tokenizer.json.
-        vocab_size: number of ids of a ``"bpe"``, including special tokens.
-        tokenizer_json: a tokenizer as ``to_json`` returned it, for example from a checkpoint; it overrides ``tokenizer``.
-        unit: what a document is: ``"file"`` (a row, in files of rows), ``"paragraph"`` or ``"line"``.
-        val_fraction, test_fraction: share of the files (of the documents, if there are few files) that is held out. It is
-            always the same one.
-        cache_dir: folder for tokens.
-        num_workers: processes that load data; 0 loads in the training process.
-        pin_memory: page-locked batches; None: if there is a GPU.
-        seed: for the order of batches.
+        layout: packed: documents are joined and cut into blocks of equal length, for causal language models; documents: single
+            documents, batched by length, for masked language models and classification
+        labels: read the classes of documents, if there are any; documents without a class are then left out of batches
+        context: context length in tokens: of a packed block, or the maximum of a document with its special tokens
+        batch_size: packed blocks (or, if max_tokens is null, documents) per step; auto: the largest that fits into memory, by
+            the plan
+        max_tokens: largest batch of documents, in tokens with padding; replaces batch_size; auto: as for batch_size; null: use
+            batch_size
+        bucketing: put documents of similar length into a batch; false: random documents
+        pad_to_multiple_of: pad documents to the longest of their batch, rounded up to a multiple of this
+        tokenizer: byte, bpe (trained on the training set) or path of a tokenizer.json; null: that of pretrained weights, else
+            byte
+        vocab_size: vocabulary size of tokenizer=bpe
+        tokenizer_json: a tokenizer as its to_json returned it, for example from a checkpoint; it replaces tokenizer
+        unit: what a document is: file (or row), paragraph or line; null: file if packed or if files have labels, else paragraph
+        val_fraction: fraction of the files (of the documents, if there are few files) that is used for validation
+        test_fraction: fraction of the files (of the documents, if there are few files) that is used for the test
+        cache_dir: folder in which tokenized text is cached
+        num_workers: worker processes that load text; 0: load in the training process
+        pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
+        seed: seed of the order of batches
 
     Attributes:
         tokenizer, vocab_size: known at once; for a ``"bpe"``, after ``prepare_data``.
         class_names, num_classes: known after ``prepare_data``; [] and 0 if documents have no labels.
 
     Raises:
-        UserError: an option is out of range, or there is no such tokenizer.
+        ValueError: a value out of range.
+        UserError: there is no such tokenizer.
     """
 
     text_field = "text"
@@ -69,42 +74,45 @@ class TextDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        layout: str = "packed",
+        layout: Literal["packed", "documents"] = "packed",
+        labels: bool = True,
         context: int = 256,
-        batch_size: int = 32,
-        max_tokens: int | None = None,
+        batch_size: int | Literal["auto"] = 32,
+        max_tokens: int | Literal["auto"] | None = 8192,
         bucketing: bool = True,
         pad_to_multiple_of: int = 1,
-        tokenizer: str = "byte",
+        tokenizer: str | None = None,
         vocab_size: int = 8192,
         tokenizer_json: str | None = None,
-        unit: str = "file",
-        val_fraction: float = 0.05,
-        test_fraction: float = 0.05,
+        unit: Literal["file", "paragraph", "line"] | None = None,
+        val_fraction: float = 0.01,
+        test_fraction: float = 0.02,
         cache_dir: str = "data/text",
         num_workers: int = 0,
         pin_memory: bool | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        one_of("data.layout", layout, LAYOUTS)
-        one_of("data.unit", unit, UNITS)
-        at_least("data.context", context, 1 if layout == "packed" else 3)  # start, end, and something between
-        at_least("data.batch_size", batch_size, 1)
-        at_least("data.pad_to_multiple_of", pad_to_multiple_of, 1)
+        require_one_of(LAYOUTS, layout=layout)
+        if unit is not None:
+            require_one_of(UNITS, unit=unit)
+        require_at_least(1 if layout == "packed" else 3, context=context)  # start, end, and something between
+        require_at_least(1, pad_to_multiple_of=pad_to_multiple_of)
         if context % pad_to_multiple_of:
-            raise UserError(f"data.pad_to_multiple_of: {pad_to_multiple_of} does not divide data.context, {context}")
-        if max_tokens is not None:
-            if layout == "packed":
-                raise UserError("data.max_tokens: packed blocks are of one length; bound them by data.batch_size")
-            at_least("data.max_tokens", max_tokens, context)
-        for option, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 <= fraction < 1:
-                raise UserError(f"data.{option}: {fraction} is out of range; it must lie in [0, 1)")
+            raise ValueError(f"pad_to_multiple_of must divide context, but {pad_to_multiple_of} does not divide {context}")
+        if batch_size != "auto":
+            require_at_least(1, batch_size=batch_size)
+        if layout == "packed":
+            max_tokens = None  # blocks have one length
+        elif max_tokens not in (None, "auto") and max_tokens < context:
+            raise ValueError(f"max_tokens must be at least context, {context}, not {max_tokens}")
+        require_within(0, 1, val_fraction=val_fraction, test_fraction=test_fraction)
         if val_fraction + test_fraction >= 1:
-            raise UserError(f"data.val_fraction and data.test_fraction, {val_fraction} and {test_fraction}, leave no training")
-        at_least("data.vocab_size", vocab_size, ByteTokenizer.vocab_size)  # a bpe begins with the bytes
-        self.layout, self.context, self.batch_size, self.unit = layout, context, batch_size, unit
+            raise ValueError(f"val_fraction and test_fraction, {val_fraction} and {test_fraction}, leave no training")
+        require_at_least(ByteTokenizer.vocab_size, vocab_size=vocab_size)  # a bpe begins with the bytes
+        require_at_least(0, num_workers=num_workers)
+        tokenizer = tokenizer or "byte"
+        self.layout, self.labels, self.context, self.batch_size, self.asked_unit = layout, labels, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions = (val_fraction, test_fraction)
         self.recipe = {"tokenizer": tokenizer, "vocab_size": vocab_size}
@@ -122,6 +130,16 @@ class TextDataModule(pl.LightningDataModule):
     @abstractmethod
     def source(self) -> Source:
         """Where the text comes from."""
+
+    @property
+    def unit(self) -> Literal["file", "paragraph", "line"]:
+        """What a document is."""
+        return self.asked_unit or self.usual_unit
+
+    @property
+    def usual_unit(self) -> Literal["file", "paragraph"]:
+        """The unit unless another is asked for."""
+        return "file" if self.layout == "packed" else "paragraph"
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -5,6 +5,7 @@ attention           multi-head self-attention, with rotary (positions) and kv_ca
 windows             attention within shifted windows (Swin)
 pooling_attention   attention among pooled tokens (MViT)
 residual            the sequence of blocks of a plain transformer (the reversible one is in holotrain.reversible)
+reversible          the options of reversible models
 streams             reversible blocks with one stream as input and output
 stages              options that count blocks, in models with several sequences
 fusion              fusion of two streams into one, with parameters

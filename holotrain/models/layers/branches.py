@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import Attention
+from holotrain.ranges import require_within
 
 
 class DropPath(nn.Module):
@@ -21,8 +22,7 @@ class DropPath(nn.Module):
 
     def __init__(self, probability: float = 0.0) -> None:
         super().__init__()
-        if not 0 <= probability < 1:
-            raise ValueError(f"drop_path must lie in [0, 1), not {probability}")
+        require_within(0, 1, drop_path=probability)
         self.probability = probability
 
     def forward(self, x: Tensor) -> Tensor:

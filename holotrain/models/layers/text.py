@@ -1,5 +1,6 @@
 """What transformers for text share: token embeddings, and the blocks in plain and reversible form."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class TokenEmbedding(nn.Module):
         return self.dropout(self.norm(x))
 
 
-def plain_blocks(branches: Branches, backward: str, post_norm: bool = False) -> ResidualSequence:
+def plain_blocks(branches: Branches, backward: str | Sequence[str], post_norm: bool = False) -> ResidualSequence:
     """The branches as residual blocks."""
     block = PostNormBlock if post_norm else ResidualBlock
     return ResidualSequence((block(f, g) for f, g in branches), backward)

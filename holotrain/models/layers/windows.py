@@ -63,12 +63,12 @@ class WindowAttention(nn.Module):
     Args:
         dim, heads: C and H.
         size: S.
-        window: tokens along a window.
+        window: tokens along a window, at least 1.
         shifted: by half a window, cyclically; tokens of opposite edges do not see each other.
         dropout, attention_dropout: on the output and on the attention weights.
 
     Raises:
-        ValueError: ``dim`` is not a multiple of ``heads``; a window of less than one token.
+        ValueError: ``dim`` is not a multiple of ``heads``.
     """
 
     def __init__(
@@ -84,8 +84,6 @@ class WindowAttention(nn.Module):
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim must be a multiple of heads, but {dim} is not a multiple of {heads}")
-        if window < 1:
-            raise ValueError(f"window must be at least 1, not {window}")
         self.heads = heads
         self.window = min(window, size)
         self.shift = window // 2 if shifted and window < size else 0

@@ -98,8 +98,9 @@ def load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> Loaded:
         if given[name].shape != own[name].shape:
             there, here = tuple(given[name].shape), tuple(own[name].shape)
             raise ValueError(f"these weights are of another size: {name} is {there} there and {here} in this model")
-    # Blocks of all families have the same names, so the embedding decides whether weights of ours fit.
-    if 2 * len(loaded) < len(own) or not any(name.startswith("embedding.") for name in loaded):
+    # Blocks of all families have the same names, so the embedding of ours decides. A user's model may have none.
+    embedding = {name for name in own if name.startswith("embedding.")}
+    if 2 * len(loaded) < len(own) or (embedding and embedding.isdisjoint(loaded)):
         raise ValueError(
             f"these weights, of {source.name}, do not fit: {len(loaded)} of the {len(own)} parameters of this "
             f"{type(model).__name__} are among them"

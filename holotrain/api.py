@@ -1,0 +1,326 @@
+"""The commands as Python functions, for scripts and notebooks: ``holotrain.fit``, ``load``, ``plan``, ...
+
+They run what the command line runs, with the same folders and checkpoints. A model, a data module or a task may be objects.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, fields, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from holotrain.checks import described_by
+from holotrain.commands.checkpoint import described_model
+from holotrain.commands.plan import planned
+from holotrain.commands.predict import PREDICTIONS
+from holotrain.commands.quiet import quietly
+from holotrain.commands.run import Run
+from holotrain.commands.screen import console
+from holotrain.commands.summary import read
+from holotrain.commands.together import Together
+from holotrain.config import checkpointed
+from holotrain.config.folders import checkpoint_path, from_here, run_folder
+from holotrain.config.given import GIVEN, Given, kind_of
+from holotrain.config.schema import COMMANDS, ExportConfig, RunConfig
+from holotrain.config.schema.classes import default_backward
+from holotrain.config.schema.model import BEGINNING
+from holotrain.config.start import compose
+from holotrain.errors import UserError
+from holotrain.models import saved
+from holotrain.planning import Plan
+from holotrain.ranks.place import found
+from holotrain.targets import TARGET
+
+OBJECTS = {"model": nn.Module, "data": pl.LightningDataModule, "task": pl.LightningModule}
+"""What an object of each group must be."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training leaves.
+
+    Args:
+        model: the model with the weights of ``checkpoint``, in eval mode, on the CPU; if ``holotrain.fit`` was given an object,
+            that object. None: a model of the configuration of which no checkpoint was saved.
+        metrics: the figures of ``summary.json``, such as ``test/accuracy``; NaN for those that are not finite.
+        checkpoint: the best checkpoint, else the last; None: none was saved.
+        folder: folder of the run.
+    """
+
+    model: nn.Module | None
+    metrics: dict[str, float]
+    checkpoint: Path | None
+    folder: Path
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        checkpoint = self.checkpoint and str(self.checkpoint)
+        return f"Result({type(self.model).__name__}, metrics=({figures}), {checkpoint=}, folder={str(self.folder)!r})"
+
+
+def fit(
+    config: RunConfig | None = None,
+    *,
+    model: nn.Module | None = None,
+    data: pl.LightningDataModule | None = None,
+    task: pl.LightningModule | None = None,
+    overrides: Collection[str] = (),
+    folder: str | Path | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Trains a model, as ``holotrain fit`` does: saves checkpoints and curves, then tests the best checkpoint.
+
+    Objects replace what the configuration would make; all else is that of the configuration. They are trained in place.
+
+    Args:
+        config: from :func:`compose`; None: the default configuration.
+        model: any module that the task can train, or a LightningModule, which is its own task.
+        data: any LightningDataModule. Attributes ``num_classes``, ``vocab_size``, ``context`` and ``image_shape`` tell the task
+            what it must know; else ``overrides`` do, such as ``task.classes=10``.
+        task: a LightningModule with its own model; in place of ``model``.
+        overrides: as for :func:`compose`, in place of ``config``. ``ckpt_path=...`` continues from a checkpoint, and
+            ``resume=true`` with ``folder`` continues the run of that folder; both take the same objects again.
+        folder: folder of the run; None: a new one in ``runs/fit``.
+        quiet: print nothing to standard output.
+
+    Raises:
+        UserError: a mistake, in one line; or the run ran out of memory.
+        KeyboardInterrupt: Ctrl-C stopped the training, after a checkpoint was saved.
+    """
+    config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
+    summary = read(run.folder)
+    checkpoint = Path(summary["checkpoint"]) if summary["checkpoint"] else None
+    object_ = next((each.object for each in (config.model, config.task) if isinstance(each, Given)), None)
+    trained = object_ if checkpoint is None else _weights_of(checkpoint, None, object_)
+    return Result(trained and trained.cpu().eval(), _metrics(summary), checkpoint, run.folder)
+
+
+def validate(
+    config: RunConfig | None = None,
+    *,
+    model: nn.Module | None = None,
+    data: pl.LightningDataModule | None = None,
+    task: pl.LightningModule | None = None,
+    overrides: Collection[str] = (),
+    folder: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, float]:
+    """Evaluates a checkpoint on the validation set, as ``holotrain validate`` does.
+
+    Args:
+        config: ``compose("validate", ["ckpt_path=..."])``.
+        model, data, task, overrides, folder, quiet: see :func:`fit`. Objects get the weights of the checkpoint.
+
+    Returns:
+        The metrics, such as ``val/accuracy``.
+
+    Raises:
+        UserError: a mistake, in one line.
+    """
+    _, run = _run("validate", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
+    return _metrics(read(run.folder))
+
+
+def test(
+    config: RunConfig | None = None,
+    *,
+    model: nn.Module | None = None,
+    data: pl.LightningDataModule | None = None,
+    task: pl.LightningModule | None = None,
+    overrides: Collection[str] = (),
+    folder: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, float]:
+    """Evaluates a checkpoint on the test set, as ``holotrain test`` does; see :func:`validate`."""
+    _, run = _run("test", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
+    return _metrics(read(run.folder))
+
+
+def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
+    """Classifies images or texts, or scores texts, as ``holotrain predict`` does.
+
+    Args:
+        config: ``compose("predict", ["ckpt_path=...", "images=..."])``.
+        folder, quiet: see :func:`fit`.
+
+    Returns:
+        The file ``predictions.csv``.
+
+    Raises:
+        UserError: a mistake, in one line.
+    """
+    return _run("predict", config, {}, (), folder, quiet)[1].folder / PREDICTIONS
+
+
+def export(config: ExportConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
+    """Writes the model of a checkpoint for other programs, as ``holotrain export`` does.
+
+    Args:
+        config: ``compose("export", ["ckpt_path=...", "to=..."])``.
+        folder, quiet: see :func:`fit`.
+
+    Returns:
+        The folder with ``model.safetensors`` and ``config.json``, for :func:`load`.
+
+    Raises:
+        UserError: a mistake, in one line.
+    """
+    config, run = _run("export", config, {}, (), folder, quiet)
+    return Path(config.to) if config.to else run.folder / "export"
+
+
+def plan(
+    config: RunConfig | None = None,
+    *,
+    model: nn.Module | None = None,
+    data: pl.LightningDataModule | None = None,
+    task: pl.LightningModule | None = None,
+    overrides: Collection[str] = (),
+) -> Plan:
+    """Predicts the memory of a training without running it, as ``holotrain plan`` does. Writes and prints nothing.
+
+    Args:
+        config: from :func:`compose`, of ``plan`` or of ``fit``.
+        model, data, task, overrides: see :func:`fit`; the objects are left as they are.
+
+    Raises:
+        UserError: a mistake, in one line; or the training cannot be planned.
+    """
+    if config is not None and type(config) is not COMMANDS["plan"]:
+        known = {option.name for option in fields(COMMANDS["plan"])}
+        kept = {name: value for name, value in checkpointed.container(config).items() if name in known}
+        config = checkpointed.typed("plan", kept)
+    config = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
+    with quietly():
+        return planned(config, lambda line: None, lambda what: None)[1]
+
+
+def load(path: str | Path, trust: str | Collection[str] = (), model: nn.Module | None = None) -> nn.Module:
+    """A trained model, on the CPU, in eval mode.
+
+    Args:
+        path: a checkpoint, the folder of a run (its best checkpoint, else its last), a folder of ``holotrain export``, or
+            ``best`` or ``last``: of the latest training in ``runs``.
+        trust: package, or packages, whose classes may be imported, in addition to holotrain's models. Nothing in the file runs
+            that is not of them.
+        model: takes the weights of the checkpoint and is returned; needed if ``holotrain.fit`` was given one as an object.
+
+    Raises:
+        UserError: there is no such file, it is damaged, it holds another model, or it names a class that is not trusted.
+    """
+    path = checkpoint_path(str(path), "load", "runs")
+    return _weights_of(path, [trust] if isinstance(trust, str) else list(trust), model).cpu().eval()
+
+
+def _weights_of(path: Path, trust: Collection[str] | None, model: nn.Module | None) -> nn.Module:
+    if checkpointed.is_exported(path) and model is None:  # also of a model that no command exported
+        with described_by("load"):
+            return saved.load(path, trust)
+    return described_model(path, trust, model)[0]
+
+
+def _run(
+    command: str,
+    config: RunConfig | None,
+    objects: dict[str, object],
+    overrides: Collection[str],
+    folder: str | Path | None,
+    quiet: bool,
+) -> tuple[RunConfig, Run]:
+    """Runs a command in this process, or in those that its trainer asks for."""
+    if folder is not None and overrides:
+        overrides = [*overrides, f"hydra.run.dir={folder}"]
+    config = _prepared(command, config, objects, overrides)
+    if found() is not None:
+        raise UserError(
+            f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
+        )
+    folder = from_here(Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute())
+    run = Run(command, folder, list(config.overrides), dict(config.choices))
+    status = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with quietly(), _silent(quiet):
+            status = Together(None).run(command, config, run)
+    except OSError as error:
+        raise UserError(f"cannot write to {error.filename or folder}: {error.strerror}") from error
+    finally:
+        if status is None and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if status > 128:
+        raise SystemExit(status)
+    if status:
+        raise (UserError if status == 2 else RuntimeError)(next(iter(run.errors), f"{command} ended with status {status}"))
+    return config, run
+
+
+def _prepared(command: str, config: RunConfig | None, objects: dict[str, object], overrides: Collection[str]) -> RunConfig:
+    """The configuration, with the objects in place of what it names."""
+    if config is not None and overrides:
+        raise UserError("overrides: they belong into compose(...), which made the configuration")
+    if config is not None and type(config) is not COMMANDS[command]:
+        raise UserError(f"config: {command} takes compose({command!r}, ...), not a {type(config).__name__}")
+    objects = {group: thing for group, thing in objects.items() if thing is not None}
+    for group, thing in objects.items():
+        if not isinstance(thing, OBJECTS[group]):
+            raise UserError(f"{group}: a {type(thing).__name__} is no {OBJECTS[group].__name__}")
+    if isinstance(objects.get("model"), pl.LightningModule):
+        objects = {"task": objects.pop("model"), **objects}
+    if {"model", "task"} <= objects.keys():
+        raise UserError("task: it has its own model; give model= or task=, not both")
+    names = {group: {TARGET: GIVEN, "kind": kind_of(thing)} for group, thing in objects.items()}
+    if config is None:
+        words = [f"{group}.{TARGET}={GIVEN}" for group in names]
+        words += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]
+        config = compose(command, [*overrides, *words])
+    elif objects:
+        config = _with_names(command, config, names)
+    if not objects:
+        return config
+    if config.trainer.strategy != "single":
+        raise UserError(
+            f"trainer={config.trainer.strategy}: an object is in one process only; use trainer=default, or name its class"
+        )
+    made = {group: Given(GIVEN, getattr(config, group).arguments, thing) for group, thing in objects.items()}
+    return _like(config, replace(config, **made))
+
+
+def _with_names(command: str, config: RunConfig, names: dict[str, dict[str, str]]) -> RunConfig:
+    plain = checkpointed.container(config)
+    if names.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
+        del plain["backward"]["kind"]  # that of the other model
+    for group, named in names.items():
+        kept = plain[group] or {}
+        plain[group] = named | {name: kept[name] for name in BEGINNING if group == "model" and name in kept}
+    named = _like(config, checkpointed.typed(command, plain))
+    named.choices = {group: option for group, option in config.choices.items() if group not in names}
+    return named
+
+
+def _like(config: RunConfig, other: RunConfig) -> RunConfig:
+    """The other configuration, with how the first came about."""
+    other.overrides, other.choices, other.folder = config.overrides, config.choices, config.folder
+    return other
+
+
+@contextmanager
+def _silent(wanted: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if wanted:
+            stack.enter_context(redirect_stdout(StringIO()))
+            stack.enter_context(console.capture())  # in a notebook it does not print to standard output
+        yield
+
+
+def _metrics(summary: dict[str, Any]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in summary["metrics"].items()}

@@ -1,0 +1,142 @@
+"""Builds the callbacks of a run."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ProgressBar, WeightAveraging
+from torch import Tensor
+
+from holotrain.callbacks import (
+    BestCheckpoint,
+    ConfusionMatrix,
+    EpochLog,
+    ExactResume,
+    SaveOnSignal,
+    last_checkpoint,
+    peak_flops,
+    training_flops,
+)
+from holotrain.checks import described_by, one_of
+from holotrain.config.build import build_model, facts_of
+from holotrain.config.build_optimization import synthesis_of
+from holotrain.config.chosen import Chosen
+from holotrain.config.devices import device_name
+from holotrain.config.folders import LAST_CHECKPOINT
+from holotrain.config.schema import NAMED, RunConfig
+from holotrain.config.schema.backward import BackwardConfig
+from holotrain.config.schema.classes import is_a, takes
+from holotrain.config.signatures import REQUIRED, signature
+from holotrain.data import TextDataModule
+from holotrain.errors import UserError
+from holotrain.tasks.modules import monitored_by
+
+
+def build_fit_callbacks(
+    config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
+) -> list[pl.Callback]:
+    """The callbacks of a training: those of the configuration, and those that no training goes without.
+
+    They act in this order. An average of the weights leaves the model when its validation ends, so it comes after all that look
+    at the validation. A synthesis rewrites gradients, so it comes after all that measure them. Lightning moves those that save
+    checkpoints to the end, in this order, so that last.ckpt holds the state of all others.
+
+    Raises:
+        UserError: a callback refuses a value, or the task does not have the monitored metric.
+    """
+    chosen = {name: each for name, each in config.callbacks.items() if _has_its_metric(name, each, config, task)}
+    made = [_made(name, each, _known(name, each, config, folder, task, data)) for name, each in chosen.items()]
+    if config.trainer.enable_progress_bar is False:
+        made = [callback for callback in made if not isinstance(callback, ProgressBar | EpochLog)]
+    made.sort(key=lambda callback: isinstance(callback, WeightAveraging))
+    synthesis = []
+    if config.synthesis is not None:
+        synthesis_of(config.synthesis, task).remove()  # raises on mistakes before the training starts
+        synthesis.append(config.synthesis.make())
+    last = folder / LAST_CHECKPOINT
+    periods = [callback.last_every_n_steps for callback in made if isinstance(callback, BestCheckpoint)]
+    lasts = [last_checkpoint(last, period) for period in (None, *filter(None, periods))]
+    return [ExactResume(config.seed), *made, *synthesis, *lasts, SaveOnSignal(last)]
+
+
+def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
+    """The confusion matrices among the configured callbacks, for an evaluation."""
+    ours = f"{ConfusionMatrix.__module__}.{ConfusionMatrix.__name__}"
+    return [_made(name, each, {}) for name, each in config.callbacks.items() if is_a(each, ours)]
+
+
+def _made(name: str, chosen: Chosen, known: dict[str, Any]) -> pl.Callback:
+    with described_by(f"callbacks.{name}"):
+        callback = NAMED["callbacks"].make(chosen, known)
+    if not isinstance(callback, pl.Callback):
+        raise UserError(f"callbacks.{name}: {chosen.target} is not a callback of Lightning but a {type(callback).__name__}")
+    return callback
+
+
+def _known(
+    name: str, chosen: Chosen, config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
+) -> dict[str, Any]:
+    """What the program knows of a callback's parameters. What takes time is only found out for a callback that asks for it."""
+    parameters = signature(chosen.target).options
+    known: dict[str, Any] = {"dirpath": folder / LAST_CHECKPOINT.parent}
+    if "monitor" in parameters:
+        known |= _metric(name, chosen, task)
+    if "count_tokens" in parameters and isinstance(data, TextDataModule):
+        known["count_tokens"] = tokens_of
+    if "unbucketed" in parameters and (padding := getattr(data, "padding", None)):  # it reads the lengths of all documents
+        known["unbucketed"] = padding["random"]
+    if "peak_flops" in parameters:
+        found = peak_flops(device_name(config.trainer.accelerator), config.trainer.precision)
+        known["peak_flops"] = chosen.arguments.get("peak_flops") or found
+        if known["peak_flops"] is not None and "model_flops_per_sample" in parameters:  # only MFU and HFU need them
+            known |= _flops(config, data)
+    return known
+
+
+def _has_its_metric(name: str, chosen: Chosen, config: RunConfig, task: pl.LightningModule) -> bool:
+    """Whether a callback that follows a metric can: without validation, those of the training are all there are."""
+    if config.trainer.limit_val_batches != 0 or not takes(chosen, "monitor"):
+        return True
+    return (chosen.arguments.get("monitor") or "").startswith("train/")
+
+
+def _metric(name: str, chosen: Chosen, task: pl.LightningModule) -> dict[str, str]:
+    """``monitor`` and ``mode``, as given, or those of the first metric that the task names.
+
+    Raises:
+        UserError: the task does not have the metric, or names none to a callback that needs one.
+    """
+    monitored = monitored_by(task)
+    monitor = chosen.arguments.get("monitor") or next(iter(monitored), None)
+    if monitor is None:
+        if signature(chosen.target).options["monitor"].default is REQUIRED:
+            raise UserError(f"callbacks.{name}.monitor: a value is needed; give callbacks.{name}.monitor=...")
+        return {}
+    if monitored and not monitor.startswith("train/"):
+        one_of(f"callbacks.{name}.monitor", monitor, monitored)
+    return {"monitor": monitor} | ({"mode": monitored[monitor]} if monitor in monitored else {})
+
+
+def _flops(config: RunConfig, data: pl.LightningDataModule) -> dict[str, int]:
+    """FLOPs of a sample with and without recomputation; nothing where the shape of samples varies or is not known."""
+    is_text = isinstance(data, TextDataModule)
+    if config.model is None or (data.layout == "documents" if is_text else not hasattr(data, "image_shape")):
+        return {}
+    with torch.device("meta"):
+        sample = torch.zeros(1, data.context, dtype=torch.long) if is_text else torch.empty(1, *data.image_shape)
+        stored, run = (
+            build_model(replace(config, backward=way), facts_of(data)) for way in (BackwardConfig("autograd"), config.backward)
+        )
+    return {
+        "model_flops_per_sample": training_flops(stored, (sample,)),
+        "hardware_flops_per_sample": training_flops(run, (sample,)),
+    }
+
+
+def tokens_of(batch: dict[str, Tensor]) -> Tensor:
+    """Number of training tokens in a batch, without padding; on the batch's device, to avoid a synchronization."""
+    if "lengths" in batch:
+        return batch["lengths"].sum()
+    return torch.tensor(batch["tokens"][:, 1:].numel())

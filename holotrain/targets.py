@@ -1,0 +1,91 @@
+"""Classes and functions by their full name, with their arguments: ``{"_target_": "package.Class", "argument": value}``."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+TARGET, PARTIAL = "_target_", "_partial_"
+
+
+def made(value: Any) -> Any:
+    """A plain value, or what it names: every mapping with ``_target_``, at any depth, is replaced by what the class or function
+    returns; with ``_partial_: true`` by a ``functools.partial`` of it.
+
+    Not Hydra's ``instantiate``, which resolves interpolations once more.
+
+    Raises:
+        ValueError: a class cannot be imported or called, or refuses a value.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(made(each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    arguments = {name: made(each) for name, each in value.items() if name not in (TARGET, PARTIAL)}
+    if TARGET not in value:
+        return arguments
+    if value.get(PARTIAL):
+        return partial(_imported(value[TARGET]), **arguments)
+    return called(value[TARGET], **arguments)
+
+
+def called(target: str, *positional: Any, **arguments: Any) -> Any:
+    """
+    Raises:
+        ValueError: the class or function cannot be imported or called, or refuses a value.
+    """
+    function = _imported(target)
+    try:
+        return function(*positional, **arguments)
+    except (ImportError, TypeError) as error:
+        raise ValueError(f"{target}: {_first_line(error)}") from error
+
+
+def targets(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """The classes that a configuration names, at any depth, with where."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key == TARGET:
+                yield where, value
+            else:
+                yield from targets(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(node, list | tuple):
+        for place, value in enumerate(node):
+            yield from targets(value, f"{where}[{place}]")
+
+
+def is_of(module: str, packages: Iterable[str]) -> bool:
+    """Whether a module is one of the packages or in one of them, by its name."""
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def is_public_name(target: str) -> bool:
+    """Whether this is a dotted name without private parts, which cannot reach into an object's attributes by ``:``."""
+    return re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", target) is not None
+
+
+def is_defined_in(target: str, packages: Iterable[str]) -> bool:
+    """Whether this names a class or function that a module of the packages defines, not what it imports or an attribute of a
+    class. Imports modules of the packages only."""
+    module, _, name = target.rpartition(".")
+    if not is_public_name(target) or not is_of(module, packages):
+        return False
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return False
+    return (inspect.isclass(found) or inspect.isfunction(found)) and is_of(found.__module__, packages)
+
+
+def _imported(target: str) -> Any:
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{target}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

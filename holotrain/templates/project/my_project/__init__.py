@@ -1,0 +1,1 @@
+"""The classes that the YAML files in ``conf`` name."""

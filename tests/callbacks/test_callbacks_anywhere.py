@@ -1,0 +1,84 @@
+"""All callbacks of a run, with a module and data that have little of what they look at."""
+
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from memo import Memo
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from holotrain import callbacks
+from holotrain.callbacks import BestCheckpoint, DriftMonitor, WeightAverage, progress
+from holotrain.callbacks.period import replays
+from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
+
+
+class Regression(pl.LightningModule):
+    """Knows nothing of holotrain: no classes, no metrics, no tokens."""
+
+    def __init__(self, net=None):
+        super().__init__()
+        self.net = net or nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch["x"]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self(batch["x"]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, folder, added):
+    data = [{"x": x} for (x,) in TensorDataset(torch.randn(8, 4))]
+    loader, logger = DataLoader(data, batch_size=4), Memo()
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=logger, log_every_n_steps=1, callbacks=added, enable_model_summary=False,
+        default_root_dir=folder,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, loader)
+    ours = [str(one.message) for one in said if "holotrain" in one.filename]
+    return {tag for _, row in logger.rows for tag in row}, ours
+
+
+MONITORS = (
+    *("MemoryMonitor", "DriftMonitor", "ErrorDiffusionMonitor", "OptimizationMonitor", "Histograms", "Predictions"),
+    *("ConfusionMatrix", "Samples", "ThroughputMonitor", "PaddingMonitor"),
+)
+
+
+def test_what_does_not_apply_does_nothing(tmp_path):
+    added = [getattr(callbacks, name)() for name in MONITORS]
+    logged, said = fit(Regression(), tmp_path, [progress("lines"), *added, BestCheckpoint(tmp_path / "checkpoints")])
+    assert not said and {tag.partition("/")[0] for tag in logged - {"epoch"}} == {"memory", "optimization", "throughput", "val"}
+    assert not list(tmp_path.rglob("*.ckpt"))  # no metric chooses one
+
+
+def test_a_metric_of_the_users_chooses_the_best(tmp_path):
+    fit(Regression(), tmp_path, [progress("lines"), WeightAverage(0.5), BestCheckpoint(tmp_path, "val/loss", "min")])
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["best-epoch1-step4.ckpt"]
+
+
+class Streams(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))])
+
+    def forward(self, x):
+        return self.blocks(x, x)[0]
+
+
+def test_the_replay_of_a_graph_is_not_watched(tmp_path):
+    module = Regression(Streams())
+    assert "reversible/drift" in fit(module, tmp_path, [progress("lines"), DriftMonitor(), BestCheckpoint(tmp_path)])[0]
+    module = Regression(Streams())
+    module.graphed = GraphedStep(module.training_step, module.parameters())
+    assert replays(module) and not replays(Regression())
+    assert "reversible/drift" not in fit(module, tmp_path, [progress("lines"), DriftMonitor(), BestCheckpoint(tmp_path)])[0]

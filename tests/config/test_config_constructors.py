@@ -1,0 +1,49 @@
+"""What the command line reads of a constructor: every option has a type and a meaning, and no other is taken."""
+
+import pytest
+
+from holotrain.config.signatures import REQUIRED, UNKNOWN, checked, signature
+
+CONSTRUCTORS = [
+    *(
+        f"holotrain.models.{reversible}{name}"
+        for name in ("ViT", "Swin", "MViT", "RoBERTa", "GPT")
+        for reversible in ("", "Rev")
+    ),
+    "holotrain.models.error_diffusion.ImageErrorDiffusion",
+    *(f"holotrain.data.{name}" for name in ("Digits", "MNIST", "CIFAR10", "CIFAR100", "ImageFolder", "Fake")),
+    *(f"holotrain.data.{name}" for name in ("StdlibText", "TextFiles")),
+    *(f"holotrain.tasks.{name}" for name in ("ImageClassifier", "SequenceClassifier", "ErrorDiffusionClassifier")),
+    *(f"holotrain.tasks.{name}" for name in ("CausalLM", "MaskedLM")),
+]
+
+
+@pytest.mark.parametrize("target", CONSTRUCTORS)
+def test_every_option_has_a_type_a_default_and_a_meaning(target):
+    found = signature(target)
+    assert not found.takes_others
+    for name, option in found.options.items():
+        assert option.type and option.meaning and option.default is not UNKNOWN, name
+        if option.default is not REQUIRED:
+            assert checked(name, option.type, option.default) == option.default
+
+
+@pytest.mark.parametrize(
+    ("target", "option", "given", "taken"),
+    [
+        ("holotrain.models.RevViT", "backward", "pareprop", "pareprop"),
+        ("holotrain.models.RevViT", "backward", ["autograd", "reversible+attention"], ["autograd", "reversible+attention"]),
+        ("holotrain.models.RevSwin", "store", [0, 2], [0, 2]),
+        ("holotrain.models.RevGPT", "exact", True, True),
+        ("holotrain.models.RevGPT", "exact", 12, 12),
+        ("holotrain.models.ViT", "patch_size", None, None),
+        ("holotrain.data.Digits", "classes", [3, "5"], [3, "5"]),
+        ("holotrain.data.Digits", "batch_size", "auto", "auto"),
+        ("holotrain.data.TextFiles", "files", ["a", "b"], ["a", "b"]),
+        ("holotrain.data.TextFiles", "max_tokens", None, None),
+        ("holotrain.tasks.MaskedLM", "mask_probability", 0.3, 0.3),
+    ],
+)
+def test_values_are_taken_as_they_are_meant(target, option, given, taken):
+    found = checked(option, signature(target).options[option].type, given)
+    assert found == taken and type(found) is type(taken)

@@ -1,0 +1,329 @@
+"""The commands as Python functions: the same as the command line, also with objects of a program's own."""
+
+import logging
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from left_by_runs import assert_same_weights
+from made_once import made_once
+from small_run import SMALL, fit_in, run_in
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holotrain
+from holotrain.data import Digits
+
+SHORT = [word for word in SMALL if word.startswith("trainer.")]
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Dropout(0.1), nn.Linear(width, 10))
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+def samples() -> pl.LightningDataModule:
+    """Lightning's own data module, which knows nothing of holotrain."""
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(48, 1, 8, 8, generator=generator), torch.randint(10, (48,), generator=generator)
+    part = TensorDataset(images, labels)
+    data = pl.LightningDataModule.from_datasets(part, part, part, batch_size=8)
+    data.num_classes = 10
+    return data
+
+
+class Alone(pl.LightningModule):
+    """A LightningModule with a model, a loss and an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+ALONE = [*SHORT, "trainer.limit_val_batches=0", "logger=none"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a finished training, with an export in it."""
+
+    def make(folder: Path) -> None:
+        fit_in(folder, *SMALL, "hydra.run.dir=run")
+        run_in(folder, "export", "ckpt_path=run/checkpoints/last.ckpt", "to=run/exported")
+
+    return made_once(tmp_path_factory, "api_run", make) / "run"
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def refusal(call, *arguments, **options) -> str:
+    with pytest.raises(holotrain.UserError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_importing_is_fast_and_dir_lists_the_functions():
+    program = "import sys, holotrain; assert set(holotrain.__all__) <= set(dir(holotrain)); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert all(callable(getattr(holotrain, name)) for name in holotrain.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'fti'"):
+        holotrain.fti  # noqa: B018
+
+
+# Configurations
+
+
+def test_compose_returns_the_options_of_the_command_line(here):
+    config = holotrain.compose("fit", ["model=rev_vit_small", "data=fake", "optimizer.lr=2e-3"])
+    assert (config.model.dim, config.data.name, config.optimizer.lr, config.backward.kind) == (
+        384,
+        "Fake",
+        2e-3,
+        "reversible",
+    )
+    assert holotrain.compose().optimizer.lr == 1e-3  # nothing stays of the one before
+    (here / "mine/optimizer").mkdir(parents=True)
+    (here / "mine/optimizer/nadam.yaml").write_text("_target_: torch.optim.NAdam\nlr: 0.5\n")
+    assert holotrain.compose("fit", ["optimizer=nadam"], config_dir=here / "mine").optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
+        (["model=rev_vit_tini"], "model=rev_vit_tini: not found"),
+        (["model=3"], "Config group override must be a string or a list. Got int"),
+        (["data.batch_size=0"], "data: batch_size must be at least 1, not 0"),
+        (["optimizer.lr=1,2"], "Ambiguous value for argument 'optimizer.lr=1,2'"),
+        (["ckpt_path=none.ckpt"], "ckpt_path: there is no file none.ckpt"),
+        (["resume=true"], "resume=true: there is no run with a checkpoint in runs/fit"),
+        (["-m"], "'-m' is a flag of the command line; compose takes overrides"),
+        (["lr"], "'lr' is not an override; write group=option or key=value"),
+    ],
+)
+def test_mistakes_are_the_same_line(here, words, expected):
+    assert expected in refusal(holotrain.compose, "fit", words)
+
+
+def test_a_command_that_is_none(here):
+    assert refusal(holotrain.compose, "fti").endswith("Did you mean 'fit'?")
+    config = holotrain.compose("fit")
+    assert "test takes compose('test', ...), not a FitConfig" in refusal(holotrain.test, config)
+    assert "they belong into compose(...)" in refusal(holotrain.fit, config, overrides=["seed=1"])
+
+
+def test_somebody_elses_hydra_is_left_as_it_was(here):
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.version import getbase
+
+    (here / "theirs").mkdir()
+    (here / "theirs/main.yaml").write_text("optimizer: adam\n")
+    with initialize_config_dir(str(here / "theirs"), version_base="1.2"):
+        before, base = GlobalHydra.instance(), getbase()
+        hydra = before.hydra
+        assert holotrain.compose("fit", ["model=vit_tiny"]).model.name == "ViT"
+        refusal(holotrain.compose, "fit", ["optimizer.lrr=1"])
+        assert GlobalHydra.instance() is before and before.hydra is hydra and getbase() == base
+        assert compose("main").optimizer == "adam"
+
+
+# Training
+
+
+def test_fit_is_the_command_line(here, run, capsys):
+    filters, level = list(warnings.filters), logging.getLogger("lightning.pytorch").level
+    result = holotrain.fit(holotrain.compose("fit", SMALL), folder="run", quiet=True)
+    assert capsys.readouterr().out == ""
+    assert (warnings.filters, logging.getLogger("lightning.pytorch").level) == (filters, level)
+    assert_same_weights(run / "checkpoints/last.ckpt", here / "run/checkpoints/last.ckpt")
+    assert {path.name for path in result.folder.iterdir()} == {path.name for path in run.iterdir()} - {"exported"}
+    assert (result.folder, result.checkpoint.parent) == (Path("run"), Path("run/checkpoints"))
+    assert 0 <= result.metrics["test/accuracy"] <= 1 and result.checkpoint.name.startswith("best-")
+    assert not result.model.training and same(result.model, holotrain.load(run))
+    assert repr(result).startswith("Result(RevViT, metrics=(") and "folder='run'" in repr(result)
+    summaries = [holotrain.api.read(folder) for folder in (run, result.folder)]
+    assert summaries[0]["overrides"] == [*summaries[1]["overrides"]]
+
+
+def test_screens_and_a_folder_of_its_own(here, capsys):
+    result = holotrain.fit(overrides=[*SMALL, "test=false", "logger=none"])
+    said = capsys.readouterr().out
+    assert "rev_vit_tiny" in said and "epoch 2/2" in said and str(result.folder) in said
+    assert result.folder.parent == Path("runs/fit")
+
+
+def test_a_module_and_data_of_a_program(here, run):
+    torch.manual_seed(0)
+    net, data = Net(), samples()
+    first = net.layers[1].weight.detach().clone()
+    result = holotrain.fit(model=net, data=data, overrides=[*SHORT, "optimizer.lr=1e-2"], folder="mine", quiet=True)
+    assert result.model is net and not torch.equal(net.layers[1].weight, first)
+    assert math.isfinite(result.metrics["test/loss"]) and holotrain.api.read(result.folder)["parameters"] == 610
+    other = holotrain.load("mine", model=Net())
+    assert same(other, net) and not other.training
+    metrics = holotrain.test(model=Net(), data=data, overrides=[f"ckpt_path={result.checkpoint}"], quiet=True)
+    assert metrics == {name: value for name, value in result.metrics.items() if name.startswith("test/")}
+    words = [*SHORT, "ckpt_path=mine/checkpoints/last.ckpt", "trainer.max_epochs=3"]
+    assert holotrain.api.read(holotrain.fit(model=Net(), data=data, overrides=words, quiet=True).folder)["epochs"] == 3
+
+    # What cannot know the objects says so.
+    assert "Net that Python code made; give one to holotrain.load(..., model=...)" in refusal(holotrain.load, "mine")
+    words = ["ckpt_path=mine/checkpoints/last.ckpt"]
+    assert "give it to holotrain.fit or holotrain.test as" in refusal(holotrain.compose, "test", words)
+    assert "holds another model" in refusal(holotrain.load, "mine", model=Net(9))
+    assert "holds another model" in refusal(holotrain.load, run, model=Net())
+
+
+def test_objects_in_a_composed_configuration(here):
+    config = holotrain.compose("fit", [*SHORT, "model.adapters=0", "seed=3", "logger=none", "test=false"])
+    torch.manual_seed(0)
+    one = holotrain.fit(config, model=Net(), data=samples(), folder="one", quiet=True)
+    torch.manual_seed(0)
+    words = list(config.overrides)
+    other = holotrain.fit(model=Net(), data=samples(), overrides=words, folder="other", quiet=True)
+    assert same(one.model, other.model)
+    assert config.model.name == "RevViT"  # it is left as it was
+
+
+def test_a_lightning_module_resumes_exactly(here):
+    def train(folder: str, *words: str) -> holotrain.Result:
+        torch.manual_seed(0)
+        return holotrain.fit(model=Alone(), data=Digits(batch_size=64), overrides=words, folder=folder, quiet=True)
+
+    whole = train("whole", *ALONE, "trainer.max_epochs=4")
+    train("parts", *ALONE)
+    resumed = train("parts", "resume=true", "trainer.max_epochs=4")
+    assert resumed.checkpoint == Path("parts/checkpoints/last.ckpt")
+    assert same(whole.model, resumed.model) and not same(whole.model, Alone())
+    assert same(holotrain.load("parts", model=Alone()), whole.model)
+
+
+def test_a_task_with_its_model(here):
+    from holotrain.tasks import ImageClassifier
+
+    task = ImageClassifier(Net(), 10, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    result = holotrain.fit(task=task, data=samples(), overrides=[*SHORT, "logger=none"], folder="run", quiet=True)
+    assert result.model is task and "test/accuracy" in result.metrics
+
+
+@pytest.mark.parametrize(
+    ("objects", "words", "expected"),
+    [
+        ({"model": 3}, [], "model: a int is no Module"),
+        ({"data": [1]}, [], "data: a list is no LightningDataModule"),
+        ({"model": Net(), "task": Alone()}, [], "task: it has its own model; give model= or task=, not both"),
+        ({"model": Alone()}, ["optimizer.lr=1"], "optimizer.lr=1: the given task takes no optimizer"),
+        ({"model": Net()}, ["model.depth=3"], "model.depth: there is no 'depth' in model"),
+        ({"model": Net()}, ["trainer=ddp"], "trainer=ddp: an object is in one process only"),
+        ({"model": Net()}, ["backward=reversible"], "backward=reversible: "),
+    ],
+)
+def test_mistakes_with_objects(here, objects, words, expected):
+    assert expected in refusal(holotrain.fit, **objects, overrides=words, quiet=True)
+    assert not list(here.glob("runs/fit/*"))
+
+
+def test_under_a_launcher(here, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    assert "with torchrun or srun use python -m holotrain fit" in refusal(holotrain.fit, overrides=SMALL)
+
+
+# What a training leaves
+
+
+def test_load_reads_checkpoints_runs_and_exports(here, run):
+    last = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    last = {name.removeprefix("model."): value for name, value in last.items() if name.startswith("model.")}
+    for path in (run / "checkpoints/last.ckpt", run / "exported"):
+        model = holotrain.load(path)
+        assert not model.training and all(torch.equal(value, last[name]) for name, value in model.state_dict().items())
+    assert "holds no saved model" in refusal(holotrain.load, here)
+    assert "there is no file" in refusal(holotrain.load, here / "none.ckpt")
+    (here / "other.ckpt").write_bytes(b"other")
+    assert "other.ckpt" in refusal(holotrain.load, here / "other.ckpt")
+
+
+def test_load_needs_trust_for_classes_of_others(here, monkeypatch):
+    (here / "my_package.py").write_text(
+        "from torch import nn\n\n\nclass Tiny(nn.Sequential):\n    def __init__(self, width: int = 4) -> None:\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    words = [*SHORT, "model._target_=my_package.Tiny", "model.width=5", "logger=none", "test=false"]
+    result = holotrain.fit(overrides=words, folder="run", quiet=True)
+    assert type(result.model).__name__ == "Tiny"
+    assert "trust='my_package'" in refusal(holotrain.load, "run")
+    assert same(holotrain.load("run", trust="my_package"), result.model)
+
+
+def test_validate_test_predict_and_export(here, run):
+    checkpoint = f"ckpt_path={run / 'checkpoints/last.ckpt'}"
+    metrics = holotrain.validate(holotrain.compose("validate", [checkpoint]), quiet=True)
+    assert metrics.keys() == {"val/loss", "val/accuracy"}
+    predictions = holotrain.predict(holotrain.compose("predict", [checkpoint, "trainer.limit_predict_batches=1"]), quiet=True)
+    assert predictions.read_text().startswith("image,class,probability")
+    exported = holotrain.export(holotrain.compose("export", [checkpoint]), quiet=True)
+    assert same(holotrain.load(exported), holotrain.load(run / "checkpoints/last.ckpt"))
+
+
+# Plans
+
+
+def test_plan_is_that_of_the_command_line_and_writes_nothing(here, holotrain_plan):
+    words = ["data=fake", "memory=8GiB", "trainer.accelerator=cpu", "model.depth=2"]
+    expected = holotrain_plan(words)
+    plan = holotrain.plan(holotrain.compose("plan", words))
+    assert plan.as_json() == {name: value for name, value in expected.items() if name != "remedies"}
+    assert holotrain.plan(holotrain.compose("fit", words)).as_json() == plan.as_json()
+
+
+@pytest.fixture
+def holotrain_plan(tmp_path_factory):
+    import json
+
+    def run(words: list[str]) -> dict:
+        folder = tmp_path_factory.mktemp("plan")
+        run_in(folder, "plan", *words, "hydra.run.dir=run")
+        return json.loads((folder / "run/plan.json").read_text())
+
+    return run
+
+
+def test_plan_of_objects_leaves_them_as_they_are(here, capsys):
+    net, data = Net(), samples()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    words = ["trainer.accelerator=cpu", "memory=1GiB"]
+    plan = holotrain.plan(model=net, data=data, overrides=words)
+    weights = sum(value.numel() * 4 for value in before.values())
+    assert plan.configured.parts["parameters"] == weights and plan.fits
+    assert plan.limits[0].configured == 8
+    assert holotrain.plan(model=Net(32), data=data, overrides=words).configured.peak > plan.configured.peak
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert not any(here.iterdir()) and capsys.readouterr().out == ""
+    assert holotrain.plan(model=Alone(), data=data, overrides=words).configured.parts["optimizer"] == weights  # momentum
