@@ -114,9 +114,8 @@ class FixedPointGrid(nn.Module):
         """
         if significand_bits(dtype) < 24:
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
-        return Grid(
-            self.step.to(dtype, copy=True), self._largest
-        )  # of this call: a broadcast may change it before the backward
+        step = self.step.to(dtype, copy=True)  # of this call: a broadcast may change it before the backward
+        return Grid(step, self._largest)
 
     def report(self, dtype: torch.dtype) -> None:
         """Warns if a stream is known to have grown beyond the grid; does not wait for the device."""
