@@ -19,9 +19,9 @@ from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardCon
 from holotrain.config.schema.classes import MASKED_LM, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError
+from holotrain.models.layers.residual import ResidualSequence
 from holotrain.models.schedules import sequences
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
-from holotrain.reversible import ReversibleSequence
 from holotrain.sizes import parse_bytes
 from holotrain.tasks.modules import model_of, optimizer_of, training_loss
 
@@ -57,7 +57,7 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule) -> tuple[tuple[s
     if not runs:
         return PLAIN[:1], PLAIN[0]
     own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
-    return SCHEDULES if all(isinstance(run, ReversibleSequence) for run in runs) else PLAIN, own
+    return PLAIN if any(isinstance(run, ResidualSequence) for run in runs) else SCHEDULES, own
 
 
 def _depth(config: RunConfig) -> Size | None:

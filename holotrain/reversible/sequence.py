@@ -201,6 +201,15 @@ class ReversibleSequence(nn.Module):
                 largest = torch.maximum(largest, torch.stack(streams).abs().amax())
         self.grid.choose(largest.item(), x1.dtype)
 
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+        return self, self
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A sequence ``depth`` times the first block, which takes the same arguments."""
+        return type(self)([self.blocks[0]] * depth, backward=[backward] * depth)
+
     def inverse(self, y1: Tensor, y2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""
         grid = None if self.grid is None else self.grid.in_call(y1.dtype)

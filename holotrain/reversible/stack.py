@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -104,6 +105,25 @@ class ReversibleStack:
         self.grid.step.fill_(step)
         self.grid.known, self.stream_dtype = True, dtype
 
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+        return self.blocks[0], self.blocks[-1]
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A stack of ``depth`` blocks with the weights of the first, and with as many bits as in the middle of this one.
+
+        Returns:
+            a module that takes the arguments of the first block and passes all but the stream on to each.
+        """
+        blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
+        for block in blocks:
+            del block.forward
+            if self._forwards[0] is not None:
+                block.forward = self._forwards[0]
+        ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
+        return _Chain(blocks)
+
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs a block in training.
 
@@ -129,6 +149,20 @@ class ReversibleStack:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pass": None, "_compiled": {}}
+
+
+class _Chain(nn.Module):
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
+        name = None if arguments else next(iter(inspect.signature(self.blocks[0].forward).parameters))
+        for block in self.blocks:
+            output = block(*arguments, **keywords)
+            x = output[0] if isinstance(output, tuple) else output
+            arguments, keywords = ((x, *arguments[1:]), keywords) if name is None else ((), {**keywords, name: x})
+        return x
 
 
 class CoupledForward:
@@ -172,6 +206,27 @@ class _Pass:
         self._kind: str | None = None
         self._run: Tape | Checkpointing | None = None
 
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+        return self.blocks[0], self.blocks[-1]
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A stack of copies of the first block, with as many bits as in the middle of this one.
+
+        Returns:
+            a module that takes the arguments of the first block and passes all but the stream on to each.
+        """
+        first = stack_of(self.blocks[0])
+        first.remove()
+        try:
+            blocks = [copy.deepcopy(self.blocks[0]) for _ in range(depth)]
+        finally:
+            for index, block in enumerate(self.blocks):
+                block.forward = CoupledForward(self, index)
+        ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
+        return _Chain(blocks)
+
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
         x, forward, words = _call(self._stack.own_forward(index), arguments, keywords)
@@ -209,7 +264,9 @@ class _Pass:
             raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
         stack, self._choice = self._stack, None
         grid, dtype = stack.grid, torch.promote_types(x.dtype, stack.stream_dtype or torch.float32)
-        if not grid.known and not is_imagined(x) and x.numel():
+        if is_imagined(x):
+            grid = FixedPointGrid(bits=0).to(x.device)
+        elif not grid.known and x.numel():
             self._choice = _Choice(x)
             grid, dtype = self._choice.grid, torch.float64
         elif grid.step.device != x.device:
@@ -241,10 +298,10 @@ class _Pass:
 
     def _end(self) -> None:
         self._call.end()
-        if self._choice is None:
-            self._stack.grid.report(self._stream.dtype)
-        else:
+        if self._choice is not None:
             self._stack.stream_dtype = self._choice.settle(self._stack.grid)
+        elif not is_imagined(self._stream):
+            self._stack.grid.report(self._stream.dtype)
 
 
 class _Choice:
