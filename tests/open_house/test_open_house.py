@@ -211,7 +211,7 @@ class Payload:
         (["model=net", "model.classes=3"], "model.classes: 3 does not fit the data, which have 10; leave it out"),
         (
             ["model=tower", "backward=pareprop"],
-            "backward=pareprop: Tower has no ReversibleSequence; only autograd and checkpoint",
+            "backward=pareprop: Tower has no reversible blocks; only autograd and checkpoint",
         ),
         (["task=denoising", "optimizer=sgd"], "optimizer=sgd: house_guest.Denoising takes no optimizer"),
         (["data._target_=house_guest.Net"], "data.classes: a value is needed"),
