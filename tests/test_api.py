@@ -117,7 +117,7 @@ def test_compose_returns_the_options_of_the_command_line(here):
         (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
         (["model=rev_vit_tini"], "model=rev_vit_tini: not found"),
         (["model=3"], "Config group override must be a string or a list. Got int"),
-        (["data.batch_size=0"], "data: batch_size must be at least 1, not 0"),
+        (["data.batch_size=0"], "data.batch_size: must be at least 1, not 0"),
         (["optimizer.lr=1,2"], "Ambiguous value for argument 'optimizer.lr=1,2'"),
         (["ckpt_path=none.ckpt"], "ckpt_path: there is no file none.ckpt"),
         (["resume=true"], "resume=true: there is no run with a checkpoint in runs/fit"),

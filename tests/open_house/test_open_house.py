@@ -195,7 +195,7 @@ class Payload:
     [
         (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
         (["optimizer.lr=fast"], "optimizer.lr: 'fast' is not a number"),
-        (["optimizer.lr=0"], "optimizer: lr 0.0 must be above 0"),
+        (["optimizer.lr=0"], "optimizer.lr: 0.0 must be above 0"),
         (["scheduler.times=0.5"], "scheduler.times: 0.5 is not a whole number"),
         (
             ["callbacks.diary.kind=batch"],
@@ -206,7 +206,7 @@ class Payload:
             "there is no 'Lyon' in house_guest. Did you mean 'Lion'?",
         ),
         (["optimizer._target_=house_guests.Lion"], "optimizer._target_: there is no package 'house_guests'"),
-        (["model=net", "model.width=0"], "model: width must be at least 1, not 0"),
+        (["model=net", "model.width=0"], "model.width: must be at least 1, not 0"),
         (["model=net", "model.widht=3"], "model.widht: there is no 'widht' in model. Did you mean 'width'?"),
         (["model=net", "model.classes=3"], "model.classes: 3 does not fit the data, which have 10; leave it out"),
         (
