@@ -90,6 +90,30 @@ def test_a_killed_run_resumes_to_the_same_weights(house, tmp_path):
     assert scalars(only(Path("killed/fit")))["diary/count"][-1] == 10
 
 
+def test_a_logger_goes_on_in_a_new_process(house, tmp_path):
+    """A checkpoint holds no loggers, so the command that resumes names it again."""
+    words = [*GUEST, "logger=journal", "logger.journal.digits=3"]
+    assert house("fit", *words, "output_dir=whole")[::2] == (0, "")
+    fit_and_kill(tmp_path, *words, "output_dir=killed", "callbacks.checkpoint.every_n_train_steps=2")
+    killed = only(Path("killed/fit"))
+    before = journal(killed)
+    resume = ["fit", "--config-dir", "conf", "resume=true", "output_dir=killed", *words[-2:]]
+    subprocess.run([sys.executable, "-m", "holotrain", *resume], check=True, timeout=120)
+    lines, whole = journal(killed), journal(only(Path("whole/fit")))
+    assert lines[: len(before)] == before and {"model._target_", "logger.journal.digits"} <= lines[0]["options"].keys()
+    for tag in ("train/loss", "val/accuracy", "diary/count"):
+        curve, expected = ({line["step"]: line[tag] for line in each if tag in line} for each in (lines, whole))
+        assert curve == expected and len(curve) >= 2
+    assert [line["test/accuracy"] for line in lines if "test/accuracy" in line] == [
+        round(summary(killed)["metrics"]["test/accuracy"], 3)
+    ]
+    assert len(scalars(killed)["diary/count"]) == 2  # TensorBoard's, which the option keeps
+
+
+def journal(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
 def test_a_sweep_varies_its_options(house):
     status, out, err = house("fit", "-m", *GUEST, "model.width=4,8", "test=false")
     assert (status, err) == (0, "")
@@ -213,6 +237,9 @@ class Payload:
             ["model=tower", "backward=pareprop"],
             "backward=pareprop: Tower has no ReversibleSequence; only autograd and checkpoint",
         ),
+        (["logger=journal", "logger.journal.digits=-1"], "logger.journal.digits: must be at least 0, not -1"),
+        (["logger=journal", "logger.journal.digit=2"], "there is no 'digit' in logger.journal. Did you mean 'digits'?"),
+        (["logger.journal._target_=house_guest.Diary"], "logger.journal: house_guest.Diary is not a logger of Lightning"),
         (["task=denoising", "optimizer=sgd"], "optimizer=sgd: house_guest.Denoising takes no optimizer"),
         (["data._target_=house_guest.Net"], "data.classes: a value is needed"),
     ],
