@@ -150,6 +150,17 @@ class Stripes(pl.LightningDataModule):
         return self.test_dataloader()
 
 
+class Trays(Stripes):
+    """Stripes whose option for the size of batches has a name of its own.
+
+    Args:
+        tray: images in a batch
+    """
+
+    def __init__(self, tray: int = 12) -> None:
+        super().__init__(batch_size=tray)
+
+
 class Numbered(Dataset):
     """Takes the keys (epoch, index) of a ResumableLoader."""
 

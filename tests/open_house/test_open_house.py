@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_close
+from forked import Forked
 from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
 
@@ -179,6 +180,35 @@ def test_a_checkpoint_names_classes_only_where_the_user_does_too(house):
         assert (status, err) == (0, "")
 
 
+WITHOUT_THE_PACKAGE = """
+import sys
+from holotrain import UserError, load
+from holotrain.cli import main
+for path in sys.argv[1:]:
+    assert main(["test", f"ckpt_path={path}", "trust=house_guest"]) == 2
+    try:
+        load(path, trust="house_guest")
+    except UserError as error:
+        print(error, file=sys.stderr)
+"""
+
+
+def test_a_checkpoint_whose_package_is_not_here(house, tmp_path, monkeypatch):
+    assert house("fit", *GUEST, "hydra.run.dir=run", "test=false", "trainer.max_epochs=1")[0] == 0
+    assert house("export", "--config-dir", "conf", "ckpt_path=run", "to=exported")[0] == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path)])
+    paths = [f"../run/{LAST}", "../exported"]
+    assert Forked(WITHOUT_THE_PACKAGE, *paths, folder=tmp_path / "elsewhere", errors=tmp_path / "said").wait() == 0
+    said = Path("said").read_text().splitlines()
+    assert len(said) == 4
+    for line, path in zip(said, [paths[0], paths[0], paths[1], paths[1]], strict=True):
+        assert (
+            path in line and "there is no package 'house_guest' here; install it, or start in the folder that holds it" in line
+        )
+    assert said[0].startswith(f"holotrain: ckpt_path: {paths[0]} names 'house_guest.") and "trust=house_guest" in said[0]
+
+
 def test_trust_in_a_class_or_package_is_no_trust_in_what_it_holds(house):
     """Attributes of a trusted class, what a trusted module imports, and another class in the place of the trusted one."""
     from holotrain import UserError, load
@@ -258,6 +288,21 @@ def test_an_option_with_the_name_of_another_is_refused(house):
 def test_the_batch_size_is_chosen_by_the_plan(house):
     status, out, err = house("fit", *GUEST, "data.batch_size=auto", "memory=1MiB", "test=false")
     assert (status, err) == (0, "") and "data.batch_size=60 is the largest that fits into 1 MiB" in out
+
+
+def test_a_plan_names_the_options_that_the_data_have(house):
+    from holotrain import compose
+    from holotrain.commands.advice import rules
+
+    words = [*GUEST[:-2], "data._target_=house_guest.Trays", "data.tray=60", "model.width=64"]
+    status, out, err = house("plan", *words, "memory=1MiB", "hydra.run.dir=run")
+    assert (status, err) == (0, "") and "data.batch_size" not in out
+    plan = json.loads(Path("run/plan.json").read_text())
+    most = plan["largest"]["batch"]
+    assert f"batch=60: up to {most} under backward=reversible" in out
+    assert f"batches of {most} samples (options: data.tray)" in plan["remedies"] and 0 < most < 60
+    config = compose("fit", ["experiment=guest", "model=net", *words[-3:]], "conf")
+    assert "smaller batches (options: data.tray)" in rules(config)
 
 
 def test_its_options_are_in_the_help(house):
