@@ -279,6 +279,25 @@ def test_mistakes_are_answered_in_a_line(house, words, expected):
     assert status == 2 and expected in err and err.count("\n") == 1
 
 
+FAULTY = """
+from house_guest import Net
+
+
+class Faulty(Net):
+    def forward(self, images):
+        raise ValueError("width must be at least 1")
+"""
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+def test_an_error_of_a_model_in_use_keeps_its_traceback(house, command):
+    """It is a bug of the model, whatever its words: no option is blamed for it, and nothing is advised."""
+    Path("faulty.py").write_text(FAULTY)
+    status, _, err = house(command, *GUEST, "model._target_=faulty.Faulty")
+    assert status == 1 and err.startswith("Traceback") and 'faulty.py", line 7, in forward' in err
+    assert err.endswith("\nValueError: width must be at least 1\n") and "holotrain: " not in err
+
+
 def test_an_option_with_the_name_of_another_is_refused(house):
     shutil.copy("conf/optimizer/lion.yaml", "conf/optimizer/sgd.yaml")
     status, _, err = house("fit", *OWN, "optimizer=sgd")
