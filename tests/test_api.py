@@ -2,6 +2,8 @@
 
 import logging
 import math
+import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -170,6 +172,17 @@ def test_fit_is_the_command_line(here, run, capsys):
     assert summaries[0]["overrides"] == [*summaries[1]["overrides"]]
 
 
+def test_a_folder_takes_one_run(here, run):
+    shutil.copytree(run, "run")
+    for config, words in ((holotrain.compose("fit", [*SMALL, "hydra.run.dir=run"]), []), (None, SMALL)):
+        folder = None if config else "run"
+        said = refusal(holotrain.fit, config, overrides=words, folder=folder, quiet=True)
+        assert said == "folder: run already holds a run; give another folder, or continue that run with resume=true"
+    assert (here / "run/checkpoints/last.ckpt").read_bytes() == (run / "checkpoints/last.ckpt").read_bytes()
+    resumed = holotrain.fit(overrides=["resume=true", "trainer.max_epochs=3"], folder="run", quiet=True)
+    assert resumed.folder == Path("run")
+
+
 def test_screens_and_a_folder_of_its_own(here, capsys):
     result = holotrain.fit(overrides=[*SMALL, "test=false", "logger=none"])
     said = capsys.readouterr().out
@@ -267,6 +280,19 @@ def test_load_reads_checkpoints_runs_and_exports(here, run):
     assert "there is no file" in refusal(holotrain.load, here / "none.ckpt")
     (here / "other.ckpt").write_bytes(b"other")
     assert "other.ckpt" in refusal(holotrain.load, here / "other.ckpt")
+
+
+def test_a_folder_of_several_runs_says_which_to_choose(here, run):
+    for job in ("sweeps/one/0", "sweeps/one/1", "single"):
+        shutil.copytree(run / "checkpoints", here / "runs/fit" / job / "checkpoints")
+    newest = here / "runs/fit/sweeps/one/1/checkpoints/last.ckpt"
+    os.utime(newest, (2**31, 2**31))
+    for folder, count in (("runs/fit/sweeps/one", 2), ("runs/fit/sweeps", 2), ("runs/fit", 3), ("runs", 3)):
+        expected = (
+            f"ckpt_path={folder}: there are {count} runs in this folder; choose one, such as ckpt_path=runs/fit/sweeps/one/1"
+        )
+        assert refusal(holotrain.load, folder) == expected
+        assert refusal(holotrain.compose, "test", [f"ckpt_path={folder}"]) == expected
 
 
 def test_load_needs_trust_for_classes_of_others(here, monkeypatch):
