@@ -298,6 +298,11 @@ MISTAKES = [
     (["test"], "give ckpt_path="),
     (["predict", "ckpt_path=text.ckpt"], "not a readable checkpoint"),
     (["fit", "--experimental-rerun", "x"], "not a flag"),
+    (["fit", "--lr", "3"], "'--lr' is not a flag; options are written key=value. Did you mean 'optimizer.lr=3'?"),
+    (["fit", "task=causal_lm", "--batch-size=8"], "Did you mean 'data.batch_size=8'?"),
+    (["fit", "--epochs", "-m"], "Did you mean 'trainer.max_epochs=...'?"),
+    (["fit", "--optimizer.lr", "3"], "Did you mean 'optimizer.lr=3'?"),
+    (["fit", "--model", "vit_tiny"], "Did you mean 'model=vit_tiny'?"),
 ]
 
 
