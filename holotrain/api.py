@@ -5,6 +5,7 @@ They run what the command line runs, with the same folders and checkpoints. A mo
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from collections.abc import Collection, Iterator
@@ -19,6 +20,7 @@ from torch import nn
 
 from holotrain.checks import described_by
 from holotrain.commands.checkpoint import described_model
+from holotrain.commands.generate import GENERATIONS
 from holotrain.commands.plan import planned
 from holotrain.commands.predict import PREDICTIONS
 from holotrain.commands.quiet import quietly
@@ -92,7 +94,8 @@ def fit(
         quiet: print nothing to standard output.
 
     Raises:
-        UserError: a mistake, in one line; or the run ran out of memory.
+        UserError: a mistake, in one line; or the run ran out of memory; or torchrun or srun started this process (there,
+            ``python -m holotrain fit`` trains; here, ``trainer=ddp`` starts the other processes).
         KeyboardInterrupt: Ctrl-C stopped the training, after a checkpoint was saved.
     """
     config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
@@ -158,6 +161,24 @@ def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool 
         UserError: a mistake, in one line.
     """
     return _run("predict", config, {}, (), folder, quiet)[1].folder / PREDICTIONS
+
+
+def generate(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> list[str]:
+    """Continues texts with a causal language model, as ``holotrain generate`` does.
+
+    Args:
+        config: ``compose("generate", ["ckpt_path=...", "prompt=..."])``; its ``seed`` decides the samples.
+        folder, quiet: see :func:`fit`.
+
+    Returns:
+        What follows each prompt, in their order, without the prompt.
+
+    Raises:
+        UserError: a mistake, in one line.
+    """
+    _, run = _run("generate", config, {}, (), folder, quiet)
+    lines = (run.folder / GENERATIONS).read_text(encoding="utf-8").split("\n")  # a text may hold other line separators
+    return [json.loads(line)["text"] for line in lines if line]
 
 
 def export(config: ExportConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:

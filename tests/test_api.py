@@ -265,6 +265,7 @@ def test_under_a_launcher(here, monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     assert "with torchrun or srun use python -m holotrain fit" in refusal(holotrain.fit, overrides=SMALL)
+    assert not any(here.iterdir())
 
 
 # What a training leaves
@@ -316,6 +317,19 @@ def test_validate_test_predict_and_export(here, run):
     assert predictions.read_text().startswith("image,class,probability")
     exported = holotrain.export(holotrain.compose("export", [checkpoint]), quiet=True)
     assert same(holotrain.load(exported), holotrain.load(run / "checkpoints/last.ckpt"))
+
+
+def test_generate_returns_what_follows_each_prompt(here):
+    (here / "mine.txt").write_text("".join(f"{number} sheep jumped over the fence\n" for number in range(500)))
+    words = ["task=causal_lm", "data=text_files", "data.files=mine.txt", "data.unit=line", "data.context=32"]
+    fit_in(here, *SMALL, *words, "data.batch_size=4", "logger=none", "test=false", "hydra.run.dir=gpt")
+    words = ["ckpt_path=gpt", "max_tokens=8", "trainer.accelerator=cpu"]
+    config = holotrain.compose("generate", [*words, "prompt=7 sheep"])
+    (text,) = holotrain.generate(config, folder="one", quiet=True)
+    run_in(here, "generate", *words, "prompt=7 sheep", "hydra.run.dir=other")
+    assert text and (here / "one/generations.jsonl").read_bytes() == (here / "other/generations.jsonl").read_bytes()
+    (here / "prompts.txt").write_text("to\nor not\n")
+    assert len(holotrain.generate(holotrain.compose("generate", [*words, "prompts=prompts.txt"]), quiet=True)) == 2
 
 
 # Plans
