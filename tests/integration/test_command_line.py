@@ -317,6 +317,25 @@ def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
     assert not list(Path(".").glob("runs/fit/20*"))  # a run that did not begin leaves no folder
 
 
+def test_an_option_needs_only_its_line_in_the_signature(holotrain):
+    """Help, checks, checkpoints and the commands that start from one know it by the signature of the model."""
+    assert "model.layer_scale=null" in " ".join(holotrain("fit", "--help")[1].split())
+    for words, expected in [
+        ("model.layer_scale=-1", "model.layer_scale: must be at least 0, not -1"),
+        ("model.layer_scale=small", "model.layer_scale: 'small' is not a number or null"),
+        ("model.layer_scal=1", "Did you mean 'layer_scale'?"),
+    ]:
+        status, _, err = holotrain("fit", words)
+        assert status == 2 and expected in err
+    assert holotrain("fit", *SMALL, "model.layer_scale=0.5", "test=false", "hydra.run.dir=run")[0] == 0
+    kept = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    assert kept["holotrain"]["config"]["model"]["layer_scale"] == 0.5
+    assert "model.blocks.blocks.1.g.scale.weight" in kept["state_dict"]
+    assert holotrain("test", "ckpt_path=run")[0] == 0
+    status, _, err = holotrain("test", "ckpt_path=run", "model.layer_scale=null")
+    assert status == 2 and "holds another model" in err
+
+
 def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
     folder, checkpoint = trained
     truncated = Path("truncated.ckpt")
