@@ -296,7 +296,7 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
     objects = {group: thing for group, thing in objects.items() if thing is not None}
     for group, thing in objects.items():
         if not isinstance(thing, OBJECTS[group]):
-            raise UserError(f"{group}: a {type(thing).__name__} is no {OBJECTS[group].__name__}")
+            raise UserError(f"{group}: expected a {OBJECTS[group].__name__}, got {type(thing).__name__}")
     if isinstance(objects.get("model"), pl.LightningModule):
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():

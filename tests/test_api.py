@@ -247,8 +247,8 @@ def test_a_task_with_its_model(here):
 @pytest.mark.parametrize(
     ("objects", "words", "expected"),
     [
-        ({"model": 3}, [], "model: a int is no Module"),
-        ({"data": [1]}, [], "data: a list is no LightningDataModule"),
+        ({"model": 3}, [], "model: expected a Module, got int"),
+        ({"data": [1]}, [], "data: expected a LightningDataModule, got list"),
         ({"model": Net(), "task": Alone()}, [], "task: it has its own model; give model= or task=, not both"),
         ({"model": Alone()}, ["optimizer.lr=1"], "optimizer.lr=1: the given task takes no optimizer"),
         ({"model": Net()}, ["model.depth=3"], "model.depth: there is no 'depth' in model"),

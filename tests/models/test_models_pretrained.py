@@ -270,7 +270,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
         ("model.safetensors.index.json", "is not an index of weights"),
         ("cut.safetensors", "not a readable safetensors file"),
         ("program.bin", "or holds more than tensors"),
-        ("empty.pt", "holds no weights by name"),
+        ("empty.pt", "is not a mapping from names to weights"),
         ("folder", "holds none of model.safetensors"),
     ):
         with pytest.raises(ValueError, match=words):
