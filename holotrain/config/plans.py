@@ -25,6 +25,9 @@ from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memor
 from holotrain.sizes import parse_bytes
 from holotrain.tasks.modules import model_of, optimizer_of, training_loss
 
+NO_OPTION = "batch"
+"""What the size of batches is called if the data module has no option for it."""
+
 
 def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> Planner:
     """The planner of a configuration and of variants of it.
@@ -35,7 +38,8 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     """
     option, size = config.batch_option
     unit, first = batch_unit(data), first_batch(data)
-    size = size or samples_in(first)
+    if size is None:
+        option, size = NO_OPTION, samples_in(first)
     backward, (schedules, own) = config.backward, _schedules(config, data)
     return Planner(
         partial(_task, config, data),

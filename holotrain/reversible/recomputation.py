@@ -176,7 +176,7 @@ class Branch:
         _verified.add(self.module)
         if any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
-                f"a tensor that {name} reads, and that is none of its parameters, was modified by an inplace operation between "
+                f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "
                 "the forward and its recomputation in the backward"
             )
         return tree_map_only(Tensor, Tensor.detach, update), saved
