@@ -89,6 +89,8 @@ PRINTED = re.compile(r"```\s+It prints (\d.*)")
 def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     threads, page = torch.get_num_threads(), (ROOT / readme).read_text()
+    if '"my_gpt2"' in page:
+        write_a_gpt2(tmp_path / "my_gpt2")
     namespace = {"__name__": "__main__"}
     try:
         for block in blocks(ROOT / readme, "python"):
@@ -100,6 +102,13 @@ def test_python_blocks_run_one_after_another(readme, tmp_path, monkeypatch, caps
                 assert re.findall(r"\d+", said[1]) == re.findall(r"\d+", printed), printed
     finally:
         torch.set_num_threads(threads)
+
+
+def write_a_gpt2(folder: Path) -> None:
+    """What the READMEs call ``my_gpt2``, in Hugging Face's format."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 2, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
 
 
 # The command line
