@@ -30,7 +30,7 @@ from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import from_here
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.register import register
-from holotrain.config.schema import WORD_COMMANDS
+from holotrain.config.schema.commands import WORD_COMMANDS
 from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place, found

@@ -3,9 +3,9 @@
 import lightning.pytorch as pl
 
 from holotrain.config.plans import budget_of, planner_of
-from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN
 from holotrain.config.schema.classes import reversible, takes
+from holotrain.config.schema.run import RunConfig
 from holotrain.planning import ALLOCATORS, Plan, make_plan
 
 

@@ -14,8 +14,8 @@ from holotrain.config import checkpointed
 from holotrain.config.build import class_names
 from holotrain.config.build_optimization import synthesis_of
 from holotrain.config.given import GIVEN
-from holotrain.config.schema import RunConfig
 from holotrain.config.schema.classes import TEXT, is_a
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.adapters import add_adapters

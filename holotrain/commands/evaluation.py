@@ -23,7 +23,7 @@ from holotrain.config.build_loggers import build_loggers
 from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.tasks import Task
 from holotrain.tasks.modules import model_of

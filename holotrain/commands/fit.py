@@ -39,7 +39,7 @@ from holotrain.config.checkpointed import container
 from holotrain.config.devices import check_training_device, device_kind, device_name
 from holotrain.config.direction import MODES
 from holotrain.config.plans import smallest_batch
-from holotrain.config.schema import FitConfig
+from holotrain.config.schema.commands import FitConfig
 from holotrain.errors import UserError
 from holotrain.tasks.modules import model_of, monitored_by
 

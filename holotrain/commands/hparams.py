@@ -13,7 +13,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from holotrain.commands.run import Run
 from holotrain.config import checkpointed
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""

@@ -26,7 +26,7 @@ from holotrain.commands.screen import console
 from holotrain.commands.summary import ended
 from holotrain.config import checkpointed
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.ranks.launch import launched, threads_each
 from holotrain.ranks.place import Place

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from holotrain.checks import did_you_mean
-from holotrain.config.schema import COMMANDS, WORD_COMMANDS
+from holotrain.config.schema.commands import COMMANDS, WORD_COMMANDS
 from holotrain.errors import UserError
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.

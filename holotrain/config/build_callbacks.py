@@ -25,9 +25,9 @@ from holotrain.config.build_optimization import synthesis_of
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import device_name
 from holotrain.config.folders import LAST_CHECKPOINT
-from holotrain.config.schema import NAMED, RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.classes import is_a, takes
+from holotrain.config.schema.run import NAMED, RunConfig
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from holotrain.config.chosen import Chosen
-from holotrain.config.schema import NAMED
+from holotrain.config.schema.run import NAMED
 from holotrain.config.signatures import signature
 from holotrain.errors import UserError
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device, device_kind
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from holotrain.checks import described_by
 from holotrain.config.arguments import Arguments, literal
-from holotrain.config.chosen import Chosen, defaults, named_defaults
+from holotrain.config.chosen import Chosen, checked_values, chosen, defaults, named_defaults
 from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
 from holotrain.config.given import GIVEN
 from holotrain.config.register import options
-from holotrain.config.schema import COMMANDS, GROUPS, NAMED, OPEN, RunConfig
+from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.classes import CLASSIFIER, IMAGES, TEXT, default_backward, is_a, takes
-from holotrain.config.schema.run import OF_THE_TASK
+from holotrain.config.schema.commands import COMMANDS, options_of
+from holotrain.config.schema.run import GROUPS, NAMED, OF_THE_TASK, OPEN, RunConfig
 from holotrain.config.schema.trainer import PROCESSES
+from holotrain.config.signatures import defaults_of
 from holotrain.config.trust import require_trusted
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, targets
@@ -240,7 +240,7 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         _check_choices(kept["choices"])
         _check_description(kept["description"], config)
         _check_state(checkpoint)
-    except (UserError, ValueError, OmegaConfBaseException) as error:
+    except (UserError, ValueError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {said}") from error
     return checkpoint | {KEY: kept | {"config": config}}
@@ -254,29 +254,15 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"there is no option {unknown[0]!r}")
     config = typed("fit", {key: value for key, value in plain.items() if key in _kept_keys()})
-    _check_values(config, "config")
     kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
+    if not _is_plain(kept):
+        raise ValueError("its configuration holds more than values, lists and mappings")
     for group, fixed in NOT_FROM_FILES.items():
         chosen = getattr(config, group)
         options = OPEN[group].options(chosen.target)
         known = {name: options[name].default for name in chosen.arguments.keys() & fixed if name in options}
         kept[group] |= {name: default if fixed[name] is None else fixed[name] for name, default in known.items()}
     return kept
-
-
-def _check_values(node: Any, where: str) -> None:
-    """Options whose type is open hold scalars or lists of scalars; arguments of any class may be nested."""
-    if isinstance(node, Chosen):
-        if not _is_plain(node.arguments):
-            raise ValueError(f"{where} holds more than values, lists and mappings")
-    elif isinstance(node, dict) and all(isinstance(value, Chosen) for value in node.values()):
-        for name, value in node.items():
-            _check_values(value, f"{where}.{name}")
-    elif is_dataclass(node):
-        for name, value in vars(node).items():
-            _check_values(value, f"{where}.{name}")
-    elif not _is_scalar(node) and not (isinstance(node, list) and all(map(_is_scalar, node))):
-        raise ValueError(f"{where} is {type(node).__name__}, not a value or a list of values")
 
 
 def _is_plain(value: Any) -> bool:
@@ -344,40 +330,49 @@ def _check_state(checkpoint: dict[str, Any]) -> None:
 
 
 def typed(command: str, plain: dict[str, Any]) -> RunConfig:
-    """Checks a configuration against the schemas and returns it as dataclasses.
+    """Checks a configuration and returns it as dataclasses.
+
+    Args:
+        plain: resolved, in plain containers.
 
     Raises:
-        UserError: a value out of range, or a combination that cannot be.
-        OmegaConfBaseException: an unknown key, a value of another type, a value that is missing.
+        UserError: an unknown option, a value of another type or out of range, or a combination that cannot be.
     """
-    return OmegaConf.to_object(completed(command, _literally(plain)))
+    values = completed(command, plain)
+    for group, filled in OPEN.items():
+        values[group] = values[group] and chosen(group, values[group], filled)
+    for group, filled in NAMED.items():
+        values[group] = {name: chosen(f"{group}.{name}", each, filled) for name, each in values[group].items()}
+    values["backward"] = BackwardConfig(**checked_values("backward", options_of(BackwardConfig), values["backward"]))
+    return COMMANDS[command](**checked_values("", options_of(COMMANDS[command]), values))
 
 
-def completed(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()) -> DictConfig:
-    """A configuration with the defaults of all options that it does not mention. Checks names and types, but no values.
+def completed(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """A configuration with the defaults of all options that it does not mention. Checks no values.
 
     Args:
         overrides: what a command line gives, which must not be in vain.
 
     Raises:
-        UserError, OmegaConfBaseException: see :func:`typed`.
+        UserError: a class that there is not, or a group that the task does not take.
     """
-    root = OmegaConf.structured(COMMANDS[command])
-    plain = dict(plain)
+    found = defaults_of(options_of(COMMANDS[command])) | plain
     for group, filled in OPEN.items():
-        given = plain.get(group) or None
-        if group in OF_THE_TASK and not takes(root.task[TARGET], group):
+        given, task = plain.get(group) or None, found["task"]
+        if group in OF_THE_TASK and not takes(task[TARGET], group):
             if in_vain := [word for word in overrides if re.match(rf"[+~]?{group}[.=]", word)]:
-                named = root.task[TARGET]
-                raise UserError(f"{in_vain[0]}: {'the given task' if named == GIVEN else named} takes no {group}")
+                named = "the given task" if task[TARGET] == GIVEN else task[TARGET]
+                raise UserError(f"{in_vain[0]}: {named} takes no {group}")
             given = None
         elif given or group != "synthesis":
             given = defaults(group, given or {}, filled)
-        root[group] = given
-        plain[group] = given
-    plain |= {group: named_defaults(group, plain.get(group) or {}, filled) for group, filled in NAMED.items()}
-    root.backward.kind = default_backward((plain["model"] or {}).get(TARGET))
-    return OmegaConf.merge(root, plain)
+        found[group] = given
+    found |= {group: named_defaults(group, plain.get(group) or {}, filled) for group, filled in NAMED.items()}
+    if not isinstance(given := plain.get("backward") or {}, dict):
+        raise UserError(f"backward: {given!r} is not a mapping")
+    usual = {"kind": default_backward((found["model"] or {}).get(TARGET))}
+    found["backward"] = defaults_of(options_of(BackwardConfig)) | usual | given
+    return found
 
 
 def _literally(node: Any) -> Any:

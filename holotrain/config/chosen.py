@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holotrain.checks import did_you_mean
-from holotrain.config.signatures import REQUIRED, UNKNOWN, Option, checked, signature
+from holotrain.config.signatures import REQUIRED, Option, checked, defaults_of, signature
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, called, made
 
@@ -123,8 +123,8 @@ def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any
         options = filled.options(target)
     except ValueError as error:
         raise UserError(f"{group}.{TARGET}: {error}") from error
-    told = {name: option.default for name, option in options.items() if name not in filled.known}
-    return {TARGET: target, **{name: value for name, value in told.items() if value not in (REQUIRED, UNKNOWN)}, **plain}
+    told = {name: value for name, value in defaults_of(options).items() if name not in filled.known}
+    return {TARGET: target, **told, **plain}
 
 
 def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -148,6 +148,23 @@ def _named_in(given: set[str], where: str, plain: dict[str, Any]) -> dict[str, A
     return {name: value for name, value in plain.items() if any(f"{key}.".startswith(f"{where}.{name}.") for key in given)}
 
 
+def checked_values(group: str, options: dict[str, Option], plain: dict[str, Any]) -> dict[str, Any]:
+    """The values of a group, or with ``group=""`` of the options outside of groups, as their types take them.
+
+    Raises:
+        UserError: an unknown option, or a value of another type.
+    """
+    found = {}
+    for name, value in plain.items():
+        key = f"{group}.{name}" if group else str(name)
+        if name not in options:
+            where = f"in {group}" if group else "among the options"
+            raise UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(str(name), options)}")
+        as_default = value == options[name].default  # which its annotation need not allow
+        found[name] = value if as_default else checked(key, options[name].type, value)
+    return found
+
+
 def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
     """Checks the options of a group against the signature of its target.
 
@@ -158,15 +175,9 @@ def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
         UserError: an unknown option, a value of another type, or a value that is missing.
     """
     target, options = plain[TARGET], filled.options(plain[TARGET])
-    arguments = {}
-    for name, value in plain.items():
-        if name in options:
-            as_default = value == options[name].default  # which its annotation need not allow
-            arguments[name] = value if as_default else checked(f"{group}.{name}", options[name].type, value)
-        elif name != TARGET:
-            if not filled.takes(target, name):
-                raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, options)}")
-            arguments[name] = value
+    given = {name: value for name, value in plain.items() if name != TARGET}
+    others = {name: value for name, value in given.items() if name not in options and filled.takes(target, name)}
+    arguments = others | checked_values(group, options, {name: given[name] for name in given if name not in others})
     for name, option in options.items():
         if option.default is REQUIRED and name not in arguments and name not in filled.known:
             raise UserError(f"{group}.{name}: a value is needed; give {group}.{name}=...")

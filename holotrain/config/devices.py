@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from holotrain.config.chosen import Chosen
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 
 

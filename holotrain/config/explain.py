@@ -17,8 +17,6 @@ CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
 """The extra that installs each plugin of Hydra, by the plugin's name."""
 
-NOUNS = {"Float": "a number", "Integer": "a whole number", "Boolean": "true or false"}
-
 
 def explained(error: Exception, arguments: Arguments) -> UserError:
     """Turns one of ``CONFIGURATION_ERRORS``, raised while composing ``arguments``, into a UserError."""
@@ -34,13 +32,7 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     unknown = re.search(r"Could not (?:override|append to config|append|delete from config\.) '?([\w./@-]+)'?", str(error))
     if unknown:
         return _unknown_key(unknown[1], arguments)
-    not_in_schema = re.search(r"Key '(\w+)' not in '\w+'", str(cause))
-    key = getattr(cause, "full_key", None) or ""
-    if not_in_schema:
-        return _unknown_key(key or not_in_schema[1], arguments)
-    text = _first_line(cause)
-    if unconverted := re.match(r"Value (.*) of type .* could not be converted to (\w+)", text):
-        text = f"{unconverted[1]} is not {NOUNS.get(unconverted[2], unconverted[2])}"
+    key, text = getattr(cause, "full_key", None) or "", _first_line(cause)
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
@@ -70,7 +62,7 @@ def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
     try:
         config = composed(arguments.primary, [word for word in choices if word.partition("=")[0] != key], arguments.config_dir)
-        config = completed(arguments.command, OmegaConf.to_container(config))
+        config = OmegaConf.create(completed(arguments.command, OmegaConf.to_container(config)))
     except (*CONFIGURATION_ERRORS, UserError):
         return []
     node = OmegaConf.select(config, parent) if parent else config

@@ -1,9 +1,5 @@
 """``holotrain --help`` and ``holotrain COMMAND --help``, built from the schemas and the configuration folder."""
 
-import ast
-import dataclasses
-import inspect
-import itertools
 import json
 import textwrap
 from collections.abc import Iterator
@@ -13,7 +9,9 @@ from omegaconf import OmegaConf
 from holotrain.config.arguments import Arguments
 from holotrain.config.checkpointed import completed
 from holotrain.config.composition import composed, option_names
-from holotrain.config.schema import COMMANDS, NAMED, OPEN, WORD_COMMANDS
+from holotrain.config.schema.backward import BackwardConfig
+from holotrain.config.schema.commands import COMMANDS, WORD_COMMANDS, options_of
+from holotrain.config.schema.run import NAMED, OPEN
 from holotrain.config.signatures import Option, signature
 from holotrain.targets import TARGET
 
@@ -56,7 +54,7 @@ def command_help(arguments: Arguments) -> str:
         lines += textwrap.wrap(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
     lines += ["", "Options:"]
     config = completed(arguments.command, OmegaConf.to_container(config))
-    for key, value, meaning in _options(COMMANDS[arguments.command], OmegaConf.to_container(config), ""):
+    for key, value, meaning in _options(arguments.command, config):
         lines.append(f"  {f'{key}={value}':<45} {meaning}".rstrip())
     return "\n".join([*lines, "", FLAGS])
 
@@ -64,40 +62,35 @@ def command_help(arguments: Arguments) -> str:
 def word_command_help(command: str) -> str:
     """The help of a command in ``WORD_COMMANDS``."""
     schema = WORD_COMMANDS[command]
-    meanings = _meanings(schema)
-    given, *options = dataclasses.fields(schema)
-    word = given.metadata["word"]
-    usage = [f"holotrain {command} {word}{'' if given.type is str else '...'}", *(f"[{option.name}=...]" for option in options)]
+    (first, given), *options = options_of(schema).items()
+    word = schema.__dataclass_fields__[first].metadata["word"]
+    usage = [f"holotrain {command} {word}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
     return "\n".join(
         [
             f"holotrain {command}: {schema.__doc__}",
             "",
             f"Usage: {' '.join(usage)}",
             "",
-            f"  {word:<45} {meanings[given.name]}",
-            *(f"  {f'{option.name}={option.default}':<45} {meanings[option.name]}" for option in options),
+            f"  {word:<45} {given.meaning}",
+            *(f"  {f'{name}={option.default}':<45} {option.meaning}" for name, option in options),
         ]
     )
 
 
-def _options(schema: type, values: dict, prefix: str) -> Iterator[tuple[str, str, str]]:
-    meanings = _meanings(schema)
-    for name, value in values.items():
-        if name in ("kind", TARGET) and prefix:
-            continue
-        key = f"{prefix}{name}"
-        if name in OPEN and value is None:
-            continue
+def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
+    for name, option in options_of(COMMANDS[command]).items():
+        value = values[name]
         if name in NAMED:
             for member, given in value.items():
-                yield f"{key}.{member}.{TARGET}", given[TARGET], signature(given[TARGET]).meaning.replace("``", "").rstrip(".")
-                yield from _arguments(f"{key}.{member}", given, NAMED[name].options(given[TARGET]))
+                yield f"{name}.{member}.{TARGET}", given[TARGET], signature(given[TARGET]).meaning.replace("``", "").rstrip(".")
+                yield from _arguments(f"{name}.{member}", given, NAMED[name].options(given[TARGET]))
         elif name in OPEN:
-            yield from _arguments(key, value, OPEN[name].options(value[TARGET]))
-        elif isinstance(value, dict):
-            yield from _options(schema.__dataclass_fields__[name].type, value, f"{key}.")
+            yield from _arguments(name, value, OPEN[name].options(value[TARGET])) if value else ()
+        elif name == "backward":
+            del value["kind"]  # which names the option of the group
+            yield from _arguments(name, value, options_of(BackwardConfig))
         else:
-            yield key, _shown(value), meanings.get(name, "")
+            yield name, _shown(value), option.meaning
 
 
 def _arguments(key: str, given: dict, described: dict[str, Option]) -> Iterator[tuple[str, str, str]]:
@@ -113,14 +106,3 @@ def _first_sentence(options: dict[str, Option], name: str) -> str:
 
 def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-
-
-def _meanings(schema: type) -> dict[str, str]:
-    """The string below each field of a dataclass and its base classes."""
-    found: dict[str, str] = {}
-    for base in reversed(schema.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                found[field.target.id] = below.value.value
-    return found

@@ -7,7 +7,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config.direction import recommended
 from holotrain.config.folders import run_folder, sweep_folder
-from holotrain.config.schema import COMMANDS, GROUPS
+from holotrain.config.schema.commands import COMMANDS, options_of
+from holotrain.config.schema.run import GROUPS
+from holotrain.config.signatures import defaults_of
 
 
 def register(resume: bool = False) -> None:
@@ -30,6 +32,6 @@ def options(command: str, parts: list[Any]) -> DictConfig:
     Args:
         parts: the defaults list.
     """
-    own = OmegaConf.to_container(OmegaConf.structured(COMMANDS[command]))
+    own = defaults_of(options_of(COMMANDS[command]))
     groups = {group: DictConfig({}, flags={"struct": False}) for group in GROUPS}
     return DictConfig(own | groups | {"defaults": parts, "hydra": {"job": {"name": command}}})

@@ -48,6 +48,11 @@ class Option:
     meaning: str
 
 
+def defaults_of(options: dict[str, Option]) -> dict[str, Any]:
+    """The defaults of those options that have one."""
+    return {name: option.default for name, option in options.items() if option.default not in (REQUIRED, UNKNOWN)}
+
+
 @dataclass(frozen=True)
 class Signature:
     """The options of a class or function.
@@ -87,6 +92,8 @@ def signature(target: str) -> Signature:
     for each in lineage:
         made = each.members.get("__init__")
         if not isinstance(made, griffe.Function):
+            if any(str(decorator.value).startswith("dataclass") for decorator in each.decorators):
+                options = _fields(each) | options
             continue
         own, others = _parameters(made, made.docstring, each.docstring)
         options = {**options, **{name: option for name, option in own.items() if name not in options}}
@@ -124,6 +131,19 @@ def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None)
                 parameter.name, annotation, _literal(parameter.default), meanings.get(parameter.name, "")
             )
     return options, others
+
+
+def _fields(cls: griffe.Class) -> dict[str, Option]:
+    """The fields of a dataclass; the string below a field is its meaning."""
+    return {
+        name: Option(name, str(field.annotation), _literal(field.value), _on_one_line(field.docstring))
+        for name, field in cls.members.items()
+        if "instance-attribute" in field.labels and field.annotation is not None  # which a ClassVar is not
+    }
+
+
+def _on_one_line(docstring: griffe.Docstring | None) -> str:
+    return " ".join(docstring.value.split()) if docstring else ""
 
 
 def _literal(default: str | griffe.Expr | None) -> Any:

@@ -17,7 +17,7 @@ from holotrain.config.composition import composed, member_names, own_hydra, requ
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import checkpoint_path, run_folder
 from holotrain.config.register import register
-from holotrain.config.schema import NAMED, RunConfig
+from holotrain.config.schema.run import NAMED, RunConfig
 from holotrain.errors import UserError
 from holotrain.targets import TARGET
 
@@ -42,12 +42,12 @@ class Start:
             self.arguments.primary = checkpointed.primary(self.arguments, self.origin)
 
     def completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
-        """What Hydra composed, with the defaults of all options. Checks names and types, but no values."""
+        """What Hydra composed, with the defaults of all options. Checks no values."""
         plain = with_own_options(OmegaConf.to_container(config), overrides)
         self._check_left_out(plain)
         if self.origin is not None:
             plain = checkpointed.without_leftovers(plain, self.origin, overrides)
-        return checkpointed.completed(self.arguments.command, plain, overrides)
+        return OmegaConf.create(checkpointed.completed(self.arguments.command, plain, overrides))
 
     def _check_left_out(self, plain: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
@@ -65,9 +65,10 @@ class Start:
             UserError: a mistake in the configuration.
         """
         try:
-            config = OmegaConf.to_object(self.completed(config, overrides))
+            plain = OmegaConf.to_container(self.completed(config, overrides), resolve=True, throw_on_missing=True)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error
+        config = checkpointed.typed(self.arguments.command, plain)
         if config.ckpt_path is not None:
             config.ckpt_path = str(checkpoint_path(config.ckpt_path, self.arguments.command, config.output_dir))
         return config

@@ -24,8 +24,8 @@ from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder, option_names
 from holotrain.config.devices import check_device, check_training_device
 from holotrain.config.register import register
-from holotrain.config.schema import COMMANDS
 from holotrain.config.schema.classes import SEQUENCE_CLASSIFIER, is_a
+from holotrain.config.schema.commands import COMMANDS
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
 from holotrain.synthesis import Recipe
@@ -165,10 +165,10 @@ def test_options_reach_what_they_describe():
         (["trainer.limit_train_batches=1.5"], "1.5 is not valid; give a whole number of batches or a fraction"),
         (["trainer.val_check_interval=often"], "'often' is not valid; give a whole number"),
         (["model=vit_tiny", "backward=reversible"], "not reversible; use backward=autograd"),
-        (["backward=pareprop", "backward.store=-1"], "backward.store: -1 is not valid"),
+        (["backward=pareprop", "backward.store=-1"], "backward.store: -1 is out of range; it must be at least 0"),
         (["backward=autograd", "backward.store=2"], "backward=autograd already stores every block"),
         (["backward=checkpoint", "backward.keep=[attention]"], "backward.keep: not supported by backward=checkpoint"),
-        (["backward.exact=some"], "backward.exact: 'some' is not valid"),
+        (["backward.exact=some"], "backward.exact: 'some' is not true or false or a whole number"),
         (["model=vit_tiny", "backward.exact=true"], "backward.exact: ViT is not reversible"),
         (["backward.cuda_graph=true", "trainer.accumulate_grad_batches=2"], "accumulate_grad_batches=1"),
         (["backward.cuda_graph=true", "trainer.precision=16-mixed"], "use trainer.precision=bf16-mixed"),

@@ -1,10 +1,12 @@
 """The options of each command."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from holotrain.checks import at_least, one_of, within
+from holotrain.checks import at_least, within
 from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, MASKED_LM, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
+from holotrain.config.signatures import Option, signature
 from holotrain.errors import UserError
 
 
@@ -28,13 +30,8 @@ class FitConfig(RunConfig):
     test: bool = True
     """test the best checkpoint after training"""
 
-    profiler: str | None = None
+    profiler: Literal["simple", "advanced", "trace"] | None = None
     """simple or advanced: write fit-profile.txt; trace: write trace.json (for ui.perfetto.dev) and a memory plot; null: off"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.profiler is not None:
-            one_of("profiler", self.profiler, ("simple", "advanced", "trace"))
 
 
 @dataclass
@@ -132,7 +129,7 @@ class ExportConfig(RunConfig):
     to: str | None = None
     """folder to write; null: export in the run's folder"""
 
-    format: str = "safetensors"
+    format: Literal["safetensors", "program", "onnx"] = "safetensors"
     """safetensors; for image classifiers also program (torch.export) or onnx, written in addition"""
 
     int8: bool = False
@@ -142,7 +139,6 @@ class ExportConfig(RunConfig):
         super().__post_init__()
         _require_checkpoint("export", self.ckpt_path)
         _require_one_process("export", self)
-        one_of("format", self.format, ("safetensors", "program", "onnx"))
         if self.format != "safetensors" and is_a(self.data, TEXT):
             raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
         if self.format != "safetensors" and self.int8:
@@ -153,7 +149,7 @@ class ExportConfig(RunConfig):
 class PlanConfig(RunConfig):
     """Predict peak memory, the largest batch and depth that fit, and the speed on several devices."""
 
-    device: str = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda or cpu; auto: cpu with trainer.accelerator=cpu, else cuda, even if this machine has no GPU"""
 
     json: str | None = None
@@ -170,7 +166,6 @@ class PlanConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("device", self.device, ("auto", "cuda", "cpu"))
         if self.trainer.strategy in ("fsdp", "tp"):
             raise UserError(
                 f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default, and devices=8 to plan for 8"
@@ -215,6 +210,12 @@ COMMANDS: dict[str, type[RunConfig]] = {
     "plan": PlanConfig,
 }
 """The configuration of each command that Hydra composes."""
+
+
+def options_of(schema: type) -> dict[str, Option]:
+    """The options of one of these dataclasses."""
+    return signature(f"{schema.__module__}.{schema.__qualname__}").options
+
 
 WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
 """Commands that take words instead of a composed configuration. The first field of each gets the words, one or a list."""

@@ -1,12 +1,11 @@
 """The options of every command, and the checks across groups."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
-
 from holotrain.checks import described_by, within
-from holotrain.config.chosen import Chosen, Filled, chosen
+from holotrain.config.chosen import Chosen, Filled
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig
 from holotrain.config.schema.classes import (
     CAUSAL_LM,
@@ -50,33 +49,26 @@ NAMED = {
 }
 """The groups that are mappings from a name to a class or function, in the same way."""
 
+GROUPS = (*OPEN, *NAMED, "backward")
+
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 """The base class of callbacks that average the weights."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunConfig:
     """The options of every command."""
 
-    task: Any = MISSING
-
-    data: Any = MISSING
-
-    model: Any = MISSING
-
-    backward: BackwardConfig = field(default_factory=BackwardConfig)
-
-    synthesis: Any = MISSING
-
-    optimizer: Any = MISSING
-
-    scheduler: Any = MISSING
-
-    callbacks: Any = field(default_factory=dict)
-
-    trainer: Any = MISSING
-
-    logger: Any = field(default_factory=dict)
+    task: Chosen
+    data: Chosen
+    model: Chosen | None
+    backward: BackwardConfig
+    synthesis: Chosen | None
+    optimizer: Chosen | None
+    scheduler: Chosen | None
+    callbacks: dict[str, Chosen]
+    trainer: Chosen
+    logger: dict[str, Chosen]
 
     seed: int = 0
     """random seed of weights, batches, augmentation and dropout"""
@@ -93,7 +85,7 @@ class RunConfig:
     ckpt_path: str | None = None
     """checkpoint to start from, with its configuration, which overrides change: a file, the folder of a run, best or last"""
 
-    trust: Any = None
+    trust: str | Sequence[str] | None = None
     """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
 
     # Not options, but how they came about; `compose` sets them, and a configuration made in another way does without.
@@ -102,13 +94,6 @@ class RunConfig:
     folder: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for group, filled in OPEN.items():
-            if isinstance(getattr(self, group), dict):
-                setattr(self, group, chosen(group, getattr(self, group), filled))
-        for group, filled in NAMED.items():
-            members = getattr(self, group)
-            given = {name: each for name, each in members.items() if not isinstance(each, Chosen)}
-            setattr(self, group, members | {name: chosen(f"{group}.{name}", each, filled) for name, each in given.items()})
         check_trainer(self.trainer)
         if self.model is not None:
             check_beginning(self.model)
