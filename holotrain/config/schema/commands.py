@@ -10,14 +10,30 @@ from holotrain.config.signatures import Option, signature
 from holotrain.errors import UserError
 
 
-def _require_one_process(command: str, config: RunConfig) -> None:
-    if config.trainer.strategy != "single":
-        raise UserError(f"trainer={config.trainer.strategy}: {command} runs in one process; use trainer=default")
+class OfCheckpoint(RunConfig):
+    """The options of a command that needs a checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ckpt_path:
+            raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+
+    @property
+    def command(self) -> str:
+        return next(name for name, schema in COMMANDS.items() if schema is type(self))
 
 
-def _require_checkpoint(command: str, path: str | None) -> None:
-    if not path:
-        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+@dataclass
+class OfModel(OfCheckpoint):
+    """The options of a command that uses a trained model in one process."""
+
+    int8: bool = False
+    """quantize weights to 8 bits, one scale per row (torchao)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trainer.strategy != "single":
+            raise UserError(f"trainer={self.trainer.strategy}: {self.command} runs in one process; use trainer=default")
 
 
 @dataclass
@@ -34,26 +50,16 @@ class FitConfig(RunConfig):
     """simple or advanced: write fit-profile.txt; trace: write trace.json (for ui.perfetto.dev) and a memory plot; null: off"""
 
 
-@dataclass
-class ValidateConfig(RunConfig):
+class ValidateConfig(OfCheckpoint):
     """Evaluate a checkpoint on the validation set."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_checkpoint("validate", self.ckpt_path)
 
-
-@dataclass
-class TestConfig(RunConfig):
+class TestConfig(OfCheckpoint):
     """Evaluate a checkpoint on the test set."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_checkpoint("test", self.ckpt_path)
-
 
 @dataclass
-class PredictConfig(RunConfig):
+class PredictConfig(OfModel):
     """Classify images or texts, or score texts, with a checkpoint. Writes predictions.csv."""
 
     images: str | None = None
@@ -62,13 +68,8 @@ class PredictConfig(RunConfig):
     texts: str | None = None
     """text file or folder of text files to classify or (causal_lm) to score; null: the test set"""
 
-    int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao)"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_checkpoint("predict", self.ckpt_path)
-        _require_one_process("predict", self)
         if is_a(self.task, MASKED_LM):
             raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
         for name, of, other in (("images", TEXT, "texts"), ("texts", IMAGES, "images")):
@@ -77,7 +78,7 @@ class PredictConfig(RunConfig):
 
 
 @dataclass
-class GenerateConfig(RunConfig):
+class GenerateConfig(OfModel):
     """Continue a text with a causal_lm checkpoint."""
 
     prompt: str | None = None
@@ -101,13 +102,8 @@ class GenerateConfig(RunConfig):
     stream: bool = True
     """print the text of a single prompt while it is generated"""
 
-    int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao)"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_checkpoint("generate", self.ckpt_path)
-        _require_one_process("generate", self)
         if not is_a(self.task, CAUSAL_LM):
             raise UserError(f"generate: needs a checkpoint of causal_lm; this one is of {self.task.name}")
         if self.prompt is None and self.prompts is None:
@@ -123,7 +119,7 @@ class GenerateConfig(RunConfig):
 
 
 @dataclass
-class ExportConfig(RunConfig):
+class ExportConfig(OfModel):
     """Write a checkpoint's model as safetensors (for holotrain.load), torch.export program or ONNX."""
 
     to: str | None = None
@@ -132,13 +128,8 @@ class ExportConfig(RunConfig):
     format: Literal["safetensors", "program", "onnx"] = "safetensors"
     """safetensors; for image classifiers also program (torch.export) or onnx, written in addition"""
 
-    int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao)"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_checkpoint("export", self.ckpt_path)
-        _require_one_process("export", self)
         if self.format != "safetensors" and is_a(self.data, TEXT):
             raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
         if self.format != "safetensors" and self.int8:
