@@ -26,7 +26,7 @@ from holotrain.config.schema.classes import CLASSIFIER, IMAGES, TEXT, default_ba
 from holotrain.config.schema.commands import COMMANDS, options_of
 from holotrain.config.schema.run import GROUPS, NAMED, OF_THE_TASK, OPEN, RunConfig
 from holotrain.config.schema.trainer import PROCESSES
-from holotrain.config.signatures import defaults_of
+from holotrain.config.signatures import checked, defaults_of
 from holotrain.config.trust import require_trusted
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, targets
@@ -40,14 +40,25 @@ NEVER_KEPT = ("output_dir", "ckpt_path", "trust", "logger")
 LOCAL_LOGGERS = ("tensorboard", "csv", "none")
 """Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
 
-NOT_FROM_FILES = {
-    "data": {"cache_dir": None, "download": False},
-    "trainer": {"profiler": None, "plugins": None, "model_registry": None},
-}
-"""Options that decide what is written, and where, with the value that they have unless the command line sets them. None: the
-default of the schema."""
+COMMAND_LINE_ONLY = (
+    *("trust", "data.cache_dir", "data.download"),
+    *("trainer.profiler", "trainer.plugins", "trainer.model_registry"),
+)
+"""Options that decide what is run, what is written, and where: a file does not set them."""
 
-COMMAND_LINE_ONLY = ("trust", *(f"{group}.{name}" for group, fixed in NOT_FROM_FILES.items() for name in fixed))
+KEPT = [field.name for field in fields(RunConfig) if field.name not in NEVER_KEPT]
+
+DESCRIPTION = {
+    **{"target": "str", "arguments": "dict", "facts": "dict[str, int | float | str | None]"},
+    **{"tokenizer": "str", "statistics": "tuple[list[float], list[float]]", "class_names": "list[str]"},
+}
+"""The types of what a description may hold, as annotations."""
+
+STATE = {
+    **{"state_dict": "dict", "callbacks": "dict", "loops": "dict", "optimizer_states": "list", "lr_schedulers": "list"},
+    **{"epoch": "int", "global_step": "int", "pytorch-lightning_version": "str"},
+}
+"""Those of the parts of a checkpoint that this program and Lightning read by name."""
 
 
 def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
@@ -57,8 +68,7 @@ def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any
         choices: the option of each group; for display.
         description: the trained model, as ``holotrain.config.build.description`` returns it.
     """
-    kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
-    return {"config": kept, "choices": choices, "description": description}
+    return {"config": _kept(config), "choices": choices, "description": description}
 
 
 def container(config: RunConfig) -> dict[str, Any]:
@@ -70,6 +80,10 @@ def container(config: RunConfig) -> dict[str, Any]:
     for group in NAMED:
         found[group] = {name: each.plain() for name, each in found[group].items()}
     return found
+
+
+def _kept(config: RunConfig) -> dict[str, Any]:
+    return {key: value for key, value in container(config).items() if key in KEPT}
 
 
 @dataclass
@@ -165,10 +179,6 @@ def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]
     return result
 
 
-def _kept_keys() -> list[str]:
-    return [field.name for field in fields(RunConfig) if field.name not in NEVER_KEPT]
-
-
 def _checkpoint_path(arguments: Arguments) -> Path | None:
     if arguments.resume:
         from holotrain.ranks import shards
@@ -227,7 +237,7 @@ def _exported(folder: Path) -> dict[str, Any]:
 
 
 def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The checkpoint, with what it says of itself checked against the schemas.
+    """The checkpoint, with what it says of itself checked.
 
     Raises:
         UserError: a part is missing, unknown or of another type.
@@ -237,96 +247,66 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         raise UserError(f"ckpt_path: {path} is of an older holotrain, or damaged: it does not say what was trained")
     try:
         config = _checked_config(kept["config"])
-        _check_choices(kept["choices"])
-        _check_description(kept["description"], config)
-        _check_state(checkpoint)
+        for group, option in _typed_parts("its choices", kept["choices"], {}).items():
+            if not re.fullmatch(r"\w[\w-]*=[^=\n]+", f"{group}={option}"):
+                raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
+        description = _typed_parts("its parts", kept["description"], DESCRIPTION)
+        _check_description(description, config)
+        checkpoint = _typed_parts("its parts", checkpoint, STATE)
+        for name, weight in checkpoint.get("state_dict", {}).items():
+            if not isinstance(name, str) or not hasattr(weight, "shape"):
+                raise ValueError(f"{name!r} in state_dict is not a tensor")
+        if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
+            raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {said}") from error
-    return checkpoint | {KEY: kept | {"config": config}}
+    return checkpoint | {KEY: kept | {"config": config, "description": description}}
+
+
+def _typed_parts(what: str, parts: Any, kinds: dict[str, str]) -> dict[str, Any]:
+    """A mapping, with its values as these types take them."""
+    if not isinstance(parts, dict):
+        raise ValueError(f"{what} are not a mapping")
+    return parts | {key: checked(key, kind, parts[key]) for key, kind in kinds.items() if key in parts}
 
 
 def _checked_config(plain: Any) -> dict[str, Any]:
     """The configuration of a file in plain containers, less what a file must not decide."""
-    if not isinstance(plain, dict):
-        raise ValueError("its configuration is not a mapping")
-    unknown = [key for key in plain if key not in (*_kept_keys(), *NEVER_KEPT)]
-    if unknown:
-        raise ValueError(f"there is no option {unknown[0]!r}")
-    config = typed("fit", {key: value for key, value in plain.items() if key in _kept_keys()})
-    kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
+    for key in _typed_parts("its options", plain, {}):
+        if key not in (*KEPT, *NEVER_KEPT):
+            raise ValueError(f"there is no option {key!r}")
+    kept = _kept(typed("fit", {key: value for key, value in plain.items() if key in KEPT}))
     if not _is_plain(kept):
         raise ValueError("its configuration holds more than values, lists and mappings")
-    for group, fixed in NOT_FROM_FILES.items():
-        chosen = getattr(config, group)
-        options = OPEN[group].options(chosen.target)
-        known = {name: options[name].default for name in chosen.arguments.keys() & fixed if name in options}
-        kept[group] |= {name: default if fixed[name] is None else fixed[name] for name, default in known.items()}
+    for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
+        if kept.get(group, {}).pop(name, None) is not None and name == "download":
+            kept[group][name] = False  # which is not its default
     return kept
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else _is_scalar(value)
-
-
-def _is_scalar(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int | float)
 
 
-def _check_choices(choices: Any) -> None:
-    if not isinstance(choices, dict):
-        raise ValueError("its choices are not a mapping")
-    for group, option in choices.items():
-        words = isinstance(group, str) and isinstance(option, str)
-        if not words or not re.fullmatch(r"\w[\w-]*", group) or not re.fullmatch(r"[^=\n]+", option):
-            raise ValueError(f"{group!r}: {option!r} among its choices is not a group with its option")
-
-
-def _check_description(described: Any, config: dict[str, Any]) -> None:
-    def is_list(value: Any, kind: type) -> bool:
-        return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
-
-    if not isinstance(described, dict):
-        raise ValueError("its description is not a mapping")
-    trained = config["model"] or config["task"]
-    valid = {
-        "target": lambda value: value == trained[TARGET],  # which is trusted
-        "arguments": lambda value: isinstance(value, dict) and TARGET not in value and _is_plain(value),
-        "facts": lambda value: isinstance(value, dict) and all(map(_is_scalar, value.values())),
-        "tokenizer": lambda value: isinstance(value, str),
-        "statistics": lambda value: is_list(value, list) and len(value) == 2 and all(is_list(x, int | float) for x in value),
-        "class_names": lambda value: is_list(value, str),
-    }
-    data, task = config["data"][TARGET], config["task"][TARGET]
-    of_ours = {"tokenizer": is_a(data, TEXT), "statistics": is_a(data, IMAGES)}
-    of_ours["class_names"] = is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER)
-    needed = [key for key, is_needed in of_ours.items() if is_needed]
-    for key in dict.fromkeys(("target", "arguments", "facts", *needed, *described)):
-        if key not in valid or not valid[key](described.get(key)):
-            raise ValueError(f"{key!r} in its description is missing, unknown or of another type")
+def _check_description(described: dict[str, Any], config: dict[str, Any]) -> None:
+    trained, data, task = config["model"] or config["task"], config["data"][TARGET], config["task"][TARGET]
+    needed = {"tokenizer": is_a(data, TEXT), "statistics": is_a(data, IMAGES)}
+    needed["class_names"] = is_a(data, TEXT, IMAGES) and is_a(task, CLASSIFIER)
+    for key in ("target", "arguments", "facts", *(key for key, is_needed in needed.items() if is_needed)):
+        if key not in described:
+            raise ValueError(f"its description lacks {key!r}")
+    if unknown := [key for key in described if key not in DESCRIPTION]:
+        raise ValueError(f"{unknown[0]!r} in its description is unknown")
+    if described["target"] != trained[TARGET] or TARGET in described["arguments"] or not _is_plain(described["arguments"]):
+        raise ValueError("its description is of another model than its configuration")
     trusted = list(targets(trained))
     if unlike := [target for where, target in targets(described["arguments"]) if (where, target) not in trusted]:
         raise ValueError(f"its description names {unlike[0]!r}, and its configuration does not")
-
-
-def _check_state(checkpoint: dict[str, Any]) -> None:
-    """The parts that this program and Lightning read by name."""
-    kinds = {
-        **dict.fromkeys(("state_dict", "callbacks", "loops"), dict),
-        **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
-        **dict.fromkeys(("epoch", "global_step"), int),
-        "pytorch-lightning_version": str,
-    }
-    for key, kind in kinds.items():
-        if key in checkpoint and not isinstance(checkpoint[key], kind):
-            raise ValueError(f"{key} is {type(checkpoint[key]).__name__}, not {kind.__name__}")
-    for name, weight in checkpoint.get("state_dict", {}).items():
-        if not isinstance(name, str) or not hasattr(weight, "shape"):
-            raise ValueError(f"{name!r} in state_dict is not a tensor")
-    if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
-        raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
 
 
 def typed(command: str, plain: dict[str, Any]) -> RunConfig:

@@ -302,6 +302,8 @@ def _fitted(hint: Any, value: Any) -> list[Any]:
         return [float(value)] if number and not math.isnan(value) else []
     if kind in (str, Path):
         return [str(value)] if number or isinstance(value, str) else []
+    if kind is dict and isinstance(value, dict) and inner:
+        return [value] if all(_fitted(inner[0], key) and _fitted(inner[1], each) for key, each in value.items()) else []
     if kind not in (list, tuple):
         fits = kind is Any or (type(value) is kind if kind in (int, bool) else kind is not Never and isinstance(value, kind))
         return [value] if fits else []
