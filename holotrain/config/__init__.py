@@ -12,7 +12,7 @@ trust               which classes a checkpoint may name
 explain             Hydra's errors in one line
 help                --help
 build               builds data, models and tasks
-build_optimization  builds optimizers and schedules
+build_optimization  builds optimizers, schedules and syntheses
 build_trainer       builds trainers, callbacks and loggers
 build_callbacks     builds the callbacks of a run
 build_loggers       builds the loggers of a run

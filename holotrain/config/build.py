@@ -1,5 +1,6 @@
 """Builds data, model and task from a configuration."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.checks import described_by
-from holotrain.config.build_optimization import optimizer_of, scheduler_of, synthesis_of
-from holotrain.config.build_weights import prepare_weights
+from holotrain.config.build_optimization import optimizer_maker, scheduler_maker, synthesis_of
 from holotrain.config.chosen import Chosen
 from holotrain.config.given import GIVEN
 from holotrain.config.schema.backward import AUTO, BackwardConfig
@@ -23,6 +23,8 @@ from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks
+from holotrain.models.adapters import add_adapters, freeze
+from holotrain.models.pretrained import load_pretrained, read_weights
 from holotrain.models.schedules import schedule_blocks, set_backward
 from holotrain.targets import is_of
 
@@ -39,21 +41,12 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
         packed = is_a(config.task, CAUSAL_LM)
         known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
         known["labels"] = is_a(config.task, SEQUENCE_CLASSIFIER)
-    return _made("data", config.data, known, pl.LightningDataModule)
+    return OPEN["data"].make("data", config.data, pl.LightningDataModule, **known)
 
 
 def _require_a_batch(config: RunConfig) -> None:
     if config.batch_is_open:
         raise UserError(f"{config.batch_option[0]}=auto: only fit and plan support auto; give a number")
-
-
-def _made(group: str, chosen: Chosen, known: dict[str, Any], of: type) -> Any:
-    """What the group's class returns, with what is known under the names of its parameters."""
-    with described_by(group):
-        made = chosen.make(**{name: value for name, value in known.items() if takes(chosen, name)})
-    if not isinstance(made, of):
-        raise UserError(f"{group}: {chosen.target} is no {of.__name__} but returns a {type(made).__name__}")
-    return made
 
 
 def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
@@ -112,7 +105,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     backward = config.backward
     try:
         chosen = replace(config.model, arguments=model_arguments(config, facts))
-        model = _made("model", chosen, {}, nn.Module)
+        model = OPEN["model"].make("model", chosen, nn.Module)
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
@@ -147,7 +140,14 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     if config.model is None:
         return task_of(None, config, described)
     model = build_model(config, described["facts"])
-    prepare_weights(model, config.model, begin)
+    if begin and config.model.pretrained:
+        with described_by("model.pretrained"):
+            print(load_pretrained(model, read_weights(config.model.pretrained)), file=sys.stderr)
+    with described_by("model"):
+        if config.model.adapters:
+            add_adapters(model, config.model.adapters)
+        if config.model.trained != "all":
+            freeze(model, config.model.trained)
     if config.compile:
         compile_blocks(model)
     return task_of(model, config, described)
@@ -162,14 +162,14 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     """
     known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
-        known["optimizer"] = optimizer_of(config.optimizer)
+        known["optimizer"] = optimizer_maker(config.optimizer)
         if config.scheduler is not None:
-            known["scheduler"] = scheduler_of(config.scheduler, known["optimizer"])
+            known["scheduler"] = scheduler_maker(config.scheduler, known["optimizer"])
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
     chosen = replace(config.task, arguments=filled("task", config.task, described["facts"]))
-    return _made("task", chosen, known, pl.LightningModule)
+    return OPEN["task"].make("task", chosen, pl.LightningModule, **known)
 
 
 def check_values(config: RunConfig) -> None:

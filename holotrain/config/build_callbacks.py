@@ -19,7 +19,7 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
-from holotrain.checks import described_by, one_of
+from holotrain.checks import one_of
 from holotrain.config.build import build_model, facts_of
 from holotrain.config.build_optimization import synthesis_of
 from holotrain.config.chosen import Chosen
@@ -47,7 +47,7 @@ def build_fit_callbacks(
         UserError: a callback refuses a value, or the task does not have the monitored metric.
     """
     chosen = {name: each for name, each in config.callbacks.items() if _has_its_metric(name, each, config, task)}
-    made = [_made(name, each, _known(name, each, config, folder, task, data)) for name, each in chosen.items()]
+    made = [_made(name, each, **_known(name, each, config, folder, task, data)) for name, each in chosen.items()]
     if config.trainer.enable_progress_bar is False:
         made = [callback for callback in made if not isinstance(callback, ProgressBar | EpochLog)]
     made.sort(key=lambda callback: isinstance(callback, WeightAveraging))
@@ -64,15 +64,11 @@ def build_fit_callbacks(
 def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
     """The confusion matrices among the configured callbacks, for an evaluation."""
     ours = f"{ConfusionMatrix.__module__}.{ConfusionMatrix.__name__}"
-    return [_made(name, each, {}) for name, each in config.callbacks.items() if is_a(each, ours)]
+    return [_made(name, each) for name, each in config.callbacks.items() if is_a(each, ours)]
 
 
-def _made(name: str, chosen: Chosen, known: dict[str, Any]) -> pl.Callback:
-    with described_by(f"callbacks.{name}"):
-        callback = NAMED["callbacks"].make(chosen, known)
-    if not isinstance(callback, pl.Callback):
-        raise UserError(f"callbacks.{name}: {chosen.target} is not a callback of Lightning but a {type(callback).__name__}")
-    return callback
+def _made(name: str, chosen: Chosen, **known: Any) -> pl.Callback:
+    return NAMED["callbacks"].make(f"callbacks.{name}", chosen, pl.Callback, **known)
 
 
 def _known(

@@ -29,15 +29,16 @@ def build_loggers(config: dict[str, Chosen], folder: Path, sweep: str | None = N
 
 def _made(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> Logger:
     try:
-        logger = NAMED["logger"].make(chosen, _known(name, chosen, folder, sweep))
-    except ValueError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and chosen.name in EXTRAS:
-            extra = EXTRAS[chosen.name]
-            raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
-        raise UserError(f"logger.{name}: {error}") from error
-    if not isinstance(logger, Logger):
-        raise UserError(f"logger.{name}: {chosen.target} is not a logger of Lightning but a {type(logger).__name__}")
-    return logger
+        return NAMED["logger"].make(f"logger.{name}", chosen, Logger, **_known(name, chosen, folder, sweep))
+    except UserError as error:
+        if (
+            error.__cause__ is None
+            or not isinstance(error.__cause__.__cause__, ModuleNotFoundError)
+            or chosen.name not in EXTRAS
+        ):
+            raise
+        extra = EXTRAS[chosen.name]
+        raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
 
 
 def _known(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import takes
+from holotrain.config.schema.run import OPEN
 from holotrain.errors import UserError
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.tasks.optimizers import decay_groups
 
 
-def optimizer_of(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
+def optimizer_maker(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
     """A function of the model that makes its optimizer.
 
     A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
@@ -24,21 +25,16 @@ def optimizer_of(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
     Raises:
         UserError: a value out of range.
     """
-    takes_model = takes(chosen, "model")
 
     def make(model: nn.Module) -> Optimizer:
-        if takes_model:
-            return chosen.make(model)
-        return chosen.make(decay_groups(model, chosen.arguments.get("weight_decay", 0.0)))
+        of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
+        return OPEN["optimizer"].make("optimizer", chosen, Optimizer, of)
 
-    with described_by("optimizer"):
-        made = make(nn.Linear(1, 1))
-    if not isinstance(made, Optimizer):
-        raise UserError(f"optimizer: {chosen.target} is not an optimizer but returns a {type(made).__name__}")
+    make(nn.Linear(1, 1))
     return make
 
 
-def scheduler_of(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) -> Callable[[Optimizer, int], LRScheduler]:
+def scheduler_maker(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) -> Callable[[Optimizer, int], LRScheduler]:
     """A function of the optimizer and the number of optimizer steps of the training that makes the schedule.
 
     The number of steps is given as ``steps`` or ``total_steps``, where the function or class has such a parameter. The schedule
@@ -49,14 +45,10 @@ def scheduler_of(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) ->
     """
 
     def make(optimizer: Optimizer, steps: int) -> LRScheduler:
-        return chosen.make(optimizer, **{name: steps for name in ("steps", "total_steps") if takes(chosen, name)})
+        return OPEN["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
 
-    with described_by("scheduler"):
-        made = make(optimizer(nn.Linear(1, 1)), 10)
-    if isinstance(made, ReduceLROnPlateau):
+    if isinstance(make(optimizer(nn.Linear(1, 1)), 10), ReduceLROnPlateau):
         raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
-    if not isinstance(made, LRScheduler):
-        raise UserError(f"scheduler: {chosen.target} is not a learning rate schedule but returns a {type(made).__name__}")
     return make
 
 
@@ -66,8 +58,6 @@ def synthesis_of(chosen: Chosen, task: nn.Module) -> HolographicSynthesis:
     Raises:
         UserError: a value out of range, or a pattern that matches no parameter.
     """
+    callback = OPEN["synthesis"].make("synthesis", chosen, SynthesisCallback)
     with described_by("synthesis"):
-        callback = chosen.make()
-        if not isinstance(callback, SynthesisCallback):
-            raise UserError(f"synthesis: {chosen.target} is not a SynthesisCallback but a {type(callback).__name__}")
         return callback.applied_to(task, on_device=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holotrain.checks import did_you_mean
+from holotrain.checks import described_by, did_you_mean
 from holotrain.config.signatures import REQUIRED, Option, checked, defaults_of, signature
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, called, made
@@ -95,16 +95,24 @@ class Filled:
         """Whether the class takes keywords that its signature does not name, and this may be one of them."""
         return signature(target).takes_others and name not in self._names
 
-    def make(self, choice: Chosen, known: dict[str, Any]) -> Any:
+    def make(self, where: str, choice: Chosen, of: type, *positional: Any, **known: Any) -> Any:
         """Calls what is chosen, with what the program knows of those parameters that are not given.
 
+        Args:
+            where: the group, or a name in it.
+            of: the class of what is made.
+
         Raises:
-            ValueError: see :meth:`Chosen.make`.
+            UserError: it cannot be imported or called, refuses a value, or makes something else.
         """
         own = {name: value for name, value in choice.arguments.items() if value is not None or name not in self._unless_given}
         names = {*signature(choice.target).options, *choice.arguments}
         filled = {name: value for name, value in known.items() if name in names and own.get(name) is None}
-        return Chosen(choice.target, own).make(**filled)
+        with described_by(where):
+            made = replace(choice, arguments=own).make(*positional, **filled)
+        if not isinstance(made, of):
+            raise UserError(f"{where}: {choice.target} is no {of.__name__} but returns a {type(made).__name__}")
+        return made
 
 
 def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any]:

@@ -452,7 +452,10 @@ def test_the_options_of_a_synthesis_reach_it():
         (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis: decay=1.5: it must be in"),
         (["synthesis=bind", "synthesis.offload=true"], "synthesis: offload has no effect with mode='bind'"),
         (["synthesis=shared", "synthesis.module=modle"], "synthesis: module='modle': "),
-        (["synthesis._target_=torch.nn.Identity"], "synthesis: torch.nn.Identity is not a SynthesisCallback but a Identity"),
+        (
+            ["synthesis._target_=torch.nn.Identity"],
+            "synthesis: torch.nn.Identity is no SynthesisCallback but returns a Identity",
+        ),
         (
             ["synthesis=bind", "synthesis.cover=[nothing]"],
             "synthesis: cover: 'nothing' matches no parameter; names look like model.",
@@ -525,5 +528,5 @@ def test_several_loggers_at_once(tmp_path):
 
 
 def test_what_is_no_logger_is_named(tmp_path):
-    with pytest.raises(UserError, match="logger.mine: torch.nn.ReLU is not a logger of Lightning but a ReLU"):
+    with pytest.raises(UserError, match="logger.mine: torch.nn.ReLU is no Logger but returns a ReLU"):
         build_loggers(configuration("fit", "logger.mine._target_=torch.nn.ReLU").logger, tmp_path)
