@@ -31,11 +31,8 @@ def _made(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> Logger:
     try:
         return NAMED["logger"].make(f"logger.{name}", chosen, Logger, **_known(name, chosen, folder, sweep))
     except UserError as error:
-        if (
-            error.__cause__ is None
-            or not isinstance(error.__cause__.__cause__, ModuleNotFoundError)
-            or chosen.name not in EXTRAS
-        ):
+        missing = isinstance(getattr(error.__cause__, "__cause__", None), ModuleNotFoundError)
+        if not missing or chosen.name not in EXTRAS:
             raise
         extra = EXTRAS[chosen.name]
         raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error

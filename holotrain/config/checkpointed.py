@@ -147,12 +147,9 @@ def primary(arguments: Arguments, start: Origin) -> str:
         if group in given and group != "trainer":  # the option replaces what the checkpoint has
             del kept[group]
     parts = [
-        "_hydra",
         {"trainer": "default"},
         "_self_",
         *({group: logger if group == "logger" else None} for group in groups),
-        {"override hydra/hydra_logging": "none"},
-        {"override hydra/job_logging": "none"},
     ]
     node = options(command, parts)
     node.merge_with(_literally(kept))
@@ -336,7 +333,8 @@ def completed(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()
     Raises:
         UserError: a class that there is not, or a group that the task does not take.
     """
-    found = defaults_of(options_of(COMMANDS[command])) | plain
+    options = options_of(COMMANDS[command])
+    found = defaults_of(options) | plain
     for group, filled in OPEN.items():
         given, task = plain.get(group) or None, found["task"]
         if group in OF_THE_TASK and not takes(task[TARGET], group):
@@ -352,7 +350,7 @@ def completed(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()
         raise UserError(f"backward: {given!r} is not a mapping")
     usual = {"kind": default_backward((found["model"] or {}).get(TARGET))}
     found["backward"] = defaults_of(options_of(BackwardConfig)) | usual | given
-    return found
+    return {name: found[name] for name in options} | found
 
 
 def _literally(node: Any) -> Any:

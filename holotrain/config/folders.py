@@ -9,16 +9,11 @@ from holotrain.errors import UserError
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
-def run_folder(command: str, root: str, resume: bool) -> str:
-    """A new folder; to resume, the folder of the latest run with a checkpoint."""
-    parent = Path(root) / command
-    return str(_latest(parent, LAST_CHECKPOINT, "run") if resume else _fresh(parent))
-
-
-def sweep_folder(command: str, root: str, resume: bool) -> str:
-    """The same for a sweep, whose jobs have numbered folders in it."""
-    parent = Path(root) / command / "sweeps"
-    return str(_latest(parent, Path("*"), "sweep") if resume else _fresh(parent))
+def run_folder(command: str, root: str, resume: bool, sweep: bool = False) -> str:
+    """A new folder of a run, or of a sweep, whose jobs have numbered folders in it; to resume, the latest with a checkpoint."""
+    parent = Path(root, command, "sweeps" if sweep else "")
+    evidence = (Path("*"), "sweep") if sweep else (LAST_CHECKPOINT, "run")
+    return str(_latest(parent, *evidence) if resume else _fresh(parent))
 
 
 def checkpoint_path(given: str, command: str, root: str) -> Path:

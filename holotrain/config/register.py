@@ -6,7 +6,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config.direction import recommended
-from holotrain.config.folders import run_folder, sweep_folder
+from holotrain.config.folders import run_folder
 from holotrain.config.schema.commands import COMMANDS, options_of
 from holotrain.config.schema.run import GROUPS
 from holotrain.config.signatures import defaults_of
@@ -17,9 +17,11 @@ def register(resume: bool = False) -> None:
     for command in COMMANDS:
         ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
-    for name, resolver in (("run_folder", run_folder), ("sweep_folder", sweep_folder)):
+    for name in ("run_folder", "sweep_folder"):
         OmegaConf.register_new_resolver(
-            name, lambda command, root, make=resolver: make(command, root, resume), replace=True, use_cache=True
+            *(name, lambda command, root, sweep=name == "sweep_folder": run_folder(command, root, resume, sweep)),
+            replace=True,
+            use_cache=True,
         )
     OmegaConf.register_new_resolver("direction", recommended, replace=True)
 
@@ -32,6 +34,6 @@ def options(command: str, parts: list[Any]) -> DictConfig:
     Args:
         parts: the defaults list.
     """
-    own = defaults_of(options_of(COMMANDS[command]))
     groups = {group: DictConfig({}, flags={"struct": False}) for group in GROUPS}
-    return DictConfig(own | groups | {"defaults": parts, "hydra": {"job": {"name": command}}})
+    own = defaults_of(options_of(COMMANDS[command]))
+    return DictConfig(own | groups | {"defaults": ["_hydra", *parts], "hydra": {"job": {"name": command}}})

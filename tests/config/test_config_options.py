@@ -335,7 +335,7 @@ def test_callbacks_of_others(tmp_path):
         ([SWA], "callbacks.swa.swa_lrs: a value is needed"),
         ([SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.swa.epochs=1"], "callbacks.swa.epochs: there is no 'epochs'"),
         ([SWA, "callbacks.swa.swa_lrs=0.1", "callbacks.swa.annealing_strategy=sin"], "'sin' is not one of cos, linear"),
-        (["callbacks.mine._target_=torch.nn.ReLU"], "callbacks.mine: torch.nn.ReLU is not a callback of Lightning but a ReLU"),
+        (["callbacks.mine._target_=torch.nn.ReLU"], "callbacks.mine: torch.nn.ReLU is no Callback but returns a ReLU"),
         (
             ["callbacks.mine._target_=lightning.pytorch.callbacks.Nothing"],
             "there is no 'Nothing' in lightning.pytorch.callbacks",
@@ -454,7 +454,7 @@ def test_the_options_of_a_synthesis_reach_it():
         (["synthesis=shared", "synthesis.module=modle"], "synthesis: module='modle': "),
         (
             ["synthesis._target_=torch.nn.Identity"],
-            "synthesis: torch.nn.Identity is no SynthesisCallback but returns a Identity",
+            "synthesis: torch.nn.Identity is no SynthesisCallback but returns",
         ),
         (
             ["synthesis=bind", "synthesis.cover=[nothing]"],
