@@ -29,9 +29,9 @@ from holotrain.commands.together import Together
 from holotrain.config import checkpointed
 from holotrain.config.folders import checkpoint_path, from_here, run_folder
 from holotrain.config.given import GIVEN, Given, kind_of
+from holotrain.config.schema.beside import BEGINNING
 from holotrain.config.schema.classes import default_backward
 from holotrain.config.schema.commands import COMMANDS, ExportConfig
-from holotrain.config.schema.model import BEGINNING
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.start import compose
 from holotrain.errors import UserError

@@ -43,7 +43,7 @@ class Arguments:
 
     @property
     def resume(self) -> bool:
-        return (self.value("resume") or "").lower() in ("true", "1", "yes", "on")
+        return (self.value("resume") or "").lower() == "true"
 
     @property
     def config_dir(self) -> str | None:

@@ -16,8 +16,8 @@ from holotrain.config.build_optimization import optimizer_maker, scheduler_maker
 from holotrain.config.chosen import Chosen
 from holotrain.config.given import GIVEN
 from holotrain.config.schema.backward import AUTO, BackwardConfig
+from holotrain.config.schema.beside import BEGINNING
 from holotrain.config.schema.classes import CAUSAL_LM, CLASSIFIER, SEQUENCE_CLASSIFIER, TEXT, default_backward, is_a, takes
-from holotrain.config.schema.model import BEGINNING
 from holotrain.config.schema.run import OPEN, RunConfig
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json

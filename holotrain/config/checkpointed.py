@@ -22,10 +22,10 @@ from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, run_folde
 from holotrain.config.given import GIVEN
 from holotrain.config.register import options
 from holotrain.config.schema.backward import BackwardConfig
+from holotrain.config.schema.beside import PROCESSES
 from holotrain.config.schema.classes import CLASSIFIER, IMAGES, TEXT, default_backward, is_a, takes
 from holotrain.config.schema.commands import COMMANDS, options_of
 from holotrain.config.schema.run import GROUPS, NAMED, OF_THE_TASK, OPEN, RunConfig
-from holotrain.config.schema.trainer import PROCESSES
 from holotrain.config.signatures import checked, defaults_of
 from holotrain.config.trust import require_trusted
 from holotrain.errors import UserError
@@ -91,12 +91,10 @@ class Origin:
     """The checkpoint that a command starts from.
 
     Args:
-        path: the file or folder.
         config: its configuration in plain containers, checked.
         choices: the option of each group when it was trained; for display.
     """
 
-    path: Path
     config: dict[str, Any]
     choices: dict[str, str]
 
@@ -122,7 +120,7 @@ def origin(arguments: Arguments) -> Origin | None:
     kept = load(path)[KEY]
     trusted = (arguments.value("trust") or "").strip("[]").split(",")
     require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
-    return Origin(path, kept["config"], kept["choices"])
+    return Origin(kept["config"], kept["choices"])
 
 
 def primary(arguments: Arguments, start: Origin) -> str:

@@ -163,10 +163,9 @@ class PlanConfig(RunConfig):
             )
         if self.devices is not None:
             at_least("devices", self.devices, 1)
-        if self.gpu is not None and self.devices is None:
-            raise UserError("gpu: needs devices, the number of devices; give devices=8, for example")
-        if self.link != "nvlink" and self.devices is None:
-            raise UserError("link: needs devices, the number of devices; give devices=8, for example")
+        for name, given in (("gpu", self.gpu is not None), ("link", self.link != "nvlink")):
+            if given and self.devices is None:
+                raise UserError(f"{name}: needs devices, the number of devices; give devices=8, for example")
 
 
 @dataclass

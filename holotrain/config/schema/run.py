@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from holotrain.checks import described_by, within
 from holotrain.config.chosen import Chosen, Filled
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig
+from holotrain.config.schema.beside import BEGINNING, Beginning, check_trainer
 from holotrain.config.schema.classes import (
     CAUSAL_LM,
     ERROR_DIFFUSION,
@@ -17,8 +18,6 @@ from holotrain.config.schema.classes import (
     reversible,
     takes,
 )
-from holotrain.config.schema.model import check_beginning
-from holotrain.config.schema.trainer import check_trainer
 from holotrain.errors import UserError
 from holotrain.sizes import parse_bytes
 
@@ -28,11 +27,11 @@ FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_siz
 OPEN = {
     "task": Filled("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id", known=FACTS),
     "data": Filled("seed", "layout", "tokenizer_json", "labels", or_auto=("batch_size", "max_tokens")),
-    "model": Filled("backward", "store", "exact", "keep", known=FACTS, also="holotrain.config.schema.model.Beginning"),
+    "model": Filled("backward", "store", "exact", "keep", known=FACTS, also="holotrain.config.schema.beside.Beginning"),
     "synthesis": Filled(),
     "optimizer": Filled("model", "params"),
     "scheduler": Filled("optimizer", "steps", "total_steps"),
-    "trainer": Filled("callbacks", "logger", "default_root_dir", also="holotrain.config.schema.trainer.Processes"),
+    "trainer": Filled("callbacks", "logger", "default_root_dir", also="holotrain.config.schema.beside.Processes"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
@@ -96,7 +95,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_trainer(self.trainer)
         if self.model is not None:
-            check_beginning(self.model)
+            Beginning(**{name: self.model.arguments[name] for name in BEGINNING})
         within("seed", self.seed, 0, 2**32)
         if self.memory is not None:
             with described_by("memory"):
@@ -191,11 +190,9 @@ class RunConfig:
             raise UserError(f"backward.{next(iter(backward.engine()))}: {self.model.name} is not reversible; remove the option")
         if self.compile and any("+" in words for words in backward.blocks):
             raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
-        if backward.cuda_graph and backward.kind == AUTO and not rebuilds:
-            raise UserError("backward.cuda_graph: cannot capture the checkpointing of a plain model; use backward=autograd")
         if self.compile and backward.keep:
             raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-        if backward.cuda_graph and backward.kind == "checkpoint" and not rebuilds:
+        if backward.cuda_graph and backward.kind in ("checkpoint", AUTO) and not rebuilds:
             raise UserError("backward.cuda_graph: cannot capture the checkpointing of a plain model; use backward=autograd")
         if backward.cuda_graph and self.trainer.accumulate_grad_batches > 1:
             raise UserError("backward.cuda_graph: no support for gradient accumulation; use trainer.accumulate_grad_batches=1")

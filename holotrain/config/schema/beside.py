@@ -1,4 +1,4 @@
-"""Options of the trainer: those of Lightning's Trainer, and those about several processes."""
+"""Options beside those of the class that a group names: of every model, and of the trainer."""
 
 import re
 from typing import Literal
@@ -8,10 +8,31 @@ from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import is_a
 from holotrain.errors import UserError
 
+BEGINNING = ("pretrained", "trained", "adapters")
+"""Options that are not passed on to the model's class."""
+
+
+class Beginning:
+    """How the training of a model begins.
+
+    Args:
+        pretrained: initial weights: a local file or folder from timm, Hugging Face or holotrain; null: random
+        trained: what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen
+        adapters: width of the adapter after each branch of each block; 0: no adapters
+    """
+
+    def __init__(
+        self, pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int = 0
+    ) -> None:
+        at_least("model.adapters", adapters, 0)
+        if trained == "adapters" and not adapters:
+            raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
+
+
 PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
-OURS = (*PROCESSES, "backend", "timeout")
+BESIDE = (*PROCESSES, "backend", "timeout")
 """Options that are not passed on to Lightning."""
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
@@ -76,7 +97,7 @@ def check_trainer(trainer: Chosen) -> None:
     """
     if not is_a(trainer, "lightning.pytorch.trainer.trainer.Trainer"):
         raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
-    Processes(**{name: trainer.arguments[name] for name in OURS})
+    Processes(**{name: trainer.arguments[name] for name in BESIDE})
     one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu", "mps"))
     one_of("trainer.precision", trainer.precision, PRECISIONS)
     if trainer.compression == "powersgd" and trainer.precision == "16-mixed":
