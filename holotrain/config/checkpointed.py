@@ -318,8 +318,12 @@ def typed(command: str, plain: dict[str, Any]) -> RunConfig:
         values[group] = values[group] and chosen(group, values[group], filled)
     for group, filled in NAMED.items():
         values[group] = {name: chosen(f"{group}.{name}", each, filled) for name, each in values[group].items()}
-    values["backward"] = BackwardConfig(**checked_values("backward", options_of(BackwardConfig), values["backward"]))
-    return COMMANDS[command](**checked_values("", options_of(COMMANDS[command]), values))
+    with described_by("backward"):
+        values["backward"] = BackwardConfig(**checked_values("backward", options_of(BackwardConfig), values["backward"]))
+    try:
+        return COMMANDS[command](**checked_values("", options_of(COMMANDS[command]), values))
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def completed(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:

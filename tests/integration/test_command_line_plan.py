@@ -252,7 +252,7 @@ def test_layers_that_cannot_be_shared_out_say_why(holotrain):
         (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),
         (["plan", "data.batch_size=many"], "data.batch_size: 'many' is not a whole number or one of 'auto'"),
         (["plan", "backward=auto", "device=cuda"], "memory: this machine has no GPU"),
-        (["plan", "devices=0"], "devices: 0 is out of range; it must be at least 1"),
+        (["plan", "devices=0"], "devices must be at least 1, not 0"),
         (["plan", "devices=2", "link=nvlnk"], "Did you mean 'nvlink'?"),
         (["plan", "link=pcie"], "link: needs devices, the number of devices; give devices=8"),
         (["plan", "gpu=H100"], "gpu: needs devices, the number of devices"),

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holotrain.checks import at_least, one_of, within
+from holotrain.checks import one_of
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_within
 
 PLAIN = ("autograd", "checkpoint")
 SCHEDULES = (*PLAIN, "reversible", "pareprop")
@@ -37,10 +38,9 @@ class BackwardConfig:
         if self.kind is not None:
             one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
         stored = [self.store] if isinstance(self.store, int) else self.store
-        for index in stored:
-            at_least("backward.store", index, 0)
+        require_at_least(0, store=stored)
         if not isinstance(self.exact, bool):
-            within("backward.exact", self.exact, 1, 52, closed=True)
+            require_within(1, 52, closed=True, exact=self.exact)
         if stored != [0] and self.kind == "autograd":
             raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
         if self.blocks and self.kind != AUTO:

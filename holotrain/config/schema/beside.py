@@ -3,10 +3,11 @@
 import re
 from typing import Literal
 
-from holotrain.checks import amount, at_least, at_least_or_auto, one_of
+from holotrain.checks import amount, one_of
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import is_a
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least
 
 BEGINNING = ("pretrained", "trained", "adapters")
 """Options that are not passed on to the model's class."""
@@ -24,7 +25,7 @@ class Beginning:
     def __init__(
         self, pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int = 0
     ) -> None:
-        at_least("model.adapters", adapters, 0)
+        require_at_least(0, adapters=adapters)
         if trained == "adapters" and not adapters:
             raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
 
@@ -70,13 +71,8 @@ class Processes:
         sharded_checkpoints: bool = False,
         timeout: float = 600.0,
     ) -> None:
-        at_least_or_auto("trainer.devices", devices, 1)
-        at_least("trainer.timeout", timeout, 1)
-        if overlap is not None:
-            at_least_or_auto("trainer.overlap", overlap, 1, "auto or null")
-        for name, count in (("num_nodes", num_nodes), ("tensor_parallel", tensor_parallel)):
-            if count is not None:
-                at_least(f"trainer.{name}", count, 1)
+        counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
+        require_at_least(1, timeout=timeout, **counts)
         if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
             raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp or tp")
         if compression != "none" and strategy != "ddp":
@@ -93,7 +89,8 @@ class Processes:
 def check_trainer(trainer: Chosen) -> None:
     """
     Raises:
-        UserError: a value out of range, or options that exclude each other.
+        UserError: options that exclude each other.
+        ValueError: a value out of range.
     """
     if not is_a(trainer, "lightning.pytorch.trainer.trainer.Trainer"):
         raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
@@ -107,16 +104,14 @@ def check_trainer(trainer: Chosen) -> None:
     if trainer.gradient_clip_algorithm is not None:
         one_of("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, ("norm", "value"))
     if trainer.max_epochs not in (None, -1):
-        at_least("trainer.max_epochs", trainer.max_epochs, 1)
+        require_at_least(1, max_epochs=trainer.max_epochs)
     elif trainer.max_steps < 1 and trainer.max_time is None:
         raise UserError("trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
     if isinstance(trainer.max_time, str) and not re.fullmatch(r"\d+:\d+:\d+:\d+", trainer.max_time):
         raise UserError(f"trainer.max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
-    at_least("trainer.max_steps", trainer.max_steps, -1)
-    least = {"num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0}
-    for name, smallest in (least | {"gradient_clip_val": 0}).items():
-        if (value := getattr(trainer, name)) is not None:
-            at_least(f"trainer.{name}", value, smallest)
+    least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
+    for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
+        require_at_least(smallest, **{name: getattr(trainer, name)})
     for name in ("val_check_interval", "overfit_batches", *(f"limit_{split}_batches" for split in SPLITS)):
         if (value := getattr(trainer, name)) is not None:
             amount(f"trainer.{name}", value)

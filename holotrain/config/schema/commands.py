@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from holotrain.checks import at_least, within
 from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, MASKED_LM, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.signatures import Option, signature
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_within
 
 
 class OfCheckpoint(RunConfig):
@@ -110,12 +110,9 @@ class GenerateConfig(OfModel):
             raise UserError('generate needs prompt="..." or prompts=FILE')
         if self.prompt is not None and self.prompts is not None:
             raise UserError("generate: give either prompt= or prompts=, not both")
-        at_least("max_tokens", self.max_tokens, 1)
-        at_least("temperature", self.temperature, 0)
-        if self.top_k is not None:
-            at_least("top_k", self.top_k, 1)
-        if self.top_p is not None:
-            within("top_p", self.top_p, 1e-9, 1, closed=True)
+        require_at_least(1, max_tokens=self.max_tokens, top_k=self.top_k)
+        require_at_least(0, temperature=self.temperature)
+        require_within(1e-9, 1, closed=True, top_p=1 if self.top_p is None else self.top_p)
 
 
 @dataclass
@@ -161,8 +158,7 @@ class PlanConfig(RunConfig):
             raise UserError(
                 f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default, and devices=8 to plan for 8"
             )
-        if self.devices is not None:
-            at_least("devices", self.devices, 1)
+        require_at_least(1, devices=self.devices)
         for name, given in (("gpu", self.gpu is not None), ("link", self.link != "nvlink")):
             if given and self.devices is None:
                 raise UserError(f"{name}: needs devices, the number of devices; give devices=8, for example")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from holotrain.checks import described_by, within
+from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen, Filled
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig
 from holotrain.config.schema.beside import BEGINNING, Beginning, check_trainer
@@ -19,6 +19,7 @@ from holotrain.config.schema.classes import (
     takes,
 )
 from holotrain.errors import UserError
+from holotrain.ranges import require_within
 from holotrain.sizes import parse_bytes
 
 FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context")
@@ -93,10 +94,12 @@ class RunConfig:
     folder: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        check_trainer(self.trainer)
+        with described_by("trainer"):
+            check_trainer(self.trainer)
         if self.model is not None:
-            Beginning(**{name: self.model.arguments[name] for name in BEGINNING})
-        within("seed", self.seed, 0, 2**32)
+            with described_by("model"):
+                Beginning(**{name: self.model.arguments[name] for name in BEGINNING})
+        require_within(0, 2**32, seed=self.seed)
         if self.memory is not None:
             with described_by("memory"):
                 parse_bytes(self.memory)
