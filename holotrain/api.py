@@ -28,7 +28,7 @@ from holotrain.commands.summary import read
 from holotrain.commands.together import Together
 from holotrain.config import checkpointed
 from holotrain.config.folders import checkpoint_path, from_here, run_folder
-from holotrain.config.given import GIVEN, Given, kind_of
+from holotrain.config.given import GIVEN, Given, full_name
 from holotrain.config.schema.beside import BEGINNING
 from holotrain.config.schema.classes import default_backward
 from holotrain.config.schema.commands import COMMANDS, ExportConfig
@@ -279,7 +279,7 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():
         raise UserError("task: it has its own model; give model= or task=, not both")
-    names = {group: {TARGET: GIVEN, "kind": kind_of(thing)} for group, thing in objects.items()}
+    names = {group: {TARGET: GIVEN, "kind": full_name(type(thing))} for group, thing in objects.items()}
     if config is None:
         words = [f"{group}.{TARGET}={GIVEN}" for group in names]
         words += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]

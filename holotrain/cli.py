@@ -24,12 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import help
 from holotrain.config.arguments import Arguments, parse, parse_words
-from holotrain.config.composition import composed, config_folder
-from holotrain.config.direction import direction
+from holotrain.config.composition import composed, config_folder, direction, register
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import from_here
 from holotrain.config.jobs import Job, launched_jobs
-from holotrain.config.register import register
 from holotrain.config.schema.commands import WORD_COMMANDS
 from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError

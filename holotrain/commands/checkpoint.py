@@ -11,8 +11,7 @@ from torch import nn
 
 from holotrain.checks import described_by
 from holotrain.config import checkpointed
-from holotrain.config.build import class_names
-from holotrain.config.build_optimization import synthesis_of
+from holotrain.config.build import class_names, synthesis_of
 from holotrain.config.given import GIVEN
 from holotrain.config.schema.classes import TEXT, is_a
 from holotrain.config.schema.run import RunConfig

@@ -18,8 +18,7 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
-from holotrain.config.build_callbacks import build_matrices
-from holotrain.config.build_loggers import build_loggers
+from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device

@@ -31,13 +31,12 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, description
-from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_loggers import build_loggers
+from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.checkpointed import container
+from holotrain.config.composition import MODES
 from holotrain.config.devices import check_training_device, device_kind, device_name
-from holotrain.config.direction import MODES
 from holotrain.config.plans import smallest_batch
 from holotrain.config.schema.commands import FitConfig
 from holotrain.errors import UserError

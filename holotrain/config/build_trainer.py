@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from holotrain.callbacks import TraceProfiler
 from holotrain.checks import described_by
-from holotrain.config.build_strategy import build_strategy, spread
+from holotrain.config.build_strategy import build_strategy
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device
 from holotrain.config.schema.beside import BESIDE
@@ -46,7 +46,9 @@ def build_trainer(
     plugins = own.pop("plugins") or []
     with described_by("trainer.plugins"):
         changed: dict[str, Any] = {"plugins": [*made(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]}
-    changed |= spread(config, place) | {"strategy": build_strategy(config, place)}
+    changed |= {"strategy": build_strategy(config, place), "devices": 1, "num_nodes": 1}
+    if place is not None:
+        changed |= {"devices": place.local_size, "num_nodes": place.nodes}
     if profiler is not None:
         changed["profiler"] = _profiler(profiler if place is None or place.is_main else None, folder)
     if place is not None:

@@ -18,9 +18,9 @@ from hydra.core.config_store import ConfigStore
 from holotrain.checks import described_by
 from holotrain.config.arguments import Arguments, literal
 from holotrain.config.chosen import Chosen, checked_values, chosen, defaults, named_defaults
+from holotrain.config.composition import options
 from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
 from holotrain.config.given import GIVEN
-from holotrain.config.register import options
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.beside import PROCESSES
 from holotrain.config.schema.classes import CLASSIFIER, IMAGES, TEXT, default_backward, is_a, takes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +56,7 @@ class Chosen:
         return called(self.target, *positional, **made(self.arguments) | given)
 
 
+@dataclass(frozen=True)
 class Filled:
     """What the program knows of the parameters of a group's class.
 
@@ -66,34 +68,29 @@ class Filled:
         or_auto: options that may be ``"auto"``, which the program replaces before the class sees it.
     """
 
-    def __init__(
-        self,
-        *names: str,
-        known: Iterable[str] = (),
-        also: str | None = None,
-        unless_given: Iterable[str] = (),
-        or_auto: Iterable[str] = (),
-    ) -> None:
-        self._names, self._also, self._unless_given, self.known = names, also, tuple(unless_given), frozenset(known)
-        self._or_auto = tuple(or_auto)
+    names: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    also: str | None = None
+    unless_given: tuple[str, ...] = ()
+    or_auto: tuple[str, ...] = ()
 
     def options(self, target: str) -> dict[str, Option]:
         """
         Raises:
             ValueError: there is no such class or function.
         """
-        others = signature(self._also).options if self._also else {}
+        others = signature(self.also).options if self.also else {}
         options = signature(target).options | others
-        for name in options.keys() & {*self._unless_given}:
+        for name in options.keys() & {*self.unless_given}:
             kind = options[name].type and f"{options[name].type} | None"
             options[name] = replace(options[name], type=kind, default=None)
-        for name in options.keys() & {*self._or_auto}:
+        for name in options.keys() & {*self.or_auto}:
             options[name] = replace(options[name], type=options[name].type and f'{options[name].type} | Literal["auto"]')
-        return {name: option for name, option in options.items() if name not in self._names}
+        return {name: option for name, option in options.items() if name not in self.names}
 
     def takes(self, target: str, name: str) -> bool:
         """Whether the class takes keywords that its signature does not name, and this may be one of them."""
-        return signature(target).takes_others and name not in self._names
+        return signature(target).takes_others and name not in self.names
 
     def make(self, where: str, choice: Chosen, of: type, *positional: Any, **known: Any) -> Any:
         """Calls what is chosen, with what the program knows of those parameters that are not given.
@@ -105,7 +102,7 @@ class Filled:
         Raises:
             UserError: it cannot be imported or called, refuses a value, or makes something else.
         """
-        own = {name: value for name, value in choice.arguments.items() if value is not None or name not in self._unless_given}
+        own = {name: value for name, value in choice.arguments.items() if value is not None or name not in self.unless_given}
         names = {*signature(choice.target).options, *choice.arguments}
         filled = {name: value for name, value in known.items() if name in names and own.get(name) is None}
         with described_by(where):
@@ -142,18 +139,14 @@ def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[st
     each logger, and not for ``trainer``, whose class stays Lightning's.
     """
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    result = dict(plain)
+    result = deepcopy(plain)
     for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
         group, _, name = where.partition(".")
-        if name and isinstance(plain.get(group), dict) and name in plain[group]:
-            result[group] = result[group] | {name: _named_in(given, where, plain[group][name])}
-        elif not name and isinstance(plain.get(group), dict):
-            result[group] = _named_in(given, group, plain[group])
+        node, name = (result.get(group), name) if name else (result, group)
+        if isinstance(node, dict) and isinstance(options := node.get(name), dict):
+            is_given = {option: any(f"{key}.".startswith(f"{where}.{option}.") for key in given) for option in options}
+            node[name] = {option: value for option, value in options.items() if is_given[option]}
     return result
-
-
-def _named_in(given: set[str], where: str, plain: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in plain.items() if any(f"{key}.".startswith(f"{where}.{name}.") for key in given)}
 
 
 def checked_values(group: str, options: dict[str, Option], plain: dict[str, Any]) -> dict[str, Any]:

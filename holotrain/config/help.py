@@ -25,38 +25,39 @@ Flags, in any position:
 
 def overview() -> str:
     """The commands, one per line."""
-    lines = [f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | WORD_COMMANDS).items()]
-    return "\n".join(
-        [
-            "holotrain trains transformers whose activations do not fit in memory.",
-            "",
-            "Usage: holotrain COMMAND [group=option ...] [key=value ...]",
-            "",
-            *lines,
-            "",
-            "holotrain COMMAND --help lists the options of a command.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | WORD_COMMANDS).items())
+    return f"""\
+holotrain trains transformers whose activations do not fit in memory.
+
+Usage: holotrain COMMAND [group=option ...] [key=value ...]
+
+{commands}
+
+holotrain COMMAND --help lists the options of a command."""
 
 
 def command_help(arguments: Arguments) -> str:
     """The groups and options of a command, with the values under the given overrides."""
-    overrides = [word for word in arguments.overrides if not word.startswith("hydra.")]
-    config = composed(arguments.command, overrides, arguments.config_dir)
-    lines = [
-        f"holotrain {arguments.command}: {COMMANDS[arguments.command].__doc__}",
-        "",
-        f"Usage: holotrain {arguments.command} [group=option ...] [key=value ...]",
-        "",
-        "Groups:",
-    ]
-    for group, options in option_names(arguments.config_dir).items():
-        lines += textwrap.wrap(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
-    lines += ["", "Options:"]
-    config = completed(arguments.command, OmegaConf.to_container(config))
-    for key, value, meaning in _options(arguments.command, config):
-        lines.append(f"  {f'{key}={value}':<45} {meaning}".rstrip())
-    return "\n".join([*lines, "", FLAGS])
+    command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
+    composition = composed(command, overrides, arguments.config_dir)
+    groups = "\n".join(
+        textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
+        for group, options in option_names(arguments.config_dir).items()
+    )
+    described = _options(command, completed(command, OmegaConf.to_container(composition)))
+    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in described)
+    return f"""\
+holotrain {command}: {COMMANDS[command].__doc__}
+
+Usage: holotrain {command} [group=option ...] [key=value ...]
+
+Groups:
+{groups}
+
+Options:
+{lines}
+
+{FLAGS}"""
 
 
 def word_command_help(command: str) -> str:
@@ -64,17 +65,15 @@ def word_command_help(command: str) -> str:
     schema = WORD_COMMANDS[command]
     (first, given), *options = options_of(schema).items()
     word = schema.__dataclass_fields__[first].metadata["word"]
-    usage = [f"holotrain {command} {word}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
-    return "\n".join(
-        [
-            f"holotrain {command}: {schema.__doc__}",
-            "",
-            f"Usage: {' '.join(usage)}",
-            "",
-            f"  {word:<45} {given.meaning}",
-            *(f"  {f'{name}={option.default}':<45} {option.meaning}" for name, option in options),
-        ]
-    )
+    usage = [f"{word}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
+    lines = [(word, given.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
+    described = "\n".join(f"  {key:<45} {meaning}" for key, meaning in lines)
+    return f"""\
+holotrain {command}: {schema.__doc__}
+
+Usage: holotrain {command} {" ".join(usage)}
+
+{described}"""
 
 
 def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:

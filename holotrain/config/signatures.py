@@ -42,7 +42,6 @@ class Option:
         meaning: its description in the docstring.
     """
 
-    name: str
     type: str
     default: Any
     meaning: str
@@ -58,14 +57,12 @@ class Signature:
     """The options of a class or function.
 
     Args:
-        target: its full name, where it is defined.
         options: by name, in order.
         bases: full names of the class and its base classes; of a function none.
         takes_others: whether it accepts keywords that are not among the options.
         meaning: the first line of its docstring.
     """
 
-    target: str
     options: dict[str, Option]
     bases: tuple[str, ...]
     takes_others: bool
@@ -84,7 +81,7 @@ def signature(target: str) -> Signature:
     found = _found(target)
     if isinstance(found, griffe.Function):
         options, others = _parameters(found, found.docstring)
-        return Signature(found.path, options, (), others, _first_line(found.docstring))
+        return Signature(options, (), others, _first_line(found.docstring))
     if not isinstance(found, griffe.Class):
         raise ValueError(f"{target} is not a class or function")
     lineage = list(_lineage(found))
@@ -100,7 +97,7 @@ def signature(target: str) -> Signature:
         if not others:  # **keywords are those of the base class
             break
     names = tuple(each.path for each in lineage)
-    return Signature(found.path, options, names, others, _first_line(found.docstring))
+    return Signature(options, names, others, _first_line(found.docstring))
 
 
 def is_defined_in(target: str, packages: Iterable[str]) -> bool:
@@ -127,16 +124,14 @@ def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None)
             others = True
         elif parameter.name != "self" and parameter.kind is not griffe.ParameterKind.var_positional:
             annotation = "" if parameter.annotation is None else str(parameter.annotation)
-            options[parameter.name] = Option(
-                parameter.name, annotation, _literal(parameter.default), meanings.get(parameter.name, "")
-            )
+            options[parameter.name] = Option(annotation, _literal(parameter.default), meanings.get(parameter.name, ""))
     return options, others
 
 
 def _fields(cls: griffe.Class) -> dict[str, Option]:
     """The fields of a dataclass; the string below a field is its meaning."""
     return {
-        name: Option(name, str(field.annotation), _literal(field.value), _on_one_line(field.docstring))
+        name: Option(str(field.annotation), _literal(field.value), _on_one_line(field.docstring))
         for name, field in cls.members.items()
         if "instance-attribute" in field.labels and field.annotation is not None  # which a ClassVar is not
     }

@@ -13,10 +13,9 @@ from holotrain.checks import did_you_mean
 from holotrain.config import checkpointed
 from holotrain.config.arguments import Arguments, parse
 from holotrain.config.chosen import with_own_options
-from holotrain.config.composition import composed, member_names, own_hydra, require_new_names
+from holotrain.config.composition import composed, member_names, own_hydra, register, require_new_names
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import checkpoint_path, run_folder
-from holotrain.config.register import register
 from holotrain.config.schema.run import NAMED, RunConfig
 from holotrain.errors import UserError
 from holotrain.targets import TARGET

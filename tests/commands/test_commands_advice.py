@@ -7,8 +7,7 @@ from omegaconf import OmegaConf
 from holotrain.commands.advice import rules
 from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
 from holotrain.config import checkpointed
-from holotrain.config.composition import composed
-from holotrain.config.register import register
+from holotrain.config.composition import composed, register
 
 register()
 

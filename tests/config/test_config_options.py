@@ -14,16 +14,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
-from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of
-from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_loggers import build_loggers
-from holotrain.config.build_optimization import synthesis_of
+from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
+from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.checkpointed import container, typed
 from holotrain.config.chosen import with_own_options
-from holotrain.config.composition import composed, config_folder, option_names
+from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.devices import check_device, check_training_device
-from holotrain.config.register import register
 from holotrain.config.schema.classes import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.schema.commands import COMMANDS
 from holotrain.data import TextDataModule

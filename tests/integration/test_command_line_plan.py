@@ -14,9 +14,8 @@ from small_run import SMALL
 
 from holotrain.config.build import build_data
 from holotrain.config.checkpointed import typed
-from holotrain.config.composition import composed
+from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
-from holotrain.config.register import register
 from holotrain.planning import flops
 from holotrain.planning.footprint import Footprint
 

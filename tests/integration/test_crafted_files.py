@@ -364,8 +364,7 @@ def test_text_in_a_checkpoint_is_never_resolved(honest, tmp_path, name):
     """A folder may well be called like an interpolation. It stays a name."""
     from holotrain.config import checkpointed
     from holotrain.config.arguments import parse
-    from holotrain.config.composition import composed
-    from holotrain.config.register import register
+    from holotrain.config.composition import composed, register
 
     crafted = torch.load(honest / "text.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["data"] |= {"text": name, "files": [name]}

@@ -200,8 +200,7 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
     from holotrain.config.arguments import parse
     from holotrain.config.checkpointed import typed
     from holotrain.config.chosen import with_own_options
-    from holotrain.config.composition import composed
-    from holotrain.config.register import register
+    from holotrain.config.composition import composed, register
 
     monkeypatch.chdir(tmp_path)
     small = made_small(line)

@@ -26,13 +26,13 @@ FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_siz
 """Parameters of models and tasks that the data module tells, if it can."""
 
 OPEN = {
-    "task": Filled("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id", known=FACTS),
-    "data": Filled("seed", "layout", "tokenizer_json", "labels", or_auto=("batch_size", "max_tokens")),
-    "model": Filled("backward", "store", "exact", "keep", known=FACTS, also="holotrain.config.schema.beside.Beginning"),
+    "task": Filled(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
+    "data": Filled(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
+    "model": Filled(("backward", "store", "exact", "keep"), known=FACTS, also="holotrain.config.schema.beside.Beginning"),
     "synthesis": Filled(),
-    "optimizer": Filled("model", "params"),
-    "scheduler": Filled("optimizer", "steps", "total_steps"),
-    "trainer": Filled("callbacks", "logger", "default_root_dir", also="holotrain.config.schema.beside.Processes"),
+    "optimizer": Filled(("model", "params")),
+    "scheduler": Filled(("optimizer", "steps", "total_steps")),
+    "trainer": Filled(("callbacks", "logger", "default_root_dir"), also="holotrain.config.schema.beside.Processes"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
@@ -41,11 +41,13 @@ OF_THE_TASK = ("model", "optimizer", "scheduler")
 
 NAMED = {
     "callbacks": Filled(
-        *("dirpath", "probabilities", "count_samples", "count_tokens", "unbucketed"),
-        *("model_flops_per_sample", "hardware_flops_per_sample"),
+        (
+            *("dirpath", "probabilities", "count_samples", "count_tokens", "unbucketed"),
+            *("model_flops_per_sample", "hardware_flops_per_sample"),
+        ),
         unless_given=("monitor", "mode", "peak_flops"),
     ),
-    "logger": Filled("save_dir", "root_dir", unless_given=("name", "run_name", "group", "tracking_uri", "artifact_location")),
+    "logger": Filled(("save_dir", "root_dir"), unless_given=("name", "run_name", "group", "tracking_uri", "artifact_location")),
 }
 """The groups that are mappings from a name to a class or function, in the same way."""
 
