@@ -48,7 +48,14 @@ def options(command: str, parts: list[Any]) -> DictConfig:
     """
     groups = {group: DictConfig({}, flags={"struct": False}) for group in GROUPS}
     own = defaults_of(options_of(COMMANDS[command]))
-    return DictConfig(own | groups | {"defaults": ["_hydra", *parts], "hydra": {"job": {"name": command}}})
+    hydra = {
+        "job": {"name": command},
+        "output_subdir": None,  # the run's config.yaml is written by holotrain, resolved and checked
+        "run": {"dir": "${run_folder:${hydra.job.name},${output_dir}}"},
+        "sweep": {"dir": "${sweep_folder:${hydra.job.name},${output_dir}}", "subdir": "${hydra.job.num}"},
+    }
+    quiet = [{f"override hydra/{log}_logging": "none"} for log in ("hydra", "job")]
+    return DictConfig(own | groups | {"defaults": [*parts, *quiet], "hydra": hydra})
 
 
 @contextmanager

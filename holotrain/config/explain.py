@@ -3,7 +3,7 @@
 import re
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.checks import did_you_mean
@@ -48,29 +48,22 @@ def _missing_option(error: MissingConfigException) -> UserError:
 
 
 def _unknown_key(key: str, arguments: Arguments) -> UserError:
+    """The nearest valid key is one beside it, under the other group choices of the command line; at the top also one of a group:
+    ``lr`` is ``optimizer.lr``."""
     parent, _, name = key.rpartition(".")
-    valid = _keys_beside(parent, key, arguments)
-    where = f"in {parent}" if parent else "among the options"
-    below = [path for path in valid if path.rpartition(".")[2] in (name, f"max_{name}")]  # lr is optimizer.lr
-    near = f" Did you mean {below[0]!r}?" if below and name not in valid else did_you_mean(name, valid)
-    return UserError(f"{key}: there is no {name!r} {where}.{near}")
-
-
-def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
-    """The valid keys in ``parent``, under the other group choices of the command line; at the top also the keys of groups."""
     groups = option_names(arguments.config_dir)
-    choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
+    choices = [word for word in arguments.overrides if word.partition("=")[0] in groups.keys() - {key} and "," not in word]
     try:
-        config = composed(arguments.primary, [word for word in choices if word.partition("=")[0] != key], arguments.config_dir)
-        config = OmegaConf.create(completed(arguments.command, OmegaConf.to_container(config)))
+        plain = OmegaConf.to_container(composed(arguments.primary, choices, arguments.config_dir))
+        config = completed(arguments.command, plain)
     except (*CONFIGURATION_ERRORS, UserError):
-        return []
-    node = OmegaConf.select(config, parent) if parent else config
-    keys = [str(name) for name in node] if isinstance(node, DictConfig) else []
-    if parent:
-        return keys
-    of_groups = [f"{group}.{name}" for group in keys if isinstance(node._get_node(group), DictConfig) for name in node[group]]
-    return [*keys, *groups, *of_groups]
+        config = {}
+    nodes = {group: node for group, node in config.items() if isinstance(node, dict)}
+    valid = [*nodes.get(parent, {})] if parent else [*config, *groups]
+    below = [] if parent else [f"{group}.{each}" for group, node in nodes.items() for each in node]
+    near = [path for path in below if path.rpartition(".")[2] in (name, f"max_{name}")]
+    did_you = f" Did you mean {near[0]!r}?" if near and name not in valid else did_you_mean(name, [*valid, *below])
+    return UserError(f"{key}: there is no {name!r} {f'in {parent}' if parent else 'among the options'}.{did_you}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -119,7 +119,7 @@ def test_every_option_builds(group, option, images, tokens):
 def test_every_file_under_conf_is_an_option():
     files = {path.relative_to(config_folder()).as_posix() for path in Path(config_folder()).rglob("*.yaml")}
     options = {f"{group}/{option}.yaml" for group, names in GROUPS.items() for option in names}
-    assert files == options | {"_common.yaml", "_hydra.yaml"}
+    assert files == options | {"_common.yaml"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
