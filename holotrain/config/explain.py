@@ -48,8 +48,8 @@ def _missing_option(error: MissingConfigException) -> UserError:
 
 
 def _unknown_key(key: str, arguments: Arguments) -> UserError:
-    """The nearest valid key is one beside it, under the other group choices of the command line; at the top also one of a group:
-    ``lr`` is ``optimizer.lr``."""
+    """The nearest valid key is one beside it, under the other group choices of the command line; at the top also an option of a
+    group: ``lr`` is ``optimizer.lr``."""
     parent, _, name = key.rpartition(".")
     groups = option_names(arguments.config_dir)
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups.keys() - {key} and "," not in word]

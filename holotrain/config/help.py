@@ -81,7 +81,7 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
         value = values[name]
         if name in NAMED:
             for member, given in value.items():
-                yield f"{name}.{member}.{TARGET}", given[TARGET], signature(given[TARGET]).meaning.replace("``", "").rstrip(".")
+                yield f"{name}.{member}.{TARGET}", given[TARGET], _first_sentence(signature(given[TARGET]).meaning)
                 yield from _arguments(f"{name}.{member}", given, NAMED[name].options(given[TARGET]))
         elif name in OPEN:
             yield from _arguments(name, value, OPEN[name].options(value[TARGET])) if value else ()
@@ -95,12 +95,11 @@ def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
 def _arguments(key: str, given: dict, described: dict[str, Option]) -> Iterator[tuple[str, str, str]]:
     for option, value in given.items():
         if option != TARGET:
-            yield f"{key}.{option}", _shown(value), _first_sentence(described, option)
+            yield f"{key}.{option}", _shown(value), _first_sentence(described[option].meaning if option in described else "")
 
 
-def _first_sentence(options: dict[str, Option], name: str) -> str:
-    meaning = options[name].meaning if name in options else ""
-    return meaning.split(". ")[0].replace("``", "").rstrip(".")
+def _first_sentence(text: str) -> str:
+    return text.split(". ")[0].replace("``", "").rstrip(".")
 
 
 def _shown(value: object) -> str:

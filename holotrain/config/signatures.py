@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -60,7 +60,7 @@ class Signature:
         options: by name, in order.
         bases: full names of the class and its base classes; of a function none.
         takes_others: whether it accepts keywords that are not among the options.
-        meaning: the first line of its docstring.
+        meaning: its docstring.
     """
 
     options: dict[str, Option]
@@ -81,12 +81,12 @@ def signature(target: str) -> Signature:
     found = _found(target)
     if isinstance(found, griffe.Function):
         options, others = _parameters(found, found.docstring)
-        return Signature(options, (), others, _first_line(found.docstring))
+        return Signature(options, (), others, _text(found.docstring))
     if not isinstance(found, griffe.Class):
         raise ValueError(f"{target} is not a class or function")
-    lineage = list(_lineage(found))
+    lineage = _lineage(found, {})
     options, others = {}, False
-    for each in lineage:
+    for each in lineage.values():
         made = each.members.get("__init__")
         if not isinstance(made, griffe.Function):
             if any(str(decorator.value).startswith("dataclass") for decorator in each.decorators):
@@ -96,8 +96,7 @@ def signature(target: str) -> Signature:
         options = {**options, **{name: option for name, option in own.items() if name not in options}}
         if not others:  # **keywords are those of the base class
             break
-    names = tuple(each.path for each in lineage)
-    return Signature(options, names, others, _first_line(found.docstring))
+    return Signature(options, tuple(lineage), others, _text(found.docstring))
 
 
 def is_defined_in(target: str, packages: Iterable[str]) -> bool:
@@ -131,13 +130,13 @@ def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None)
 def _fields(cls: griffe.Class) -> dict[str, Option]:
     """The fields of a dataclass; the string below a field is its meaning."""
     return {
-        name: Option(str(field.annotation), _literal(field.value), _on_one_line(field.docstring))
+        name: Option(str(field.annotation), _literal(field.value), _text(field.docstring))
         for name, field in cls.members.items()
         if "instance-attribute" in field.labels and field.annotation is not None  # which a ClassVar is not
     }
 
 
-def _on_one_line(docstring: griffe.Docstring | None) -> str:
+def _text(docstring: griffe.Docstring | None) -> str:
     return " ".join(docstring.value.split()) if docstring else ""
 
 
@@ -151,26 +150,16 @@ def _literal(default: str | griffe.Expr | None) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _first_line(docstring: griffe.Docstring | None) -> str:
-    return docstring.value.strip().splitlines()[0] if docstring and docstring.value.strip() else ""
-
-
-def _lineage(cls: griffe.Class) -> Iterator[griffe.Class]:
-    """The class and its base classes, depth first, as far as their sources can be read."""
-    seen, waiting = set(), [cls]
-    while waiting:
-        each = waiting.pop(0)
-        if each.path in seen:
-            continue
-        seen.add(each.path)
-        yield each
-        bases = []
-        for base in each.bases:
-            try:
-                bases.append(_found(base if isinstance(base, str) else base.canonical_path))
-            except ValueError:  # a built-in class
-                continue
-        waiting = [base for base in bases if isinstance(base, griffe.Class)] + waiting
+def _lineage(cls: griffe.Class, found: dict[str, griffe.Class]) -> dict[str, griffe.Class]:
+    """``found`` with the class and its base classes, depth first, as far as their sources can be read."""
+    if cls.path not in found:
+        found[cls.path] = cls
+        for base in cls.bases:
+            with suppress(ValueError):  # a built-in class
+                other = _found(base if isinstance(base, str) else base.canonical_path)
+                if isinstance(other, griffe.Class):
+                    _lineage(other, found)
+    return found
 
 
 def _found(target: str) -> griffe.Object:
