@@ -34,6 +34,7 @@ from holotrain.config.schema.classes import default_backward
 from holotrain.config.schema.commands import COMMANDS, ExportConfig
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.start import compose
+from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
 from holotrain.models import saved
 from holotrain.planning import Plan
@@ -197,8 +198,8 @@ def plan(
     """
     if config is not None and type(config) is not COMMANDS["plan"]:
         known = {option.name for option in fields(COMMANDS["plan"])}
-        kept = {name: value for name, value in checkpointed.container(config).items() if name in known}
-        config = checkpointed.typed("plan", kept)
+        kept = {name: value for name, value in container(config).items() if name in known}
+        config = typed("plan", kept)
     config = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
     with quietly():
         return planned(config, lambda line: None, lambda what: None)[1]
@@ -297,13 +298,13 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
 
 
 def _with_names(command: str, config: RunConfig, names: dict[str, dict[str, str]]) -> RunConfig:
-    plain = checkpointed.container(config)
+    plain = container(config)
     if names.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
         del plain["backward"]["kind"]  # that of the other model
     for group, named in names.items():
         kept = plain[group] or {}
         plain[group] = named | {name: kept[name] for name in BEGINNING if group == "model" and name in kept}
-    named = _like(config, checkpointed.typed(command, plain))
+    named = _like(config, typed(command, plain))
     named.choices = {group: option for group, option in config.choices.items() if group not in names}
     return named
 

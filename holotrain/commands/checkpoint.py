@@ -99,7 +99,7 @@ def described_model(
 
     Args:
         trust: packages whose own classes may be called, in addition to holotrain's models; None: what the file names may be,
-            because :func:`~holotrain.config.checkpointed.origin` has checked it.
+            because :func:`~holotrain.config.origin.origin` has checked it.
         model: takes the weights of a checkpoint; None: a new one of the class that the checkpoint names.
 
     Raises:

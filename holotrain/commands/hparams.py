@@ -12,8 +12,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary as Event
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from holotrain.commands.run import Run
-from holotrain.config import checkpointed
 from holotrain.config.schema.run import RunConfig
+from holotrain.config.typed import container
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""
@@ -58,7 +58,7 @@ def log_start(loggers: Iterable[Logger], config: RunConfig, run: Run, columns: d
     Args:
         columns: see :func:`results`.
     """
-    options = dict(_flat(checkpointed.container(config)))
+    options = dict(_flat(container(config)))
     for logger in loggers:
         if not isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(options)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holotrain.config.checkpointed import COMMAND_LINE_ONLY, LOCAL_LOGGERS
+from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.given import GIVEN
+from holotrain.config.origin import LOCAL_LOGGERS
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
 from holotrain.ranks.world import World

@@ -6,7 +6,9 @@ signatures          options, types and help texts of a class, read from its sour
 chosen              a class that a group names, with its arguments
 schema              the options that are defined by dataclasses, and the checks across groups
 folders             folders of runs
-checkpointed        the configuration inside a checkpoint, and overrides of it
+typed               a whole configuration: completed with defaults, checked, as dataclasses
+checkpointed        what a checkpoint says of its run, checked
+origin              the checkpoint that a command starts from, with the command line laid over it
 trust               which classes a checkpoint may name
 explain             Hydra's errors in one line
 help                --help

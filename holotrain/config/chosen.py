@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,23 +128,6 @@ def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any
         raise UserError(f"{group}.{TARGET}: {error}") from error
     told = {name: value for name, value in defaults_of(options).items() if name not in filled.known}
     return {TARGET: target, **told, **plain}
-
-
-def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A composed configuration in which ``optimizer._target_=...`` among the overrides replaces the whole group.
-
-    What the file of the group's option gives are arguments of another class. The same for other groups, for each callback and
-    each logger, and not for ``trainer``, whose class stays Lightning's.
-    """
-    given = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    result = deepcopy(plain)
-    for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
-        group, _, name = where.partition(".")
-        node, name = (result.get(group), name) if name else (result, group)
-        if isinstance(node, dict) and isinstance(options := node.get(name), dict):
-            is_given = {option: any(f"{key}.".startswith(f"{where}.{option}.") for key in given) for option in options}
-            node[name] = {option: value for option, value in options.items() if is_given[option]}
-    return result
 
 
 def checked_values(group: str, options: dict[str, Option], plain: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.checks import did_you_mean
 from holotrain.config.arguments import Arguments
-from holotrain.config.checkpointed import completed
 from holotrain.config.composition import composed, option_names
+from holotrain.config.typed import completed
 from holotrain.errors import UserError
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)

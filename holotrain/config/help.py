@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from omegaconf import OmegaConf
 
 from holotrain.config.arguments import Arguments
-from holotrain.config.checkpointed import completed
 from holotrain.config.composition import composed, option_names
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.commands import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.schema.run import NAMED, OPEN
 from holotrain.config.signatures import Option, signature
+from holotrain.config.typed import completed
 from holotrain.targets import TARGET
 
 FLAGS = """\

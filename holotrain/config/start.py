@@ -10,13 +10,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.checks import did_you_mean
-from holotrain.config import checkpointed
 from holotrain.config.arguments import Arguments, parse
-from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, member_names, own_hydra, register, require_new_names
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import checkpoint_path, run_folder
+from holotrain.config.origin import Origin, origin, primary, without_leftovers
 from holotrain.config.schema.run import NAMED, RunConfig
+from holotrain.config.typed import completed, typed, with_own_options
 from holotrain.errors import UserError
 from holotrain.targets import TARGET
 
@@ -31,22 +31,22 @@ class Start:
     """
 
     arguments: Arguments
-    origin: checkpointed.Origin | None = field(init=False)
+    origin: Origin | None = field(init=False)
 
     def __post_init__(self) -> None:
         if self.arguments.config_dir:
             require_new_names(self.arguments.config_dir)
-        self.origin = checkpointed.origin(self.arguments)
+        self.origin = origin(self.arguments)
         if self.origin is not None:
-            self.arguments.primary = checkpointed.primary(self.arguments, self.origin)
+            self.arguments.primary = primary(self.arguments, self.origin)
 
     def completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
         plain = with_own_options(OmegaConf.to_container(config), overrides)
         self._check_left_out(plain)
         if self.origin is not None:
-            plain = checkpointed.without_leftovers(plain, self.origin, overrides)
-        return OmegaConf.create(checkpointed.completed(self.arguments.command, plain, overrides))
+            plain = without_leftovers(plain, self.origin, overrides)
+        return OmegaConf.create(completed(self.arguments.command, plain, overrides))
 
     def _check_left_out(self, plain: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
@@ -67,7 +67,7 @@ class Start:
             plain = OmegaConf.to_container(self.completed(config, overrides), resolve=True, throw_on_missing=True)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error
-        config = checkpointed.typed(self.arguments.command, plain)
+        config = typed(self.arguments.command, plain)
         if config.ckpt_path is not None:
             config.ckpt_path = str(checkpoint_path(config.ckpt_path, self.arguments.command, config.output_dir))
         return config

@@ -17,12 +17,11 @@ from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer
-from holotrain.config.checkpointed import container, typed
-from holotrain.config.chosen import with_own_options
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.devices import check_device, check_training_device
 from holotrain.config.schema.classes import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.schema.commands import COMMANDS
+from holotrain.config.typed import container, typed, with_own_options
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
 from holotrain.synthesis import Recipe

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from small_run import SMALL
 
 from holotrain.config.build import build_data
-from holotrain.config.checkpointed import typed
 from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
+from holotrain.config.typed import typed
 from holotrain.planning import flops
 from holotrain.planning.footprint import Footprint
 
