@@ -20,7 +20,7 @@ from holotrain.models import registry, saved
 from holotrain.models.adapters import add_adapters
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.ranks.shards import read_all
-from holotrain.targets import TARGET, targets
+from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.modules import model_of
 
 
@@ -133,7 +133,7 @@ def _built(kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Co
         if width := (kept["config"]["model"] or {}).get("adapters"):
             add_adapters(model, width)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"ckpt_path: {path} describes no model that can be built: {str(error).splitlines()[0]}") from error
+        raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     return model
 
 

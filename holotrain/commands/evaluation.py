@@ -24,6 +24,7 @@ from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
+from holotrain.targets import first_line
 from holotrain.tasks import Task
 from holotrain.tasks.modules import model_of
 
@@ -70,7 +71,7 @@ def steps_of_others(command: str) -> Iterator[None]:
     try:
         yield
     except MisconfigurationException as error:
-        raise UserError(f"{command}: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"{command}: {first_line(error)}") from error
 
 
 def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:

@@ -81,6 +81,11 @@ def _verbatim(override: str) -> str:
     return f"{key}='{literal(escaped)}'"
 
 
+def key_of(override: str) -> str:
+    """The option or group that an override is about."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def literal(text: str) -> str:
     """Escapes interpolations, so that OmegaConf resolves the result to ``text``."""
     return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)

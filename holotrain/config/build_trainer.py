@@ -19,7 +19,7 @@ from holotrain.errors import UserError
 from holotrain.parallel.checkpoints import CheckpointFiles
 from holotrain.parallel.environment import Joined
 from holotrain.ranks.place import Place
-from holotrain.targets import made
+from holotrain.targets import first_line, made
 
 
 def build_trainer(
@@ -63,7 +63,7 @@ def build_trainer(
     try:
         return Chosen(config.target, own).make(default_root_dir=folder, callbacks=callbacks, logger=logger, **changed)
     except (MisconfigurationException, ValueError) as error:
-        raise UserError(f"trainer: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"trainer: {first_line(error)}") from error
 
 
 def validation(config: Chosen, batches: int) -> dict[str, Any]:

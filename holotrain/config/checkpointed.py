@@ -14,7 +14,7 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.config.signatures import checked
 from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
-from holotrain.targets import TARGET, targets
+from holotrain.targets import TARGET, first_line, targets
 
 KEY = "holotrain"
 """Where a checkpoint holds what ``stamp`` returns."""
@@ -122,8 +122,7 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
     except (UserError, ValueError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {said}") from error
+        raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
     return checkpoint | {KEY: kept | {"config": config, "description": description}}
 
 

@@ -11,6 +11,7 @@ from holotrain.config.arguments import Arguments
 from holotrain.config.composition import composed, option_names
 from holotrain.config.typed import completed
 from holotrain.errors import UserError
+from holotrain.targets import first_line
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 
@@ -26,13 +27,13 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     if isinstance(cause, MissingMandatoryValue):
         return UserError(f"{cause.full_key}: a value is needed; give {cause.full_key}=...")
     if isinstance(error, OverrideParseException):
-        return UserError(f"{error.override}: {_first_line(error)}")
+        return UserError(f"{error.override}: {first_line(error)}")
     if "Ambiguous value" in str(error):
-        return UserError(f"{_first_line(error)}; to run a sweep over several values, add -m")
+        return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
     unknown = re.search(r"Could not (?:override|append to config|append|delete from config\.) '?([\w./@-]+)'?", str(error))
     if unknown:
         return _unknown_key(unknown[1], arguments)
-    key, text = getattr(cause, "full_key", None) or "", _first_line(cause)
+    key, text = getattr(cause, "full_key", None) or "", first_line(cause)
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
@@ -42,7 +43,7 @@ def _missing_option(error: MissingConfigException) -> UserError:
         return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
     options = [name for name in error.options or () if not name.startswith("_")]
     if not group or not options:
-        return UserError(_first_line(error))
+        return UserError(first_line(error))
     return UserError(f"{group}={option}: not found; {group} is one of {', '.join(options)}."
                      f"{did_you_mean(option, options)}")  # fmt: skip
 
@@ -64,7 +65,3 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     near = [path for path in below if path.rpartition(".")[2] in (name, f"max_{name}")]
     did_you = f" Did you mean {near[0]!r}?" if near and name not in valid else did_you_mean(name, [*valid, *below])
     return UserError(f"{key}: there is no {name!r} {f'in {parent}' if parent else 'among the options'}.{did_you}")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from holotrain.config.arguments import Arguments, literal
+from holotrain.config.arguments import Arguments, key_of, literal
 from holotrain.config.checkpointed import KEY, load
 from holotrain.config.composition import options
 from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
@@ -69,7 +69,7 @@ def primary(arguments: Arguments, start: Origin) -> str:
     its defaults list, so that the command line can choose an option from it.
     """
     command = arguments.command
-    given = {word.partition("=")[0].lstrip("+~") for word in arguments.overrides}
+    given = {*map(key_of, arguments.overrides)}
     if "data.download" in given and not {"data.root", "data"} & given:
         raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
     groups = [group for group in GROUPS if group not in ("task", "trainer")]
@@ -98,7 +98,7 @@ def primary(arguments: Arguments, start: Origin) -> str:
 def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]) -> dict[str, Any]:
     """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
     result = dict(plain)
-    given = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    given = {*map(key_of, overrides)}
     for group in OPEN:
         kept = start.config[group]
         if kept and plain.get(group) and plain[group].get(TARGET) != kept[TARGET]:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.checks import did_you_mean
-from holotrain.config.arguments import Arguments, parse
+from holotrain.config.arguments import Arguments, key_of, parse
 from holotrain.config.composition import composed, member_names, own_hydra, register, require_new_names
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import checkpoint_path, run_folder
@@ -18,7 +18,7 @@ from holotrain.config.origin import Origin, origin, primary, without_leftovers
 from holotrain.config.schema.run import NAMED, RunConfig
 from holotrain.config.typed import completed, typed, with_own_options
 from holotrain.errors import UserError
-from holotrain.targets import TARGET
+from holotrain.targets import TARGET, first_line
 
 
 @dataclass
@@ -80,8 +80,7 @@ class Start:
         """
         options = {group: option for group, option in chosen.items() if option and "/" not in group}
         found = {"backward": config.backward.name} | (self.origin.choices if self.origin else {}) | options
-        keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
-        for key in keys:
+        for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)
         return found
@@ -123,7 +122,7 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         except CONFIGURATION_ERRORS as error:
             raise explained(error, arguments) from error
         except ValueError as error:  # Hydra's own answer to group=null and group=3
-            raise UserError(str(error).splitlines()[0]) from error
+            raise UserError(first_line(error)) from error
         words = list(composition.hydra.overrides.task)
         chosen = OmegaConf.to_container(composition.hydra.runtime.choices)
         with open_dict(composition):

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from holotrain.checks import described_by
+from holotrain.config.arguments import key_of
 from holotrain.config.chosen import Chosen, checked_values, chosen, defaults, named_defaults
 from holotrain.config.given import GIVEN
 from holotrain.config.schema.backward import BackwardConfig
@@ -75,7 +76,7 @@ def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[st
     What the file of the group's option gives are arguments of another class. The same for other groups, for each callback and
     each logger, and not for ``trainer``, whose class stays Lightning's.
     """
-    given = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    given = {*map(key_of, overrides)}
     result = deepcopy(plain)
     for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
         group, _, name = where.partition(".")
