@@ -29,12 +29,9 @@ def register(resume: bool = False) -> None:
     for command in COMMANDS:
         ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
-    for name in ("run_folder", "sweep_folder"):
-        OmegaConf.register_new_resolver(
-            *(name, lambda command, root, sweep=name == "sweep_folder": run_folder(command, root, resume, sweep)),
-            replace=True,
-            use_cache=True,
-        )
+    OmegaConf.register_new_resolver(
+        "run_folder", lambda kind, root: run_folder(kind, root, resume), replace=True, use_cache=True
+    )
     OmegaConf.register_new_resolver("direction", recommended, replace=True)
 
 
@@ -52,7 +49,7 @@ def options(command: str, parts: list[Any]) -> DictConfig:
         "job": {"name": command},
         "output_subdir": None,  # the run's config.yaml is written by holotrain, resolved and checked
         "run": {"dir": "${run_folder:${hydra.job.name},${output_dir}}"},
-        "sweep": {"dir": "${sweep_folder:${hydra.job.name},${output_dir}}", "subdir": "${hydra.job.num}"},
+        "sweep": {"dir": "${run_folder:${hydra.job.name}/sweeps,${output_dir}}", "subdir": "${hydra.job.num}"},
     }
     quiet = [{f"override hydra/{log}_logging": "none"} for log in ("hydra", "job")]
     return DictConfig(own | groups | {"defaults": [*parts, *quiet], "hydra": hydra})

@@ -9,10 +9,14 @@ from holotrain.errors import UserError
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
-def run_folder(command: str, root: str, resume: bool, sweep: bool = False) -> str:
-    """A new folder of a run, or of a sweep, whose jobs have numbered folders in it; to resume, the latest with a checkpoint."""
-    parent = Path(root, command, "sweeps" if sweep else "")
-    evidence = (Path("*"), "sweep") if sweep else (LAST_CHECKPOINT, "run")
+def run_folder(kind: str, root: str, resume: bool) -> str:
+    """A new folder; to resume, that of the latest run or sweep with a checkpoint.
+
+    Args:
+        kind: the command; for a sweep, whose jobs have numbered folders in its folder, ``<command>/sweeps``.
+    """
+    parent = Path(root, kind)
+    evidence = (Path("*"), "sweep") if parent.name == "sweeps" else (LAST_CHECKPOINT, "run")
     return str(_latest(parent, *evidence) if resume else _fresh(parent))
 
 
