@@ -138,9 +138,9 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     for key in _typed_parts("its options", plain, {}):
         if key not in (*KEPT, *NEVER_KEPT):
             raise ValueError(f"there is no option {key!r}")
-    kept = _kept(typed("fit", {key: value for key, value in plain.items() if key in KEPT}))
-    if not _is_plain(kept):
+    if not _is_plain(plain):
         raise ValueError("its configuration holds more than values, lists and mappings")
+    kept = _kept(typed("fit", {key: value for key, value in plain.items() if key in KEPT}))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if kept.get(group, {}).pop(name, None) is not None and name == "download":
             kept[group][name] = False  # which is not its default

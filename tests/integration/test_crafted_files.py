@@ -133,13 +133,18 @@ def weights_of_another_type(path: Path, checkpoint: dict) -> None:
     torch.save(checkpoint | {"state_dict": {"model.head.weight": CALL}}, path)
 
 
+def tensor_in_place_of_a_number(path: Path, checkpoint: dict) -> None:
+    checkpoint["holotrain"]["config"]["data"]["batch_size"] = torch.ones(2)
+    torch.save(checkpoint, path)
+
+
 def another_lightning(path: Path, checkpoint: dict) -> None:
     torch.save(checkpoint | {"pytorch-lightning_version": "zzz"}, path)
 
 
 FILES = [
     *(zipped_pickle, bare_pickle, legacy_pickle, shards_elsewhere, shards_with_a_pickle),
-    *(state_of_another_type, weights_of_another_type, another_lightning),
+    *(state_of_another_type, weights_of_another_type, tensor_in_place_of_a_number, another_lightning),
 ]
 """Checkpoints that are crafted as files."""
 
