@@ -18,7 +18,7 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
 from holotrain.config.given import GIVEN
-from holotrain.config.schema.backward import AUTO, BackwardConfig
+from holotrain.config.schema.backward import AUTO
 from holotrain.config.schema.beside import BEGINNING
 from holotrain.config.schema.classes import CAUSAL_LM, CLASSIFIER, SEQUENCE_CLASSIFIER, TEXT, default_backward, is_a, takes
 from holotrain.config.schema.run import OPEN, RunConfig
@@ -59,13 +59,9 @@ def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if shape := getattr(data, "image_shape", None):
         facts |= {"channels": shape[0], "image_size": shape[1]}
-    for attribute, names in (
-        ("num_classes", ("classes", "num_classes")),
-        ("vocab_size", ("vocab", "vocab_size")),
-        ("context", ("context",)),
-    ):
+    for attribute, other in (("num_classes", "classes"), ("vocab_size", "vocab"), ("context", "context")):
         if value := getattr(data, attribute, None):
-            facts |= dict.fromkeys(names, value)
+            facts |= {other: value, attribute: value}
     return facts
 
 
@@ -85,19 +81,16 @@ def filled(group: str, chosen: Chosen, facts: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def model_arguments(config: RunConfig, facts: dict[str, Any], backward: BackwardConfig | None = None) -> dict[str, Any]:
+def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model's class.
 
     Args:
         facts: from :func:`facts_of`.
-        backward: replaces that of the configuration.
     """
-    backward = backward or config.backward
-    arguments = filled("model", config.model, facts)
+    arguments, backward = filled("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
-        arguments |= {} if kind is None else {"backward": kind}
-        arguments |= backward.engine()
+        arguments |= ({} if kind is None else {"backward": kind}) | backward.engine()
     return arguments
 
 
