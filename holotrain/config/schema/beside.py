@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from holotrain.checks import amount, one_of
+from holotrain.checks import amount
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import is_a
 from holotrain.errors import UserError
@@ -36,14 +36,16 @@ PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "
 BESIDE = (*PROCESSES, "backend", "timeout")
 """Options that are not passed on to Lightning."""
 
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 SPLITS = ("train", "val", "test", "predict")
 
 
-class Processes:
-    """The processes of a run. Its parameters are options of the trainer; they replace those of Lightning with the same name.
+class TrainerOptions:
+    """Options of the trainer beside those of Lightning; they replace those with the same name.
 
     Args:
+        accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
+        precision: of the computation: 32-true, 64-true, bf16-mixed or 16-mixed
+        gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
         strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters) or tp (tensor parallel)
         devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun or srun started
         num_nodes: number of machines; start the command on each with torchrun or srun; null: as many as were started
@@ -60,6 +62,9 @@ class Processes:
 
     def __init__(
         self,
+        accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
+        precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
+        gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
         strategy: Literal["single", "ddp", "fsdp", "tp"] = "single",
         devices: int | Literal["auto"] = 1,
         num_nodes: int | None = None,
@@ -94,15 +99,11 @@ def check_trainer(trainer: Chosen) -> None:
     """
     if not is_a(trainer, "lightning.pytorch.trainer.trainer.Trainer"):
         raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
-    Processes(**{name: trainer.arguments[name] for name in BESIDE})
-    one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu", "mps"))
-    one_of("trainer.precision", trainer.precision, PRECISIONS)
+    TrainerOptions(**{name: trainer.arguments[name] for name in BESIDE})
     if trainer.compression == "powersgd" and trainer.precision == "16-mixed":
         raise UserError("trainer.compression=powersgd: no support for the gradient scaling of 16-mixed; use bf16-mixed")
     if trainer.strategy in ("fsdp", "tp") and trainer.precision == "16-mixed":
         raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
-    if trainer.gradient_clip_algorithm is not None:
-        one_of("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, ("norm", "value"))
     if trainer.max_epochs not in (None, -1):
         require_at_least(1, max_epochs=trainer.max_epochs)
     elif trainer.max_steps < 1 and trainer.max_time is None:

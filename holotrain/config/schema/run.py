@@ -32,7 +32,7 @@ OPEN = {
     "synthesis": Filled(),
     "optimizer": Filled(("model", "params")),
     "scheduler": Filled(("optimizer", "steps", "total_steps")),
-    "trainer": Filled(("callbacks", "logger", "default_root_dir"), also="holotrain.config.schema.beside.Processes"),
+    "trainer": Filled(("callbacks", "logger", "default_root_dir"), also="holotrain.config.schema.beside.TrainerOptions"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
