@@ -30,11 +30,13 @@ from holotrain.commands.summary import SUMMARY, read
 from holotrain.commands.together import Together
 from holotrain.config import checkpointed
 from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, from_here, run_folder
-from holotrain.config.given import GIVEN, Given, kind_of
-from holotrain.config.schema import COMMANDS, ExportConfig, RunConfig
+from holotrain.config.given import GIVEN, Given, full_name
+from holotrain.config.schema.beside import BEGINNING
 from holotrain.config.schema.classes import default_backward
-from holotrain.config.schema.model import BEGINNING
+from holotrain.config.schema.commands import COMMANDS, ExportConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.config.start import compose
+from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
 from holotrain.models import saved
 from holotrain.planning import Plan
@@ -217,8 +219,8 @@ def plan(
     """
     if config is not None and type(config) is not COMMANDS["plan"]:
         known = {option.name for option in fields(COMMANDS["plan"])}
-        kept = {name: value for name, value in checkpointed.container(config).items() if name in known}
-        config = checkpointed.typed("plan", kept)
+        kept = {name: value for name, value in container(config).items() if name in known}
+        config = typed("plan", kept)
     config = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
     with quietly():
         return planned(config, lambda line: None, lambda what: None)[1]
@@ -301,7 +303,7 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():
         raise UserError("task: it has its own model; give model= or task=, not both")
-    names = {group: {TARGET: GIVEN, "kind": kind_of(thing)} for group, thing in objects.items()}
+    names = {group: {TARGET: GIVEN, "kind": full_name(type(thing))} for group, thing in objects.items()}
     if config is None:
         words = [f"{group}.{TARGET}={GIVEN}" for group in names]
         words += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]
@@ -319,13 +321,13 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
 
 
 def _with_names(command: str, config: RunConfig, names: dict[str, dict[str, str]]) -> RunConfig:
-    plain = checkpointed.container(config)
+    plain = container(config)
     if names.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
         del plain["backward"]["kind"]  # that of the other model
     for group, named in names.items():
         kept = plain[group] or {}
         plain[group] = named | {name: kept[name] for name in BEGINNING if group == "model" and name in kept}
-    named = _like(config, checkpointed.typed(command, plain))
+    named = _like(config, typed(command, plain))
     named.choices = {group: option for group, option in config.choices.items() if group not in names}
     return named
 

@@ -1,7 +1,6 @@
 """Checks of option values. Each raises a UserError with one line: which option, what is wrong, what is valid."""
 
 import difflib
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,25 +18,6 @@ def one_of(where: str, value: str | None, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
-
-
-def at_least(where: str, value: float, least: float) -> None:
-    if not math.isfinite(value) or value < least:
-        raise UserError(f"{where}: {value} is out of range; it must be at least {least}")
-
-
-def at_least_or_auto(where: str, value: object, least: int, others: str = "auto") -> None:
-    """A whole number or ``"auto"``; ``others``: the valid words, for the message."""
-    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int)):
-        raise UserError(f"{where}: {value!r} is not valid; give a whole number or {others}")
-    if value != "auto":
-        at_least(where, value, least)
-
-
-def within(where: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
-    """``low <= value < high``; with ``closed``, ``value <= high``."""
-    if not (low <= value < high or (closed and value == high)):
-        raise UserError(f"{where}: {value} is out of range; it must be in [{low}, {high}{']' if closed else ')'}")
 
 
 def amount(where: str, value: object) -> None:

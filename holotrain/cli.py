@@ -23,17 +23,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config import help
-from holotrain.config.arguments import Arguments, parse, parse_words
-from holotrain.config.composition import composed, config_folder
-from holotrain.config.direction import direction
+from holotrain.config.arguments import Arguments, key_of, parse, parse_words
+from holotrain.config.composition import composed, config_folder, direction, register
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import from_here
 from holotrain.config.jobs import Job, launched_jobs
-from holotrain.config.register import register
-from holotrain.config.schema import WORD_COMMANDS
+from holotrain.config.schema.commands import WORD_COMMANDS
 from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place, found
+from holotrain.targets import first_line
 
 if TYPE_CHECKING:
     from holotrain.commands.together import Together
@@ -147,8 +146,8 @@ class Launch:
                 raise explained(error, arguments) from error
             except ValueError as error:
                 if not sweep.launched:  # Hydra's own answer to group=null and group=3
-                    raise UserError(str(error).splitlines()[0]) from error
-                print(f"holotrain: the sweeper ended: {str(error).splitlines()[0]}", file=sys.stderr)
+                    raise UserError(first_line(error)) from error
+                print(f"holotrain: the sweeper ended: {first_line(error)}", file=sys.stderr)
                 if not any(job.exit_status for job in sweep.ended()):
                     self.statuses.append(1)
             except OSError as error:
@@ -223,7 +222,7 @@ class Launch:
         if not self.arguments.multirun:
             return []
         given = {word.key_or_group: word for word in OverridesParser.create().parse_overrides(self.arguments.overrides)}
-        keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+        keys = [key_of(word) for word in overrides]
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
     def _check(self, overrides: list[str]) -> None:

@@ -4,16 +4,18 @@ import math
 from collections.abc import Iterable, Sequence
 
 
-def require_at_least(least: float, **arguments: float | Sequence[float]) -> None:
+def require_at_least(least: float, **arguments: float | Sequence[float] | None) -> None:
     """
     Args:
-        arguments: numbers, or lists of them, by name.
+        arguments: numbers, or lists of them, by name. None and words, such as ``"auto"``, stand for no number.
 
     Raises:
         ValueError: one of them is below ``least``, or not finite.
     """
     for name, value in arguments.items():
         for number in value if isinstance(value, Sequence) else [value]:
+            if number is None or isinstance(number, str):
+                continue
             if not math.isfinite(number) or number < least:
                 raise ValueError(f"{name} must be at least {least}, not {number}")
 

@@ -41,7 +41,7 @@ def called(target: str, *positional: Any, **arguments: Any) -> Any:
     try:
         return function(*positional, **arguments)
     except (ImportError, TypeError) as error:
-        raise ValueError(f"{target}: {_first_line(error)}") from error
+        raise ValueError(f"{target}: {first_line(error)}") from error
 
 
 def targets(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -92,8 +92,9 @@ def _imported(target: str) -> Any:
     try:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{target}: {_first_line(error)}") from error
+        raise ValueError(f"{target}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

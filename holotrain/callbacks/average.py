@@ -2,6 +2,8 @@
 
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
+from holotrain.ranges import require_at_least, require_within
+
 
 class WeightAverage(EMAWeightAveraging):
     """Exponential moving average of the weights, which is validated, tested and saved in place of the weights.
@@ -12,8 +14,6 @@ class WeightAverage(EMAWeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay {decay} is out of range; it must be in [0, 1)")
-        if update_every_n_steps < 1:
-            raise ValueError(f"update_every_n_steps {update_every_n_steps} is out of range; it must be at least 1")
+        require_within(0, 1, decay=decay)
+        require_at_least(1, update_every_n_steps=update_every_n_steps)
         super().__init__(decay=decay, update_every_n_steps=update_every_n_steps)

@@ -8,6 +8,7 @@ import torch
 
 from holotrain.callbacks.period import checked_period, period_of, replays
 from holotrain.models.schedules import sequences
+from holotrain.ranges import require_at_least
 from holotrain.reversible import ReversibleSequence, ReversibleStack
 
 
@@ -27,8 +28,7 @@ class DriftMonitor(pl.Callback):
 
     def __init__(self, every_n_steps: int | None = None, threshold: float = 1e-2) -> None:
         self.every_n_steps = checked_period(every_n_steps)
-        if not threshold >= 0:
-            raise ValueError(f"threshold {threshold} is out of range; it must be at least 0")
+        require_at_least(0, threshold=threshold)
         self.threshold = threshold
         self._watched: list[ReversibleSequence | ReversibleStack] = []
         self._warned = False

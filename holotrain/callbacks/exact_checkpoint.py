@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from holotrain.callbacks.whole_steps import gradients_pending, validation_follows, wait_for_whole_steps
+from holotrain.ranges import require_at_least
 
 
 class ExactCheckpoint(ModelCheckpoint):
@@ -91,9 +92,7 @@ class BestCheckpoint(ExactCheckpoint):
         save_top_k: int = 1,
         every_n_train_steps: int | None = None,
     ) -> None:
-        for name, value in (("save_top_k", save_top_k), ("every_n_train_steps", every_n_train_steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} {value} is out of range; it must be at least 1")
+        require_at_least(1, save_top_k=save_top_k, every_n_train_steps=every_n_train_steps)
         super().__init__(
             dirpath,
             filename="best-epoch{epoch}-step{step}",  # without =, which Hydra needs quoted

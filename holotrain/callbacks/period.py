@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 
+from holotrain.ranges import require_at_least
 from holotrain.reversible import GraphedStep
 
 
@@ -15,8 +16,7 @@ def checked_period(every_n_steps: int | None) -> int | None:
     Raises:
         ValueError: it is negative.
     """
-    if every_n_steps is not None and every_n_steps < 0:
-        raise ValueError(f"every_n_steps {every_n_steps} is out of range; it must be at least 0")
+    require_at_least(0, every_n_steps=every_n_steps)
     return every_n_steps
 
 

@@ -4,10 +4,9 @@ import lightning.pytorch as pl
 
 from holotrain.config.given import GIVEN
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of
-from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN
 from holotrain.config.schema.classes import reversible, takes
-from holotrain.config.schema.run import OPEN
+from holotrain.config.schema.run import OPEN, RunConfig
 from holotrain.planning import ALLOCATORS, Plan, make_plan
 
 

@@ -11,17 +11,16 @@ from torch import nn
 
 from holotrain.checks import described_by
 from holotrain.config import checkpointed
-from holotrain.config.build import class_names
-from holotrain.config.build_optimization import synthesis_of
+from holotrain.config.build import class_names, synthesis_of
 from holotrain.config.given import GIVEN
-from holotrain.config.schema import RunConfig
 from holotrain.config.schema.classes import TEXT, is_a
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.adapters import add_adapters
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.ranks.shards import read_all
-from holotrain.targets import TARGET, targets
+from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.modules import model_of
 
 
@@ -100,7 +99,7 @@ def described_model(
 
     Args:
         trust: packages whose own classes may be called, in addition to holotrain's models; None: what the file names may be,
-            because :func:`~holotrain.config.checkpointed.origin` has checked it.
+            because :func:`~holotrain.config.origin.origin` has checked it.
         model: takes the weights of a checkpoint; None: a new one of the class that the checkpoint names.
 
     Raises:
@@ -134,7 +133,7 @@ def _built(kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Co
         if width := (kept["config"]["model"] or {}).get("adapters"):
             add_adapters(model, width)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"ckpt_path: {path} describes no model that can be built: {str(error).splitlines()[0]}") from error
+        raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     return model
 
 

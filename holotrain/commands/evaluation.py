@@ -18,13 +18,13 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
-from holotrain.config.build_callbacks import build_matrices
-from holotrain.config.build_loggers import build_loggers
+from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
+from holotrain.targets import first_line
 from holotrain.tasks import Task
 from holotrain.tasks.modules import model_of
 
@@ -71,7 +71,7 @@ def steps_of_others(command: str) -> Iterator[None]:
     try:
         yield
     except MisconfigurationException as error:
-        raise UserError(f"{command}: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"{command}: {first_line(error)}") from error
 
 
 def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:

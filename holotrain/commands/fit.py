@@ -29,17 +29,15 @@ from holotrain.commands.layout import log_layout, tags
 from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory, explained
 from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task, description
-from holotrain.config.build_callbacks import build_fit_callbacks
-from holotrain.config.build_loggers import build_loggers
+from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_strategy import check_division
 from holotrain.config.build_trainer import build_trainer
-from holotrain.config.checkpointed import container
+from holotrain.config.composition import MODES
 from holotrain.config.devices import check_training_device, device_kind, device_name
-from holotrain.config.direction import MODES
 from holotrain.config.plans import smallest_batch
-from holotrain.config.schema import FitConfig
+from holotrain.config.schema.commands import FitConfig
+from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
 from holotrain.tasks.modules import model_of, monitored_by
 
@@ -130,7 +128,7 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
         return choose()
     if run.is_main:
         config = choose(processes=run.place.local_size)
-    config = checkpointed.typed("fit", run.agreed("chosen", container(config)))
+    config = typed("fit", run.agreed("chosen", container(config)))
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)
     return config

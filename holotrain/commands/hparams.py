@@ -12,8 +12,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary as Event
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from holotrain.commands.run import Run
-from holotrain.config import checkpointed
-from holotrain.config.schema import RunConfig
+from holotrain.config.arguments import key_of
+from holotrain.config.schema.run import RunConfig
+from holotrain.config.typed import container
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""
@@ -58,7 +59,7 @@ def log_start(loggers: Iterable[Logger], config: RunConfig, run: Run, columns: d
     Args:
         columns: see :func:`results`.
     """
-    options = dict(_flat(checkpointed.container(config)))
+    options = dict(_flat(container(config)))
     for logger in loggers:
         if not isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(options)
@@ -109,7 +110,7 @@ def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str
         options: values of the possible columns, by name.
         metrics: tags of scalars and their display names, in order.
     """
-    overridden = [override.lstrip("+~").partition("=")[0] for override in run.overrides]
+    overridden = [key_of(override) for override in run.overrides]
     overridden = [name for name in overridden if name.split(".")[0] not in MUTE]
     marked = run.varied or overridden
     infos = [

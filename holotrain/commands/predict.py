@@ -17,8 +17,8 @@ from holotrain.commands.summary import Summary
 from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
-from holotrain.config.schema import PredictConfig
 from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, TEXT, is_a
+from holotrain.config.schema.commands import PredictConfig
 from holotrain.tasks.modules import model_of
 
 PREDICTIONS = "predictions.csv"

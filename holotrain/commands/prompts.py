@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from holotrain.config.schema import GenerateConfig
+from holotrain.config.schema.commands import GenerateConfig
 from holotrain.data import Tokenizer
 from holotrain.errors import UserError
 

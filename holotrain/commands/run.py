@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holotrain.config.checkpointed import COMMAND_LINE_ONLY, LOCAL_LOGGERS
+from holotrain.config.arguments import key_of
+from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.given import GIVEN
+from holotrain.config.origin import LOCAL_LOGGERS
 from holotrain.errors import UserError
 from holotrain.ranks.place import Place
 from holotrain.ranks.world import World
@@ -59,7 +61,7 @@ class Run:
     def how_to_resume(self) -> str:
         if any(word.endswith(f".{TARGET}={GIVEN}") for word in self.overrides):
             return f"resume with: holotrain.fit(the same objects, overrides=['resume=true'], folder={str(self.folder)!r})"
-        keys = {word: word.lstrip("+~").partition("=")[0] for word in self.overrides}
+        keys = {word: key_of(word) for word in self.overrides}
         again = [
             word
             for word, key in keys.items()

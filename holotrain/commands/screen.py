@@ -13,7 +13,7 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_strategy import group_of, left_whole, share_of
 from holotrain.config.devices import device_name
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.data import TextDataModule
 from holotrain.ranks.place import Place
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
 
     from holotrain.commands.run import Run
     from holotrain.config.chosen import Chosen
-    from holotrain.config.schema import RunConfig
+    from holotrain.config.schema.run import RunConfig
 
 SUMMARY = "summary.json"
 

@@ -24,9 +24,9 @@ from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
 from holotrain.commands.summary import ended
-from holotrain.config import checkpointed
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
+from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
 from holotrain.ranks.launch import launched, threads_each
 from holotrain.ranks.place import Place
@@ -135,7 +135,7 @@ def follow(place: Place) -> int:
     try:
         world = World(place, timeout=float("inf"))
         while (posted := world.read(f"job/{world.jobs}")) is not None:
-            config = checkpointed.typed(posted["command"], posted["config"])
+            config = typed(posted["command"], posted["config"])
             run = Run(**posted["run"] | {"folder": Path(posted["run"]["folder"])})
             world.watch.timeout = world.timeout = config.trainer.timeout
             statuses.append(job(world, posted["command"], config, run))
@@ -203,7 +203,7 @@ def _command(command: str, config: RunConfig, run: Run) -> int:
 
 def _posted(command: str, config: RunConfig, run: Run) -> dict[str, Any]:
     shown = {name: value for name, value in vars(run).items() if name != "world"}
-    return {"command": command, "config": checkpointed.container(config), "run": shown | {"folder": str(run.folder)}}
+    return {"command": command, "config": container(config), "run": shown | {"folder": str(run.folder)}}
 
 
 def _check_equal(world: World, device: torch.device) -> None:

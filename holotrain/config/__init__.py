@@ -1,20 +1,19 @@
 """Turns a command line into data, models, tasks and trainers.
 
 arguments           parses the command line
-register            registers the options of the commands with Hydra
-composition         finds and composes the configuration
+composition         what is asked of Hydra: options of the commands, resolvers, composed configurations
 signatures          options, types and help texts of a class, read from its source
 chosen              a class that a group names, with its arguments
 schema              the options that are defined by dataclasses, and the checks across groups
 folders             folders of runs
-checkpointed        the configuration inside a checkpoint, and overrides of it
+typed               a whole configuration: completed with defaults, checked, as dataclasses
+checkpointed        what a checkpoint says of its run, checked
+origin              the checkpoint that a command starts from, with the command line laid over it
 trust               which classes a checkpoint may name
 explain             Hydra's errors in one line
 help                --help
-build               builds data, models and tasks
-build_optimization  builds optimizers and schedules
-build_trainer       builds trainers, callbacks and loggers
-build_callbacks     builds the callbacks of a run
-build_loggers       builds the loggers of a run
+build               builds data, models, tasks, optimizers, schedules and syntheses
+build_trainer       builds trainers
+build_callbacks     builds the callbacks and the loggers of a run
 plans               what planning needs to know of a configuration
 """

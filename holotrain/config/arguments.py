@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from holotrain.checks import did_you_mean
-from holotrain.config.schema import COMMANDS, WORD_COMMANDS
+from holotrain.config.schema.commands import COMMANDS, WORD_COMMANDS
 from holotrain.errors import UserError
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
@@ -43,7 +43,7 @@ class Arguments:
 
     @property
     def resume(self) -> bool:
-        return (self.value("resume") or "").lower() in ("true", "1", "yes", "on")
+        return (self.value("resume") or "").lower() == "true"
 
     @property
     def config_dir(self) -> str | None:
@@ -79,6 +79,11 @@ def _verbatim(override: str) -> str:
     # Hydra's grammar reads quotes and the backslashes before them; OmegaConf reads interpolations.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
     return f"{key}='{literal(escaped)}'"
+
+
+def key_of(override: str) -> str:
+    """The option or group that an override is about."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def literal(text: str) -> str:

@@ -1,5 +1,7 @@
-"""Builds data, model and task from a configuration."""
+"""Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,25 +9,29 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
+from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import described_by
-from holotrain.config.build_optimization import optimizer_of, scheduler_of, synthesis_of
-from holotrain.config.build_weights import prepare_weights
 from holotrain.config.chosen import Chosen
 from holotrain.config.given import GIVEN
-from holotrain.config.schema import RunConfig
-from holotrain.config.schema.backward import AUTO, BackwardConfig
+from holotrain.config.schema.backward import AUTO
+from holotrain.config.schema.beside import BEGINNING
 from holotrain.config.schema.classes import CAUSAL_LM, CLASSIFIER, SEQUENCE_CLASSIFIER, TEXT, default_backward, is_a, takes
-from holotrain.config.schema.model import BEGINNING
-from holotrain.config.schema.run import OPEN
+from holotrain.config.schema.run import OPEN, RunConfig
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks
+from holotrain.models.adapters import add_adapters, freeze
+from holotrain.models.pretrained import load_pretrained, read_weights
 from holotrain.models.schedules import schedule_blocks, set_backward
+from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import is_of
+from holotrain.tasks.optimizers import decay_groups
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -40,7 +46,7 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
         packed = is_a(config.task, CAUSAL_LM)
         known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
         known["labels"] = is_a(config.task, SEQUENCE_CLASSIFIER)
-    return _made("data", config.data, known, pl.LightningDataModule)
+    return OPEN["data"].make("data", config.data, pl.LightningDataModule, **known)
 
 
 def _require_a_batch(config: RunConfig) -> None:
@@ -48,27 +54,14 @@ def _require_a_batch(config: RunConfig) -> None:
         raise UserError(f"{config.batch_option[0]}=auto: only fit and plan support auto; give a number")
 
 
-def _made(group: str, chosen: Chosen, known: dict[str, Any], of: type) -> Any:
-    """What the group's class returns, with what is known under the names of its parameters."""
-    with described_by(group, OPEN[group].options(chosen.target)):
-        made = chosen.make(**{name: value for name, value in known.items() if takes(chosen, name)})
-    if not isinstance(made, of):
-        raise UserError(f"{group}: {chosen.target} is not a {of.__name__}; calling it gives {type(made).__name__}")
-    return made
-
-
 def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
     """What data, which are set up, tell models and tasks, by the names of their parameters."""
     facts: dict[str, Any] = {}
     if shape := getattr(data, "image_shape", None):
         facts |= {"channels": shape[0], "image_size": shape[1]}
-    for attribute, names in (
-        ("num_classes", ("classes", "num_classes")),
-        ("vocab_size", ("vocab", "vocab_size")),
-        ("context", ("context",)),
-    ):
+    for attribute, other in (("num_classes", "classes"), ("vocab_size", "vocab"), ("context", "context")):
         if value := getattr(data, attribute, None):
-            facts |= dict.fromkeys(names, value)
+            facts |= {other: value, attribute: value}
     return facts
 
 
@@ -88,19 +81,16 @@ def filled(group: str, chosen: Chosen, facts: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def model_arguments(config: RunConfig, facts: dict[str, Any], backward: BackwardConfig | None = None) -> dict[str, Any]:
+def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model's class.
 
     Args:
         facts: from :func:`facts_of`.
-        backward: replaces that of the configuration.
     """
-    backward = backward or config.backward
-    arguments = filled("model", config.model, facts)
+    arguments, backward = filled("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
-        arguments |= {} if kind is None else {"backward": kind}
-        arguments |= backward.engine()
+        arguments |= ({} if kind is None else {"backward": kind}) | backward.engine()
     return arguments
 
 
@@ -113,7 +103,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     backward = config.backward
     try:
         chosen = replace(config.model, arguments=model_arguments(config, facts))
-        model = _made("model", chosen, {}, nn.Module)
+        model = OPEN["model"].make("model", chosen, nn.Module)
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
@@ -148,7 +138,14 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     if config.model is None:
         return task_of(None, config, described)
     model = build_model(config, described["facts"])
-    prepare_weights(model, config.model, begin)
+    if begin and config.model.pretrained:
+        with described_by("model.pretrained"):
+            print(load_pretrained(model, read_weights(config.model.pretrained)), file=sys.stderr)
+    with described_by("model"):
+        if config.model.adapters:
+            add_adapters(model, config.model.adapters)
+        if config.model.trained != "all":
+            freeze(model, config.model.trained)
     if config.compile:
         compile_blocks(model)
     return task_of(model, config, described)
@@ -163,14 +160,14 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     """
     known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
-        known["optimizer"] = optimizer_of(config.optimizer)
+        known["optimizer"] = optimizer_maker(config.optimizer)
         if config.scheduler is not None:
-            known["scheduler"] = scheduler_of(config.scheduler, known["optimizer"])
+            known["scheduler"] = scheduler_maker(config.scheduler, known["optimizer"])
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
     chosen = replace(config.task, arguments=filled("task", config.task, described["facts"]))
-    return _made("task", chosen, known, pl.LightningModule)
+    return OPEN["task"].make("task", chosen, pl.LightningModule, **known)
 
 
 def check_values(config: RunConfig) -> None:
@@ -248,3 +245,50 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
             f"images: {config.data.name} does not say how images are prepared; without images= the test set is used"
         )
     return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
+
+
+def optimizer_maker(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
+    """A function of the model that makes its optimizer.
+
+    A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
+    groups of :func:`~holotrain.tasks.optimizers.decay_groups`: norms, biases and positions have no weight decay.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    def make(model: nn.Module) -> Optimizer:
+        of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
+        return OPEN["optimizer"].make("optimizer", chosen, Optimizer, of)
+
+    make(nn.Linear(1, 1))
+    return make
+
+
+def scheduler_maker(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) -> Callable[[Optimizer, int], LRScheduler]:
+    """A function of the optimizer and the number of optimizer steps of the training that makes the schedule.
+
+    The number of steps is given as ``steps`` or ``total_steps``, where the function or class has such a parameter. The schedule
+    advances after every optimizer step.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    def make(optimizer: Optimizer, steps: int) -> LRScheduler:
+        return OPEN["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
+
+    if isinstance(make(optimizer(nn.Linear(1, 1)), 10), ReduceLROnPlateau):
+        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
+    return make
+
+
+def synthesis_of(chosen: Chosen, task: nn.Module) -> HolographicSynthesis:
+    """The synthesis of a task, which need not be on its device yet.
+
+    Raises:
+        UserError: a value out of range, or a pattern that matches no parameter.
+    """
+    callback = OPEN["synthesis"].make("synthesis", chosen, SynthesisCallback)
+    with described_by("synthesis", OPEN["synthesis"].options(chosen.target)):
+        return callback.applied_to(task, on_device=False)

@@ -1,4 +1,4 @@
-"""Builds the callbacks of a run."""
+"""Builds the callbacks and the loggers of a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar, WeightAveraging
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from holotrain.callbacks import (
@@ -19,15 +20,14 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
-from holotrain.checks import described_by, one_of
-from holotrain.config.build import build_model, facts_of
-from holotrain.config.build_optimization import synthesis_of
+from holotrain.checks import one_of
+from holotrain.config.build import build_model, facts_of, synthesis_of
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import device_name
 from holotrain.config.folders import LAST_CHECKPOINT
-from holotrain.config.schema import NAMED, RunConfig
 from holotrain.config.schema.backward import BackwardConfig
 from holotrain.config.schema.classes import is_a, takes
+from holotrain.config.schema.run import NAMED, RunConfig
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
@@ -47,7 +47,7 @@ def build_fit_callbacks(
         UserError: a callback refuses a value, or the task does not have the monitored metric.
     """
     chosen = {name: each for name, each in config.callbacks.items() if _has_its_metric(name, each, config, task)}
-    made = [_made(name, each, _known(name, each, config, folder, task, data)) for name, each in chosen.items()]
+    made = [_made(name, each, **_known(name, each, config, folder, task, data)) for name, each in chosen.items()]
     if config.trainer.enable_progress_bar is False:
         made = [callback for callback in made if not isinstance(callback, ProgressBar | EpochLog)]
     made.sort(key=lambda callback: isinstance(callback, WeightAveraging))
@@ -64,15 +64,11 @@ def build_fit_callbacks(
 def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
     """The confusion matrices among the configured callbacks, for an evaluation."""
     ours = f"{ConfusionMatrix.__module__}.{ConfusionMatrix.__name__}"
-    return [_made(name, each, {}) for name, each in config.callbacks.items() if is_a(each, ours)]
+    return [_made(name, each) for name, each in config.callbacks.items() if is_a(each, ours)]
 
 
-def _made(name: str, chosen: Chosen, known: dict[str, Any]) -> pl.Callback:
-    with described_by(f"callbacks.{name}", NAMED["callbacks"].options(chosen.target)):
-        callback = NAMED["callbacks"].make(chosen, known)
-    if not isinstance(callback, pl.Callback):
-        raise UserError(f"callbacks.{name}: {chosen.target} is not a callback of Lightning but a {type(callback).__name__}")
-    return callback
+def _made(name: str, chosen: Chosen, **known: Any) -> pl.Callback:
+    return NAMED["callbacks"].make(f"callbacks.{name}", chosen, pl.Callback, **known)
 
 
 def _known(
@@ -140,3 +136,45 @@ def tokens_of(batch: dict[str, Tensor]) -> Tensor:
     if "lengths" in batch:
         return batch["lengths"].sum()
     return torch.tensor(batch["tokens"][:, 1:].numel())
+
+
+EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
+"""The extra that installs the package of a logger."""
+
+
+def build_loggers(config: dict[str, Chosen], folder: Path, sweep: str | None = None) -> list[Logger]:
+    """
+    Args:
+        config: the group ``logger``.
+        folder: that of the run.
+        sweep: name of the sweep that the run is a job of.
+
+    Raises:
+        UserError: a logger's package is not installed, or it refuses a value.
+    """
+    return [_logger(name, chosen, folder, sweep) for name, chosen in config.items()]
+
+
+def _logger(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> Logger:
+    try:
+        return NAMED["logger"].make(f"logger.{name}", chosen, Logger, **_known_to_logger(name, chosen, folder, sweep))
+    except UserError as error:
+        missing = isinstance(getattr(error.__cause__, "__cause__", None), ModuleNotFoundError)
+        if not missing or chosen.name not in EXTRAS:
+            raise
+        extra = EXTRAS[chosen.name]
+        raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
+
+
+def _known_to_logger(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> dict[str, Any]:
+    """What the program knows of a logger's parameters."""
+    parameters = signature(chosen.target).options
+    run = folder.name if sweep is None else f"{sweep}/{folder.name}"
+    known = {"save_dir": folder, "run_name": run, "group": sweep}
+    known["name"] = run if "project" in parameters else name  # of a run in a project, or of a subfolder
+    if "tracking_uri" in parameters and chosen.arguments.get("tracking_uri") is None:
+        store = (folder / "mlflow").resolve()
+        store.mkdir(parents=True, exist_ok=True)
+        known["tracking_uri"] = f"sqlite:///{store / 'mlflow.db'}"  # MLflow 3 refuses a folder of files
+        known["artifact_location"] = (store / "artifacts").as_uri()
+    return known

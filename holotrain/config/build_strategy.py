@@ -11,13 +11,13 @@ from torch import nn
 
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device, device_kind
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
 from holotrain.parallel.data import ddp
 from holotrain.parallel.sharded import Sharding
-from holotrain.parallel.tensor import Styles, overlapped
+from holotrain.parallel.tensor import overlapped
 from holotrain.ranks.place import Place
 from holotrain.ranks.watch import longer
 
@@ -115,17 +115,8 @@ def build_strategy(config: Chosen, place: Place | None) -> Strategy | str:
     common: dict[str, Any] = {"timeout": longer(config.timeout)}
     if config.strategy in ("fsdp", "tp"):
         size = group_of(config, place)
-        return Sharding(place.size // size, size, styles_of(config), config.sharded_checkpoints, **common)
+        styles = None  # the tensor parallel layers of torch, without overlap
+        if config.overlap is not None:
+            styles = overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
+        return Sharding(place.size // size, size, styles, config.sharded_checkpoints, **common)
     return ddp(config.compression, **common)
-
-
-def styles_of(config: Chosen) -> Styles | None:
-    """The tensor parallel layers; None: those of torch, without overlap."""
-    if config.overlap is None:
-        return None
-    return overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
-
-
-def spread(config: Chosen, place: Place | None) -> dict[str, Any]:
-    """Lightning's arguments for the numbers of devices and machines."""
-    return {"devices": 1, "num_nodes": 1} if place is None else {"devices": place.local_size, "num_nodes": place.nodes}

@@ -11,15 +11,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from holotrain.callbacks import TraceProfiler
 from holotrain.checks import described_by
-from holotrain.config.build_strategy import build_strategy, spread
+from holotrain.config.build_strategy import build_strategy
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device
-from holotrain.config.schema.trainer import OURS
+from holotrain.config.schema.beside import BESIDE
 from holotrain.errors import UserError
 from holotrain.parallel.checkpoints import CheckpointFiles
 from holotrain.parallel.environment import Joined
 from holotrain.ranks.place import Place
-from holotrain.targets import made
+from holotrain.targets import first_line, made
 
 
 def build_trainer(
@@ -42,9 +42,13 @@ def build_trainer(
         UserError: the device is missing or does not support the precision.
     """
     check_device(config)
-    own = {name: value for name, value in config.arguments.items() if name not in OURS}
-    changed: dict[str, Any] = {"plugins": [*_plugins(own.pop("plugins")), CheckpointFiles()]}
-    changed |= spread(config, place) | {"strategy": build_strategy(config, place)}
+    own = {name: value for name, value in config.arguments.items() if name not in BESIDE}
+    plugins = own.pop("plugins") or []
+    with described_by("trainer.plugins"):
+        changed: dict[str, Any] = {"plugins": [*made(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]}
+    changed |= {"strategy": build_strategy(config, place), "devices": 1, "num_nodes": 1}
+    if place is not None:
+        changed |= {"devices": place.local_size, "num_nodes": place.nodes}
     if profiler is not None:
         changed["profiler"] = _profiler(profiler if place is None or place.is_main else None, folder)
     if place is not None:
@@ -59,14 +63,7 @@ def build_trainer(
     try:
         return Chosen(config.target, own).make(default_root_dir=folder, callbacks=callbacks, logger=logger, **changed)
     except (MisconfigurationException, ValueError) as error:
-        raise UserError(f"trainer: {str(error).strip().splitlines()[0]}") from error
-
-
-def _plugins(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    with described_by("trainer.plugins"):
-        return made(given if isinstance(given, list) else [given])
+        raise UserError(f"trainer: {first_line(error)}") from error
 
 
 def validation(config: Chosen, batches: int) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holotrain.checks import did_you_mean
-from holotrain.config.signatures import REQUIRED, UNKNOWN, Option, checked, signature
+from holotrain.checks import described_by, did_you_mean
+from holotrain.config.signatures import REQUIRED, Option, checked, defaults_of, signature
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, called, made
 
@@ -55,6 +54,7 @@ class Chosen:
         return called(self.target, *positional, **made(self.arguments) | given)
 
 
+@dataclass(frozen=True)
 class Filled:
     """What the program knows of the parameters of a group's class.
 
@@ -66,45 +66,48 @@ class Filled:
         or_auto: options that may be ``"auto"``, which the program replaces before the class sees it.
     """
 
-    def __init__(
-        self,
-        *names: str,
-        known: Iterable[str] = (),
-        also: str | None = None,
-        unless_given: Iterable[str] = (),
-        or_auto: Iterable[str] = (),
-    ) -> None:
-        self._names, self._also, self._unless_given, self.known = names, also, tuple(unless_given), frozenset(known)
-        self._or_auto = tuple(or_auto)
+    names: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    also: str | None = None
+    unless_given: tuple[str, ...] = ()
+    or_auto: tuple[str, ...] = ()
 
     def options(self, target: str) -> dict[str, Option]:
         """
         Raises:
             ValueError: there is no such class or function.
         """
-        others = signature(self._also).options if self._also else {}
+        others = signature(self.also).options if self.also else {}
         options = signature(target).options | others
-        for name in options.keys() & {*self._unless_given}:
+        for name in options.keys() & {*self.unless_given}:
             kind = options[name].type and f"{options[name].type} | None"
             options[name] = replace(options[name], type=kind, default=None)
-        for name in options.keys() & {*self._or_auto}:
+        for name in options.keys() & {*self.or_auto}:
             options[name] = replace(options[name], type=options[name].type and f'{options[name].type} | Literal["auto"]')
-        return {name: option for name, option in options.items() if name not in self._names}
+        return {name: option for name, option in options.items() if name not in self.names}
 
     def takes(self, target: str, name: str) -> bool:
         """Whether the class takes keywords that its signature does not name, and this may be one of them."""
-        return signature(target).takes_others and name not in self._names
+        return signature(target).takes_others and name not in self.names
 
-    def make(self, choice: Chosen, known: dict[str, Any]) -> Any:
+    def make(self, where: str, choice: Chosen, of: type, *positional: Any, **known: Any) -> Any:
         """Calls what is chosen, with what the program knows of those parameters that are not given.
 
+        Args:
+            where: the group, or a name in it.
+            of: the class of what is made.
+
         Raises:
-            ValueError: see :meth:`Chosen.make`.
+            UserError: it cannot be imported or called, refuses a value, or makes something else.
         """
-        own = {name: value for name, value in choice.arguments.items() if value is not None or name not in self._unless_given}
+        own = {name: value for name, value in choice.arguments.items() if value is not None or name not in self.unless_given}
         names = {*signature(choice.target).options, *choice.arguments}
         filled = {name: value for name, value in known.items() if name in names and own.get(name) is None}
-        return Chosen(choice.target, own).make(**filled)
+        with described_by(where, self.options(choice.target)):
+            made = replace(choice, arguments=own).make(*positional, **filled)
+        if not isinstance(made, of):
+            raise UserError(f"{where}: {choice.target} is not a {of.__name__}; calling it gives a {type(made).__name__}")
+        return made
 
 
 def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any]:
@@ -123,29 +126,25 @@ def defaults(group: str, plain: dict[str, Any], filled: Filled) -> dict[str, Any
         options = filled.options(target)
     except ValueError as error:
         raise UserError(f"{group}.{TARGET}: {error}") from error
-    told = {name: option.default for name, option in options.items() if name not in filled.known}
-    return {TARGET: target, **{name: value for name, value in told.items() if value not in (REQUIRED, UNKNOWN)}, **plain}
+    told = {name: value for name, value in defaults_of(options).items() if name not in filled.known}
+    return {TARGET: target, **told, **plain}
 
 
-def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A composed configuration in which ``optimizer._target_=...`` among the overrides replaces the whole group.
+def checked_values(group: str, options: dict[str, Option], plain: dict[str, Any]) -> dict[str, Any]:
+    """The values of a group, or with ``group=""`` of the options outside of groups, as their types take them.
 
-    What the file of the group's option gives are arguments of another class. The same for other groups, for each callback and
-    each logger, and not for ``trainer``, whose class stays Lightning's.
+    Raises:
+        UserError: an unknown option, or a value of another type.
     """
-    given = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    result = dict(plain)
-    for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
-        group, _, name = where.partition(".")
-        if name and isinstance(plain.get(group), dict) and name in plain[group]:
-            result[group] = result[group] | {name: _named_in(given, where, plain[group][name])}
-        elif not name and isinstance(plain.get(group), dict):
-            result[group] = _named_in(given, group, plain[group])
-    return result
-
-
-def _named_in(given: set[str], where: str, plain: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in plain.items() if any(f"{key}.".startswith(f"{where}.{name}.") for key in given)}
+    found = {}
+    for name, value in plain.items():
+        key = f"{group}.{name}" if group else str(name)
+        if name not in options:
+            where = f"in {group}" if group else "among the options"
+            raise UserError(f"{key}: there is no {name!r} {where}.{did_you_mean(str(name), options)}")
+        as_default = value == options[name].default  # which its annotation need not allow
+        found[name] = value if as_default else checked(key, options[name].type, value)
+    return found
 
 
 def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
@@ -158,15 +157,9 @@ def chosen(group: str, plain: dict[str, Any], filled: Filled) -> Chosen:
         UserError: an unknown option, a value of another type, or a value that is missing.
     """
     target, options = plain[TARGET], filled.options(plain[TARGET])
-    arguments = {}
-    for name, value in plain.items():
-        if name in options:
-            as_default = value == options[name].default  # which its annotation need not allow
-            arguments[name] = value if as_default else checked(f"{group}.{name}", options[name].type, value)
-        elif name != TARGET:
-            if not filled.takes(target, name):
-                raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, options)}")
-            arguments[name] = value
+    given = {name: value for name, value in plain.items() if name != TARGET}
+    others = {name: value for name, value in given.items() if name not in options and filled.takes(target, name)}
+    arguments = others | checked_values(group, options, {name: given[name] for name in given if name not in others})
     for name, option in options.items():
         if option.default is REQUIRED and name not in arguments and name not in filled.known:
             raise UserError(f"{group}.{name}: a value is needed; give {group}.{name}=...")

@@ -1,14 +1,20 @@
-"""Finds the configuration folder, and composes configurations for help, suggestions and checkpoints."""
+"""What holotrain asks of Hydra: the folder of options, those of each command, resolvers, and composed configurations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
+from holotrain.config.folders import run_folder
+from holotrain.config.schema.commands import COMMANDS, options_of
+from holotrain.config.schema.run import GROUPS
+from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError
 
 
@@ -16,6 +22,37 @@ def config_folder() -> str:
     """The folder ``conf``: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).parents[1]
     return str(next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir()))
+
+
+def register(resume: bool = False) -> None:
+    """Fills the ConfigStore; ``resume``: use the folder of the latest run or sweep instead of a new one."""
+    for command in COMMANDS:
+        ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
+    # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
+    OmegaConf.register_new_resolver(
+        "run_folder", lambda kind, root: run_folder(kind, root, resume), replace=True, use_cache=True
+    )
+    OmegaConf.register_new_resolver("direction", recommended, replace=True)
+
+
+def options(command: str, parts: list[Any]) -> DictConfig:
+    """The primary configuration of a command: its options with their defaults, and its groups.
+
+    Hydra composes a group from any keys; ``typed.typed`` checks them.
+
+    Args:
+        parts: the defaults list.
+    """
+    groups = {group: DictConfig({}, flags={"struct": False}) for group in GROUPS}
+    own = defaults_of(options_of(COMMANDS[command]))
+    hydra = {
+        "job": {"name": command},
+        "output_subdir": None,  # the run's config.yaml is written by holotrain, resolved and checked
+        "run": {"dir": "${run_folder:${hydra.job.name},${output_dir}}"},
+        "sweep": {"dir": "${run_folder:${hydra.job.name}/sweeps,${output_dir}}", "subdir": "${hydra.job.num}"},
+    }
+    quiet = [{f"override hydra/{log}_logging": "none"} for log in ("hydra", "job")]
+    return DictConfig(own | groups | {"defaults": [*parts, *quiet], "hydra": hydra})
 
 
 @contextmanager
@@ -72,3 +109,28 @@ def require_new_names(config_dir: str) -> None:
     for path in sorted(Path(config_dir).glob("*/*.yaml")):
         if path.stem in ours.get(path.parent.name, ()):
             raise UserError(f"--config-dir: {path} has the name of an option that holotrain has; give it another name")
+
+
+MODES = {"max": "maximize", "min": "minimize"}
+"""Directions of Optuna, by the mode of a ModelCheckpoint."""
+
+
+def recommended(task: str, monitor: str | None, mode: str | None) -> str:
+    """``maximize`` or ``minimize``; the resolver ``direction`` of ``conf/sweep``.
+
+    Args:
+        task: the chosen option of the group.
+        monitor: the metric that selects the best checkpoint; None: the first of the task.
+        mode: ``max`` or ``min``; None: that of the metric.
+    """
+    if mode is not None:
+        return MODES.get(mode, "minimize")  # the run refuses other modes
+    if monitor is None:
+        return "minimize" if task.endswith("_lm") else "maximize"
+    return "maximize" if "accuracy" in monitor else "minimize"
+
+
+def direction(hydra: DictConfig) -> str | None:
+    """The direction of the sweeper in Hydra's configuration; None: it has none, or several."""
+    found = OmegaConf.select(hydra, "sweeper.direction")
+    return found if found is None or isinstance(found, str) else getattr(found, "name", None)

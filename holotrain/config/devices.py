@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from holotrain.config.chosen import Chosen
-from holotrain.config.schema import RunConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 
 
@@ -54,9 +54,6 @@ def check_training_device(config: RunConfig) -> None:
         UserError: the device is missing or does not support the configuration.
     """
     check_device(config.trainer)
-    if config.backward.cuda_graph and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("backward.cuda_graph: needs an NVIDIA GPU; set it to false")
-    if getattr(config.synthesis, "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("synthesis.cuda_graph: needs an NVIDIA GPU; set it to false")
-    if getattr(config.synthesis, "offload", False) and device_kind(config.trainer.accelerator) != "cuda":
-        raise UserError("synthesis.offload: needs an NVIDIA GPU; set it to false")
+    for group, name in (("backward", "cuda_graph"), ("synthesis", "cuda_graph"), ("synthesis", "offload")):
+        if getattr(getattr(config, group), name, False) and device_kind(config.trainer.accelerator) != "cuda":
+            raise UserError(f"{group}.{name}: needs an NVIDIA GPU; set it to false")

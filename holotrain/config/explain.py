@@ -3,22 +3,20 @@
 import re
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.checks import did_you_mean
 from holotrain.config.arguments import Arguments
-from holotrain.config.checkpointed import completed
-from holotrain.config.composition import composed, option_names
-from holotrain.config.register import register
+from holotrain.config.composition import composed, option_names, register
+from holotrain.config.typed import completed
 from holotrain.errors import UserError
+from holotrain.targets import first_line
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
 
 PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
 """The extra that installs each plugin of Hydra, by the plugin's name."""
-
-NOUNS = {"Float": "a number", "Integer": "a whole number", "Boolean": "true or false"}
 
 
 def explained(error: Exception, arguments: Arguments) -> UserError:
@@ -29,19 +27,13 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     if isinstance(cause, MissingMandatoryValue):
         return UserError(f"{cause.full_key}: a value is needed; give {cause.full_key}=...")
     if isinstance(error, OverrideParseException):
-        return UserError(f"{error.override}: {_first_line(error)}")
+        return UserError(f"{error.override}: {first_line(error)}")
     if "Ambiguous value" in str(error):
-        return UserError(f"{_first_line(error)}; to run a sweep over several values, add -m")
+        return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
     unknown = re.search(r"Could not (?:override|append to config|append|delete from config\.) '?([\w./@-]+)'?", str(error))
     if unknown:
         return _unknown_key(unknown[1], arguments)
-    not_in_schema = re.search(r"Key '(\w+)' not in '\w+'", str(cause))
-    key = getattr(cause, "full_key", None) or ""
-    if not_in_schema:
-        return _unknown_key(key or not_in_schema[1], arguments)
-    text = _first_line(cause)
-    if unconverted := re.match(r"Value (.*) of type .* could not be converted to (\w+)", text):
-        text = f"{unconverted[1]} is not {NOUNS.get(unconverted[2], unconverted[2])}"
+    key, text = getattr(cause, "full_key", None) or "", first_line(cause)
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
@@ -63,16 +55,18 @@ def _missing_option(error: MissingConfigException) -> UserError:
         return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
     options = [name for name in error.options or () if not name.startswith("_")]
     if not group or not options:
-        return UserError(_first_line(error))
+        return UserError(first_line(error))
     return UserError(f"{group}={option}: not found; {group} is one of {', '.join(options)}."
                      f"{did_you_mean(option, options)}")  # fmt: skip
 
 
 def _unknown_key(key: str, arguments: Arguments) -> UserError:
+    """The nearest valid key is one beside it, under the other group choices of the command line; at the top also an option of a
+    group: ``lr`` is ``optimizer.lr``."""
     parent, _, name = key.rpartition(".")
     valid = _keys_beside(parent, key, arguments)
     where = f"in {parent}" if parent else "among the options"
-    below = _of_this_name(name, valid)  # lr is optimizer.lr
+    below = _of_this_name(name, valid)
     near = f" Did you mean {below!r}?" if below and name not in valid else did_you_mean(name, valid)
     return UserError(f"{key}: there is no {name!r} {where}.{near}")
 
@@ -80,19 +74,13 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
 def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
     """The valid keys in ``parent``, under the other group choices of the command line; at the top also the keys of groups."""
     groups = option_names(arguments.config_dir)
-    choices = [word for word in arguments.overrides if word.partition("=")[0] in groups and "," not in word]
+    choices = [word for word in arguments.overrides if word.partition("=")[0] in groups.keys() - {key} and "," not in word]
     try:
-        config = composed(arguments.primary, [word for word in choices if word.partition("=")[0] != key], arguments.config_dir)
-        config = completed(arguments.command, OmegaConf.to_container(config))
+        plain = OmegaConf.to_container(composed(arguments.primary, choices, arguments.config_dir))
+        config = completed(arguments.command, plain)
     except (*CONFIGURATION_ERRORS, UserError):
-        return []
-    node = OmegaConf.select(config, parent) if parent else config
-    keys = [str(name) for name in node] if isinstance(node, DictConfig) else []
+        config = {}
+    nodes = {group: node for group, node in config.items() if isinstance(node, dict)}
     if parent:
-        return keys
-    of_groups = [f"{group}.{name}" for group in keys if isinstance(node._get_node(group), DictConfig) for name in node[group]]
-    return [*keys, *groups, *of_groups]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+        return [*nodes.get(parent, {})]
+    return [*config, *groups, *(f"{group}.{each}" for group, node in nodes.items() for each in node)]

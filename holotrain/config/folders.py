@@ -9,16 +9,15 @@ from holotrain.errors import UserError
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
-def run_folder(command: str, root: str, resume: bool) -> str:
-    """A new folder; to resume, the folder of the latest run with a checkpoint."""
-    parent = Path(root) / command
-    return str(_latest(parent, LAST_CHECKPOINT, "run") if resume else _fresh(parent))
+def run_folder(kind: str, root: str, resume: bool) -> str:
+    """A new folder; to resume, that of the latest run or sweep with a checkpoint.
 
-
-def sweep_folder(command: str, root: str, resume: bool) -> str:
-    """The same for a sweep, whose jobs have numbered folders in it."""
-    parent = Path(root) / command / "sweeps"
-    return str(_latest(parent, Path("*"), "sweep") if resume else _fresh(parent))
+    Args:
+        kind: the command; for a sweep, whose jobs have numbered folders in its folder, ``<command>/sweeps``.
+    """
+    parent = Path(root, kind)
+    evidence = (Path("*"), "sweep") if parent.name == "sweeps" else (LAST_CHECKPOINT, "run")
+    return str(_latest(parent, *evidence) if resume else _fresh(parent))
 
 
 def checkpoint_path(given: str, command: str, root: str) -> Path:

@@ -21,9 +21,8 @@ def given(kind: str) -> NoReturn:
     raise ValueError(f"a {kind} that Python code made is needed; give it to holotrain.fit, test, ... as an object")
 
 
-def kind_of(thing: object) -> str:
-    """Full name of an object's class."""
-    return _name(type(thing))
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Given(Chosen):
 
     @property
     def bases(self) -> tuple[str, ...]:
-        return tuple(map(_name, type(self.object).__mro__))
+        return tuple(map(full_name, type(self.object).__mro__))
 
     def make(self, *positional: Any, **arguments: Any) -> Any:
         """The object; while torch's default device is ``meta``, a copy of it that has shapes but no data."""
@@ -61,7 +60,3 @@ class Given(Chosen):
         for weight in self.object.parameters():
             known[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
         return copy.deepcopy(self.object, known)
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"

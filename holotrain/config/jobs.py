@@ -21,6 +21,7 @@ from hydra.plugins.launcher import Launcher
 
 from holotrain.config.explain import CONFIGURATION_ERRORS
 from holotrain.config.folders import from_here
+from holotrain.targets import first_line
 
 JOB = "job.json"
 
@@ -109,7 +110,7 @@ class Sweep:
         except (*CONFIGURATION_ERRORS, OSError):
             raise
         except Exception as error:  # of the launcher: those of jobs have been caught
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
         left = self.left()
         for number, overrides in launched.items():
             if number not in left:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, Never, Union, get_args, get_origin
 
 import griffe
 
@@ -41,10 +42,14 @@ class Option:
         meaning: its description in the docstring.
     """
 
-    name: str
     type: str
     default: Any
     meaning: str
+
+
+def defaults_of(options: dict[str, Option]) -> dict[str, Any]:
+    """The defaults of those options that have one."""
+    return {name: option.default for name, option in options.items() if option.default not in (REQUIRED, UNKNOWN)}
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,12 @@ class Signature:
     """The options of a class or function.
 
     Args:
-        target: its full name, where it is defined.
         options: by name, in order.
         bases: full names of the class and its base classes; of a function none.
         takes_others: whether it accepts keywords that are not among the options.
-        meaning: the first line of its docstring.
+        meaning: its docstring.
     """
 
-    target: str
     options: dict[str, Option]
     bases: tuple[str, ...]
     takes_others: bool
@@ -78,21 +81,22 @@ def signature(target: str) -> Signature:
     found = _found(target)
     if isinstance(found, griffe.Function):
         options, others = _parameters(found, found.docstring)
-        return Signature(found.path, options, (), others, _first_line(found.docstring))
+        return Signature(options, (), others, _text(found.docstring))
     if not isinstance(found, griffe.Class):
         raise ValueError(f"{target} is not a class or function")
-    lineage = list(_lineage(found))
+    lineage = _lineage(found, {})
     options, others = {}, False
-    for each in lineage:
+    for each in lineage.values():
         made = each.members.get("__init__")
         if not isinstance(made, griffe.Function):
+            if any(str(decorator.value).startswith("dataclass") for decorator in each.decorators):
+                options = _fields(each) | options
             continue
         own, others = _parameters(made, made.docstring, each.docstring)
         options = {**options, **{name: option for name, option in own.items() if name not in options}}
         if not others:  # **keywords are those of the base class
             break
-    names = tuple(each.path for each in lineage)
-    return Signature(found.path, options, names, others, _first_line(found.docstring))
+    return Signature(options, tuple(lineage), others, _text(found.docstring))
 
 
 def is_defined_in(target: str, packages: Iterable[str]) -> bool:
@@ -119,10 +123,21 @@ def _parameters(function: griffe.Function, *docstrings: griffe.Docstring | None)
             others = True
         elif parameter.name != "self" and parameter.kind is not griffe.ParameterKind.var_positional:
             annotation = "" if parameter.annotation is None else str(parameter.annotation)
-            options[parameter.name] = Option(
-                parameter.name, annotation, _literal(parameter.default), meanings.get(parameter.name, "")
-            )
+            options[parameter.name] = Option(annotation, _literal(parameter.default), meanings.get(parameter.name, ""))
     return options, others
+
+
+def _fields(cls: griffe.Class) -> dict[str, Option]:
+    """The fields of a dataclass; the string below a field is its meaning."""
+    return {
+        name: Option(str(field.annotation), _literal(field.value), _text(field.docstring))
+        for name, field in cls.members.items()
+        if "instance-attribute" in field.labels and field.annotation is not None  # which a ClassVar is not
+    }
+
+
+def _text(docstring: griffe.Docstring | None) -> str:
+    return " ".join(docstring.value.split()) if docstring else ""
 
 
 def _literal(default: str | griffe.Expr | None) -> Any:
@@ -135,26 +150,16 @@ def _literal(default: str | griffe.Expr | None) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _first_line(docstring: griffe.Docstring | None) -> str:
-    return docstring.value.strip().splitlines()[0] if docstring and docstring.value.strip() else ""
-
-
-def _lineage(cls: griffe.Class) -> Iterator[griffe.Class]:
-    """The class and its base classes, depth first, as far as their sources can be read."""
-    seen, waiting = set(), [cls]
-    while waiting:
-        each = waiting.pop(0)
-        if each.path in seen:
-            continue
-        seen.add(each.path)
-        yield each
-        bases = []
-        for base in each.bases:
-            try:
-                bases.append(_found(base if isinstance(base, str) else base.canonical_path))
-            except ValueError:  # a built-in class
-                continue
-        waiting = [base for base in bases if isinstance(base, griffe.Class)] + waiting
+def _lineage(cls: griffe.Class, found: dict[str, griffe.Class]) -> dict[str, griffe.Class]:
+    """``found`` with the class and its base classes, depth first, as far as their sources can be read."""
+    if cls.path not in found:
+        found[cls.path] = cls
+        for base in cls.bases:
+            with suppress(ValueError):  # a built-in class
+                other = _found(base if isinstance(base, str) else base.canonical_path)
+                if isinstance(other, griffe.Class):
+                    _lineage(other, found)
+    return found
 
 
 def _found(target: str) -> griffe.Object:
@@ -210,7 +215,19 @@ def _file(name: str) -> Path | None:
     return Path(spec.origin)
 
 
-WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word", "None": "null"}
+KINDS: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (int, float, bool, str, Path)},
+    **dict.fromkeys(("list", "List", "Sequence", "Iterable", "Collection"), list),
+    **dict.fromkeys(("tuple", "Tuple"), tuple),
+    **dict.fromkeys(("dict", "Dict", "Mapping"), dict),
+    "Tensor": Never,  # which no configuration can hold
+}
+"""The types in annotations of which a value is checked, by their names. Any value may be of another one."""
+
+WORDS = {
+    **{int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path", NoneType: "null"},
+    **{list: "a list", tuple: "a list", dict: "a mapping"},
+}
 
 
 def checked(where: str, annotation: str, value: Any) -> Any:
@@ -220,114 +237,69 @@ def checked(where: str, annotation: str, value: Any) -> Any:
         UserError: it is of another type.
     """
     try:
-        kinds = list(_alternatives(ast.parse(annotation, mode="eval").body)) if annotation else []
+        hint = _hint(ast.parse(annotation or "Any", mode="eval").body)
     except SyntaxError:
         return value
-    kinds = [kind for kind in kinds if _name(kind) != "Tensor"]  # which no configuration can hold
-    if not kinds or any(not _is_known(kind) for kind in kinds):
-        return value  # any value may be right
-    fitted = [converted for fits, converted in (_fitted(kind, value) for kind in kinds) if fits]
-    if fitted:
-        return next((converted for converted in fitted if type(converted) is type(value)), fitted[0])
-    choices = [choice for kind in kinds for choice in _choices(kind)]
-    if isinstance(value, str) and choices and all(_name(kind) in ("Literal", "None") for kind in kinds):
+    if fitted := _fitted(hint, value):
+        return fitted[0]
+    kinds = get_args(hint) if get_origin(hint) is Union else (hint,)
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
         raise UserError(f"{where}: {value!r} is not one of {', '.join(map(str, choices))}.{did_you_mean(value, choices)}")
-    words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds))
+    words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
     raise UserError(f"{where}: {value!r} is not {words}")
 
 
-def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        yield from _alternatives(node.left)
-        yield from _alternatives(node.right)
-    elif isinstance(node, ast.Subscript) and _name(node) in ("Union", "Optional"):
-        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        for each in inner:
-            yield from _alternatives(each)
-        if _name(node) == "Optional":
-            yield ast.Constant(None)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield from _alternatives(ast.parse(node.value, mode="eval").body)
-    else:
-        yield node
+def _hint(node: ast.expr) -> Any:
+    """An annotation as a type. It is not evaluated, because an untrusted file may name anything that has a source."""
+    match node:
+        case ast.BinOp(op=ast.BitOr()):
+            return Union[*map(_hint, (node.left, node.right))]
+        case ast.Constant(value=str(quoted)):
+            return _hint(ast.parse(quoted, mode="eval").body)
+        case ast.Constant():  # None, or the dots of tuple[int, ...]
+            return node.value
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return KINDS.get(name, Any)
+        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name)):
+            inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if name == "Literal":
+                return Literal[*(each.value for each in inner if isinstance(each, ast.Constant))]
+            if name in ("Union", "Optional"):
+                null = [None] if name == "Optional" else []
+                return Union[*map(_hint, inner), *null]
+            kind = KINDS.get(name, Any)
+            return kind[*map(_hint, inner)] if kind in (list, tuple, dict) else kind
+    return Any
 
 
-def _name(node: ast.expr) -> str:
-    node = node.value if isinstance(node, ast.Subscript) else node
-    if isinstance(node, ast.Constant):
-        return "None"
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-LISTS = ("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple")
-DICTS = ("dict", "Dict", "Mapping")
-
-
-def _is_known(node: ast.expr) -> bool:
-    return _name(node) in (*WORDS, *LISTS, *DICTS, "Literal", "Path")
-
-
-def _choices(node: ast.expr) -> list[Any]:
-    if _name(node) != "Literal":
-        return []
-    given = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    return [each.value for each in given if isinstance(each, ast.Constant)]
-
-
-def _fitted(node: ast.expr, value: Any) -> tuple[bool, Any]:
-    """Whether a value is of a type, and what it becomes."""
-    name = _name(node)
+def _fitted(hint: Any, value: Any) -> list[Any]:
+    """What the value becomes as each of the types that it fits; first, where it keeps its type."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name == "None":
-        return value is None, None
-    if name == "bool":
-        return isinstance(value, bool), value
-    if name == "int":
-        return number and isinstance(value, int), value
-    if name == "float":
-        return number and not math.isnan(value), float(value) if number else value
-    if name in ("str", "Path"):
-        return isinstance(value, str) or number, str(value)
-    if name == "Literal":
-        return any(value == choice and type(value) is type(choice) for choice in _choices(node)), value
-    if name in DICTS:
-        return isinstance(value, dict), value
+    if kind is Union:
+        found = [each for alternative in inner for each in _fitted(alternative, value)]
+        return sorted(found, key=lambda each: type(each) is not type(value))
+    if kind is Literal:
+        return [choice for choice in inner if value == choice and type(value) is type(choice)]
+    if kind is float:
+        return [float(value)] if number and not math.isnan(value) else []
+    if kind in (str, Path):
+        return [str(value)] if number or isinstance(value, str) else []
+    if kind is dict and isinstance(value, dict) and inner:
+        return [value] if all(_fitted(inner[0], key) and _fitted(inner[1], each) for key, each in value.items()) else []
+    if kind not in (list, tuple):
+        fits = kind is Any or (type(value) is kind if kind in (int, bool) else kind is not Never and isinstance(value, kind))
+        return [value] if fits else []
     if not isinstance(value, list | tuple):
-        return False, value
-    elements = list(_elements(node, len(value)))
-    if len(elements) != len(value):
-        return False, value
-    fitted = [_any_fitted(element, each) for element, each in zip(elements, value, strict=True)]
-    return all(fits for fits, _ in fitted), [converted for _, converted in fitted]
+        return []
+    kinds = inner if kind is tuple and ... not in inner and inner else (*inner, Any)[:1] * len(value)
+    fitted = [_fitted(*pair) for pair in zip(kinds, value, strict=False)]
+    return [[each[0] for each in fitted]] if len(kinds) == len(value) and all(fitted) else []
 
 
-def _elements(node: ast.expr, length: int) -> Iterable[ast.expr | None]:
-    """The type of each element of a list or tuple; None: any."""
-    if not isinstance(node, ast.Subscript):
-        return [None] * length
-    inner = node.slice
-    if _name(node) not in ("tuple", "Tuple"):
-        return [inner] * length
-    inner = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-    if len(inner) == 2 and isinstance(inner[1], ast.Constant) and inner[1].value is ...:
-        return [inner[0]] * length
-    return inner
-
-
-def _any_fitted(node: ast.expr | None, value: Any) -> tuple[bool, Any]:
-    kinds = list(_alternatives(node)) if node is not None else []
-    if not kinds or not all(map(_is_known, kinds)):
-        return True, value
-    return next((result for result in (_fitted(kind, value) for kind in kinds) if result[0]), (False, value))
-
-
-def _in_words(node: ast.expr) -> str:
-    name = _name(node)
-    if name in LISTS:
-        if isinstance(node, ast.Subscript) and name in ("tuple", "Tuple") and isinstance(node.slice, ast.Tuple):
-            return f"a list of {len(node.slice.elts)} values"
-        return "a list"
-    if name in DICTS:
-        return "a mapping"
-    choices = _choices(node)
-    return f"one of {', '.join(map(repr, choices))}" if choices else WORDS.get(name, "a path")
+def _in_words(hint: Any) -> str:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Literal:
+        return f"one of {', '.join(map(repr, inner))}"
+    return f"a list of {len(inner)} values" if kind is tuple and inner and ... not in inner else WORDS[kind]

@@ -10,16 +10,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.checks import did_you_mean
-from holotrain.config import checkpointed
-from holotrain.config.arguments import Arguments, parse
-from holotrain.config.chosen import with_own_options
-from holotrain.config.composition import composed, member_names, own_hydra, require_new_names
+from holotrain.config.arguments import Arguments, key_of, parse
+from holotrain.config.composition import composed, member_names, own_hydra, register, require_new_names
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained
 from holotrain.config.folders import checkpoint_path, run_folder
-from holotrain.config.register import register
-from holotrain.config.schema import NAMED, RunConfig
+from holotrain.config.origin import Origin, origin, primary, without_leftovers
+from holotrain.config.schema.run import NAMED, RunConfig
+from holotrain.config.typed import completed, typed, with_own_options
 from holotrain.errors import UserError
-from holotrain.targets import TARGET
+from holotrain.targets import TARGET, first_line
 
 
 @dataclass
@@ -32,22 +31,22 @@ class Start:
     """
 
     arguments: Arguments
-    origin: checkpointed.Origin | None = field(init=False)
+    origin: Origin | None = field(init=False)
 
     def __post_init__(self) -> None:
         if self.arguments.config_dir:
             require_new_names(self.arguments.config_dir)
-        self.origin = checkpointed.origin(self.arguments)
+        self.origin = origin(self.arguments)
         if self.origin is not None:
-            self.arguments.primary = checkpointed.primary(self.arguments, self.origin)
+            self.arguments.primary = primary(self.arguments, self.origin)
 
     def completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
-        """What Hydra composed, with the defaults of all options. Checks names and types, but no values."""
+        """What Hydra composed, with the defaults of all options. Checks no values."""
         plain = with_own_options(OmegaConf.to_container(config), overrides)
         self._check_left_out(plain)
         if self.origin is not None:
-            plain = checkpointed.without_leftovers(plain, self.origin, overrides)
-        return checkpointed.completed(self.arguments.command, plain, overrides)
+            plain = without_leftovers(plain, self.origin, overrides)
+        return OmegaConf.create(completed(self.arguments.command, plain, overrides))
 
     def _check_left_out(self, plain: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
@@ -65,9 +64,10 @@ class Start:
             UserError: a mistake in the configuration.
         """
         try:
-            config = OmegaConf.to_object(self.completed(config, overrides))
+            plain = OmegaConf.to_container(self.completed(config, overrides), resolve=True, throw_on_missing=True)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error
+        config = typed(self.arguments.command, plain)
         if config.ckpt_path is not None:
             config.ckpt_path = str(checkpoint_path(config.ckpt_path, self.arguments.command, config.output_dir))
         return config
@@ -80,8 +80,7 @@ class Start:
         """
         options = {group: option for group, option in chosen.items() if option and "/" not in group}
         found = {"backward": config.backward.name} | (self.origin.choices if self.origin else {}) | options
-        keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
-        for key in keys:
+        for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)
         return found
@@ -123,7 +122,7 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         except CONFIGURATION_ERRORS as error:
             raise explained(error, arguments) from error
         except ValueError as error:  # Hydra's own answer to group=null and group=3
-            raise UserError(str(error).splitlines()[0]) from error
+            raise UserError(first_line(error)) from error
         words = list(composition.hydra.overrides.task)
         chosen = OmegaConf.to_container(composition.hydra.runtime.choices)
         with open_dict(composition):

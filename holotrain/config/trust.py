@@ -1,6 +1,7 @@
 """Which classes a file may name. The command line and the user's YAML folders may name any; a checkpoint may not."""
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,11 @@ from holotrain.config.signatures import is_defined_in, signature
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, targets
 
-BASES = {
-    "optimizer": ("torch.optim.optimizer.Optimizer",),
-    "scheduler": ("torch.optim.lr_scheduler.LRScheduler",),
+COMPUTING = {
+    "optimizer": ("holotrain.tasks.optimizers.", "torch.optim.optimizer.Optimizer"),
+    "scheduler": ("holotrain.tasks.schedules.", "torch.optim.lr_scheduler.LRScheduler"),
 }
-"""What the classes of ``torch.optim`` must be, in these groups, to need no further trust."""
-
-OURS = {"optimizer": "holotrain.tasks.optimizers.", "scheduler": "holotrain.tasks.schedules."}
-"""Modules whose public functions need no further trust, in these groups."""
+"""What needs no further trust in these groups: the public functions of a module, and classes of ``torch.optim`` with a base."""
 
 
 def require_trusted(
@@ -65,12 +63,13 @@ def require_trusted(
 
 def _only_computes(where: str, target: str) -> bool:
     """Whether it is an optimizer or schedule of torch's or holotrain's, by the name that will be imported."""
-    if where not in BASES:
+    module, base = COMPUTING.get(where, (None, None))
+    if module is None:
         return False
-    if target.startswith(OURS[where]):
-        return not target.removeprefix(OURS[where]).startswith("_") and "." not in target.removeprefix(OURS[where])
+    if target.startswith(module):
+        return re.fullmatch(r"[^_.][^.]*", target.removeprefix(module)) is not None
     try:
-        return target.startswith("torch.optim.") and set(BASES[where]) <= {*signature(target).bases}
+        return target.startswith("torch.optim.") and base in signature(target).bases
     except ValueError:
         return False
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -38,8 +38,7 @@ class ImageDataModule(pl.LightningDataModule):
         seed: seed of the order of batches and of augmentation
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
-    ``split``, which is called after ``setup``. With ``batch_size="auto"`` there are no loaders: it stands for a number that
-    only a plan knows.
+    ``split``, which is called after ``setup``.
 
     Raises:
         ValueError: a value out of range.
@@ -52,7 +51,7 @@ class ImageDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        batch_size: int | Literal["auto"] = 128,
+        batch_size: int = 128,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         augment: bool = True,
@@ -63,8 +62,7 @@ class ImageDataModule(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if batch_size != "auto":
-            require_at_least(1, batch_size=batch_size)
+        require_at_least(1, batch_size=batch_size)
         require_at_least(0, num_workers=num_workers, randaugment_ops=randaugment_ops)
         require_at_least(0, mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
         require_within(0, 30, closed=True, randaugment_magnitude=randaugment_magnitude)

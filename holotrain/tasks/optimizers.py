@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from holotrain.models.layers.residual import ResidualBlock
+from holotrain.ranges import require_within
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.combined import CombinedOptimizer
 from holotrain.tasks.sharded_muon import ShardedMuon
@@ -61,8 +62,7 @@ def muon(
     Raises:
         ValueError: a value out of range.
     """
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum {momentum} is out of range; it must be in [0, 1)")
+    require_within(0, 1, momentum=momentum)
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
     inner = {id(layer.weight) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
     decayed, exempt = (group["params"] for group in decay_groups(model, weight_decay))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from holotrain.ranges import require_at_least, require_within
+
 
 def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float = 0.0) -> LambdaLR:
     """Half a cosine from the optimizer's learning rate down to ``final`` times that rate.
@@ -21,8 +23,7 @@ def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float =
     Raises:
         ValueError: a fraction out of range.
     """
-    if not 0 <= final <= 1:
-        raise ValueError(f"final {final} is out of range; it must be in [0, 1]")
+    require_within(0, 1, closed=True, final=final)
     rise = round(warmup * steps)
 
     def factor(step: int) -> float:
@@ -47,10 +48,8 @@ def multistep(
         ValueError: a fraction out of range.
     """
     for milestone in milestones:
-        if not 0 <= milestone < 1:
-            raise ValueError(f"milestones {milestone} is out of range; it must be in [0, 1)")
-    if gamma < 0:
-        raise ValueError(f"gamma {gamma} is out of range; it must be at least 0")
+        require_within(0, 1, milestones=milestone)
+    require_at_least(0, gamma=gamma)
     return _warmed_up(optimizer, steps, warmup, lambda step: gamma ** sum(step >= round(part * steps) for part in milestones))
 
 
@@ -68,7 +67,6 @@ def constant(optimizer: Optimizer, steps: int, warmup: float = 0.0) -> LambdaLR:
 
 
 def _warmed_up(optimizer: Optimizer, steps: int, warmup: float, factor: Callable[[int], float]) -> LambdaLR:
-    if not 0 <= warmup < 1:
-        raise ValueError(f"warmup {warmup} is out of range; it must be in [0, 1)")
+    require_within(0, 1, warmup=warmup)
     rise = round(warmup * steps)
     return LambdaLR(optimizer, lambda step: (step + 1) / (rise + 1) if step < rise else factor(step))

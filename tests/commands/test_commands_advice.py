@@ -6,16 +6,15 @@ from omegaconf import OmegaConf
 
 from holotrain.commands.advice import rules
 from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
-from holotrain.config import checkpointed
-from holotrain.config.composition import composed
-from holotrain.config.register import register
+from holotrain.config.composition import composed, register
+from holotrain.config.typed import typed
 
 register()
 
 
 def config(*overrides):
     container = OmegaConf.to_container(composed("fit", list(overrides)), resolve=True)
-    return checkpointed.typed("fit", container)
+    return typed("fit", container)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ def test_every_option_has_a_type_a_default_and_a_meaning(target):
         ("holotrain.models.RevGPT", "exact", 12, 12),
         ("holotrain.models.ViT", "patch_size", None, None),
         ("holotrain.data.Digits", "classes", [3, "5"], [3, "5"]),
-        ("holotrain.data.Digits", "batch_size", "auto", "auto"),
         ("holotrain.data.TextFiles", "files", ["a", "b"], ["a", "b"]),
         ("holotrain.data.TextFiles", "max_tokens", None, None),
         ("holotrain.tasks.MaskedLM", "mask_probability", 0.3, 0.3),

@@ -5,10 +5,9 @@ from omegaconf import OmegaConf
 from tracked_memory import check_plan
 
 from holotrain.config.build import build_data
-from holotrain.config.checkpointed import typed
-from holotrain.config.composition import composed
+from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
-from holotrain.config.register import register
+from holotrain.config.typed import typed
 from holotrain.data.example import example_batch
 
 SMALL = ["model.dim=96", "model.heads=3", "model.depth=2"]

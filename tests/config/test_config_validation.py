@@ -4,7 +4,7 @@ import pytest
 
 from holotrain.config.build_trainer import validation
 from holotrain.config.chosen import Chosen, chosen, defaults
-from holotrain.config.schema import OPEN
+from holotrain.config.schema.run import OPEN
 
 
 def trainer_of(**options) -> Chosen:

@@ -64,7 +64,7 @@ def test_unknown_arguments_are_refused(data):
         (Digits(classes=[3, 5, 7]), 3, (1, 8, 8)),
         (MNIST(), 10, (1, 28, 28)),
         (CIFAR10(classes=["cat", 5]), 2, (3, 32, 32)),
-        (Fake(image_size=12, num_classes=4, batch_size="auto"), 4, (3, 12, 12)),
+        (Fake(image_size=12, num_classes=4), 4, (3, 12, 12)),
     ],
 )
 def test_what_is_known_of_images_before_they_are_read(data, classes, shape):
@@ -78,10 +78,10 @@ def test_what_is_known_of_images_before_they_are_read(data, classes, shape):
         (StdlibText(), "file", None),
         (StdlibText(layout="documents"), "paragraph", 8192),
         (StdlibText(layout="documents", unit="line", max_tokens=None), "line", None),
-        (TextFiles("a.txt", layout="documents", max_tokens="auto"), "paragraph", "auto"),
+        (TextFiles("a.txt", layout="documents", max_tokens=512), "paragraph", 512),
         (TextFiles("a.txt", layout="documents", label="folder"), "file", 8192),
         (TextFiles("a.txt", layout="documents", label="folder", labels=False), "paragraph", 8192),
-        (TextFiles("a.txt", label="folder", max_tokens="auto"), "file", None),
+        (TextFiles("a.txt", label="folder", max_tokens=512), "file", None),
     ],
 )
 def test_what_a_document_is_follows_from_the_layout_and_the_labels(data, unit, max_tokens):

@@ -11,7 +11,7 @@ from hydra.core.plugins import Plugins
 from left_by_runs import summary
 from small_run import SMALL
 
-from holotrain.config.direction import recommended
+from holotrain.config.composition import recommended
 
 BRIEF = [*SMALL, "trainer.max_epochs=1", "test=false", "logger=none", "callbacks.progress=null"]
 

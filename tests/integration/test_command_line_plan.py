@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 from small_run import SMALL
 
 from holotrain.config.build import build_data
-from holotrain.config.checkpointed import typed
-from holotrain.config.composition import composed
+from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
-from holotrain.config.register import register
+from holotrain.config.typed import typed
 from holotrain.planning import flops
 from holotrain.planning.footprint import Footprint
 
@@ -252,7 +251,7 @@ def test_layers_that_cannot_be_shared_out_say_why(holotrain):
         (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),
         (["plan", "data.batch_size=many"], "data.batch_size: 'many' is not a whole number or one of 'auto'"),
         (["plan", "backward=auto", "device=cuda"], "memory: this machine has no GPU"),
-        (["plan", "devices=0"], "devices: 0 is out of range; it must be at least 1"),
+        (["plan", "devices=0"], "devices must be at least 1, not 0"),
         (["plan", "devices=2", "link=nvlnk"], "Did you mean 'nvlink'?"),
         (["plan", "link=pcie"], "link: needs devices, the number of devices; give devices=8"),
         (["plan", "gpu=H100"], "gpu: needs devices, the number of devices"),

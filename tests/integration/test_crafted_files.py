@@ -133,13 +133,18 @@ def weights_of_another_type(path: Path, checkpoint: dict) -> None:
     torch.save(checkpoint | {"state_dict": {"model.head.weight": CALL}}, path)
 
 
+def tensor_in_place_of_a_number(path: Path, checkpoint: dict) -> None:
+    checkpoint["holotrain"]["config"]["data"]["batch_size"] = torch.ones(2)
+    torch.save(checkpoint, path)
+
+
 def another_lightning(path: Path, checkpoint: dict) -> None:
     torch.save(checkpoint | {"pytorch-lightning_version": "zzz"}, path)
 
 
 FILES = [
     *(zipped_pickle, bare_pickle, legacy_pickle, shards_elsewhere, shards_with_a_pickle),
-    *(state_of_another_type, weights_of_another_type, another_lightning),
+    *(state_of_another_type, weights_of_another_type, tensor_in_place_of_a_number, another_lightning),
 ]
 """Checkpoints that are crafted as files."""
 
@@ -364,17 +369,16 @@ def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"\\${oc.env:HOME}", "${", "{a: 1}", "a,b"])
 def test_text_in_a_checkpoint_is_never_resolved(honest, tmp_path, name):
     """A folder may well be called like an interpolation. It stays a name."""
-    from holotrain.config import checkpointed
     from holotrain.config.arguments import parse
-    from holotrain.config.composition import composed
-    from holotrain.config.register import register
+    from holotrain.config.composition import composed, register
+    from holotrain.config.origin import origin, primary
 
     crafted = torch.load(honest / "text.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["data"] |= {"text": name, "files": [name]}
     torch.save(crafted, tmp_path / "crafted.ckpt")
     arguments = parse(["test", f"ckpt_path={tmp_path / 'crafted.ckpt'}"])
     register()
-    config = composed(checkpointed.primary(arguments, checkpointed.origin(arguments)), arguments.overrides)
+    config = composed(primary(arguments, origin(arguments)), arguments.overrides)
     plain = OmegaConf.to_container(OmegaConf.masked_copy(config, ["data"]), resolve=True)
     assert plain["data"]["text"] == name and plain["data"]["files"] == [name]
 

@@ -269,7 +269,7 @@ class Payload:
         ),
         (["logger=journal", "logger.journal.digits=-1"], "logger.journal.digits: must be at least 0, not -1"),
         (["logger=journal", "logger.journal.digit=2"], "there is no 'digit' in logger.journal. Did you mean 'digits'?"),
-        (["logger.journal._target_=house_guest.Diary"], "logger.journal: house_guest.Diary is not a logger of Lightning"),
+        (["logger.journal._target_=house_guest.Diary"], "logger.journal: house_guest.Diary is not a Logger"),
         (["task=denoising", "optimizer=sgd"], "optimizer=sgd: house_guest.Denoising takes no optimizer"),
         (["data._target_=house_guest.Net"], "data.classes: a value is needed"),
     ],

@@ -207,10 +207,8 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
     from omegaconf import OmegaConf
 
     from holotrain.config.arguments import parse
-    from holotrain.config.checkpointed import typed
-    from holotrain.config.chosen import with_own_options
-    from holotrain.config.composition import composed
-    from holotrain.config.register import register
+    from holotrain.config.composition import composed, register
+    from holotrain.config.typed import typed, with_own_options
 
     monkeypatch.chdir(tmp_path)
     small = made_small(line)

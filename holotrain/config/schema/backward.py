@@ -1,10 +1,12 @@
 """How the backward pass gets its activations: stored, checkpointed or recomputed."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holotrain.checks import one_of
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_within
 
 PLAIN = ("autograd", "checkpoint")
 SCHEDULES = (*PLAIN, "reversible", "pareprop")
@@ -17,16 +19,16 @@ class BackwardConfig:
     """autograd: store all; checkpoint: store block inputs; reversible, pareprop: recompute; auto: choose to fit memory=;
     null: as the model's class has it"""
 
-    blocks: list[str] = field(default_factory=list)
+    blocks: Sequence[str] = ()
     """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""
 
-    store: Any = 0
+    store: int | Sequence[int] = 0
     """blocks that store their activations: a number (the last n blocks) or a list of indices"""
 
-    exact: Any = False
+    exact: bool | int = False
     """recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k"""
 
-    keep: list[str] = field(default_factory=list)
+    keep: Sequence[str] = ()
     """results to store instead of recomputing: [attention], or operator names such as aten.mm.default"""
 
     cuda_graph: bool = False
@@ -36,12 +38,9 @@ class BackwardConfig:
         if self.kind is not None:
             one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
         stored = [self.store] if isinstance(self.store, int) else self.store
-        if not isinstance(stored, list) or not all(type(index) is int and index >= 0 for index in stored):
-            raise UserError(f"backward.store: {self.store!r} is not valid; give a number of blocks or a list of block indices")
-        if not isinstance(self.exact, bool) and not (isinstance(self.exact, int) and 0 < self.exact < 53):
-            raise UserError(
-                f"backward.exact: {self.exact!r} is not valid; give true, false or a number of fractional bits from 1 to 52"
-            )
+        require_at_least(0, store=stored)
+        if not isinstance(self.exact, bool):
+            require_within(1, 52, closed=True, exact=self.exact)
         if stored != [0] and self.kind == "autograd":
             raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
         if self.blocks and self.kind != AUTO:

@@ -1,21 +1,39 @@
 """The options of each command."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from holotrain.checks import at_least, one_of, within
 from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, MASKED_LM, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
+from holotrain.config.signatures import Option, signature
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_within
 
 
-def _require_one_process(command: str, config: RunConfig) -> None:
-    if config.trainer.strategy != "single":
-        raise UserError(f"trainer={config.trainer.strategy}: {command} runs in one process; use trainer=default")
+class OfCheckpoint(RunConfig):
+    """The options of a command that needs a checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ckpt_path:
+            raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+
+    @property
+    def command(self) -> str:
+        return next(name for name, schema in COMMANDS.items() if schema is type(self))
 
 
-def _require_checkpoint(command: str, path: str | None) -> None:
-    if not path:
-        raise UserError(f"ckpt_path: {command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+@dataclass
+class OfModel(OfCheckpoint):
+    """The options of a command that uses a trained model in one process."""
+
+    int8: bool = False
+    """quantize weights to 8 bits, one scale per row (torchao)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trainer.strategy != "single":
+            raise UserError(f"trainer={self.trainer.strategy}: {self.command} runs in one process; use trainer=default")
 
 
 @dataclass
@@ -28,35 +46,20 @@ class FitConfig(RunConfig):
     test: bool = True
     """test the best checkpoint after training"""
 
-    profiler: str | None = None
+    profiler: Literal["simple", "advanced", "trace"] | None = None
     """simple or advanced: write fit-profile.txt; trace: write trace.json (for ui.perfetto.dev) and a memory plot; null: off"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.profiler is not None:
-            one_of("profiler", self.profiler, ("simple", "advanced", "trace"))
 
-
-@dataclass
-class ValidateConfig(RunConfig):
+class ValidateConfig(OfCheckpoint):
     """Evaluate a checkpoint on the validation set."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_checkpoint("validate", self.ckpt_path)
 
-
-@dataclass
-class TestConfig(RunConfig):
+class TestConfig(OfCheckpoint):
     """Evaluate a checkpoint on the test set."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_checkpoint("test", self.ckpt_path)
-
 
 @dataclass
-class PredictConfig(RunConfig):
+class PredictConfig(OfModel):
     """Classify images or texts, or score texts, with a checkpoint. Writes predictions.csv."""
 
     images: str | None = None
@@ -65,13 +68,8 @@ class PredictConfig(RunConfig):
     texts: str | None = None
     """text file or folder of text files to classify or (causal_lm) to score; null: the test set"""
 
-    int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao)"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_checkpoint("predict", self.ckpt_path)
-        _require_one_process("predict", self)
         if is_a(self.task, MASKED_LM):
             raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
         for name, of, other in (("images", TEXT, "texts"), ("texts", IMAGES, "images")):
@@ -80,7 +78,7 @@ class PredictConfig(RunConfig):
 
 
 @dataclass
-class GenerateConfig(RunConfig):
+class GenerateConfig(OfModel):
     """Continue a text with a causal_lm checkpoint."""
 
     prompt: str | None = None
@@ -104,45 +102,31 @@ class GenerateConfig(RunConfig):
     stream: bool = True
     """print the text of a single prompt while it is generated"""
 
-    int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao)"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_checkpoint("generate", self.ckpt_path)
-        _require_one_process("generate", self)
         if not is_a(self.task, CAUSAL_LM):
             raise UserError(f"generate: needs a checkpoint of causal_lm; this one is of {self.task.name}")
         if self.prompt is None and self.prompts is None:
             raise UserError('generate needs prompt="..." or prompts=FILE')
         if self.prompt is not None and self.prompts is not None:
             raise UserError("generate: give either prompt= or prompts=, not both")
-        at_least("max_tokens", self.max_tokens, 1)
-        at_least("temperature", self.temperature, 0)
-        if self.top_k is not None:
-            at_least("top_k", self.top_k, 1)
-        if self.top_p is not None:
-            within("top_p", self.top_p, 1e-9, 1, closed=True)
+        require_at_least(1, max_tokens=self.max_tokens, top_k=self.top_k)
+        require_at_least(0, temperature=self.temperature)
+        require_within(1e-9, 1, closed=True, top_p=1 if self.top_p is None else self.top_p)
 
 
 @dataclass
-class ExportConfig(RunConfig):
+class ExportConfig(OfModel):
     """Write a checkpoint's model as safetensors (for holotrain.load), torch.export program or ONNX."""
 
     to: str | None = None
     """folder to write; null: export in the run's folder"""
 
-    format: str = "safetensors"
+    format: Literal["safetensors", "program", "onnx"] = "safetensors"
     """safetensors; for image classifiers also program (torch.export) or onnx, written in addition"""
-
-    int8: bool = False
-    """quantize weights to 8 bits, one scale per row (torchao)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_checkpoint("export", self.ckpt_path)
-        _require_one_process("export", self)
-        one_of("format", self.format, ("safetensors", "program", "onnx"))
         if self.format != "safetensors" and is_a(self.data, TEXT):
             raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
         if self.format != "safetensors" and self.int8:
@@ -153,7 +137,7 @@ class ExportConfig(RunConfig):
 class PlanConfig(RunConfig):
     """Predict peak memory, the largest batch and depth that fit, and the speed on several devices."""
 
-    device: str = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda or cpu; auto: cpu with trainer.accelerator=cpu, else cuda, even if this machine has no GPU"""
 
     json: str | None = None
@@ -170,17 +154,14 @@ class PlanConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("device", self.device, ("auto", "cuda", "cpu"))
         if self.trainer.strategy in ("fsdp", "tp"):
             raise UserError(
                 f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default, and devices=8 to plan for 8"
             )
-        if self.devices is not None:
-            at_least("devices", self.devices, 1)
-        if self.gpu is not None and self.devices is None:
-            raise UserError("gpu: needs devices, the number of devices; give devices=8, for example")
-        if self.link != "nvlink" and self.devices is None:
-            raise UserError("link: needs devices, the number of devices; give devices=8, for example")
+        require_at_least(1, devices=self.devices)
+        for name, given in (("gpu", self.gpu is not None), ("link", self.link != "nvlink")):
+            if given and self.devices is None:
+                raise UserError(f"{name}: needs devices, the number of devices; give devices=8, for example")
 
 
 @dataclass
@@ -215,6 +196,12 @@ COMMANDS: dict[str, type[RunConfig]] = {
     "plan": PlanConfig,
 }
 """The configuration of each command that Hydra composes."""
+
+
+def options_of(schema: type) -> dict[str, Option]:
+    """The options of one of these dataclasses."""
+    return signature(f"{schema.__module__}.{schema.__qualname__}").options
+
 
 WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
 """Commands that take words instead of a composed configuration. The first field of each gets the words, one or a list."""

@@ -1,13 +1,13 @@
 """The options of every command, and the checks across groups."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
-
-from holotrain.checks import described_by, within
-from holotrain.config.chosen import Chosen, Filled, chosen
+from holotrain.checks import described_by
+from holotrain.config.chosen import Chosen, Filled
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig
+from holotrain.config.schema.beside import BEGINNING, Beginning, check_trainer
 from holotrain.config.schema.classes import (
     CAUSAL_LM,
     ERROR_DIFFUSION,
@@ -18,22 +18,21 @@ from holotrain.config.schema.classes import (
     reversible,
     takes,
 )
-from holotrain.config.schema.model import check_beginning
-from holotrain.config.schema.trainer import check_trainer
 from holotrain.errors import UserError
+from holotrain.ranges import require_within
 from holotrain.sizes import parse_bytes
 
 FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context")
 """Parameters of models and tasks that the data module tells, if it can."""
 
 OPEN = {
-    "task": Filled("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id", known=FACTS),
-    "data": Filled("seed", "layout", "tokenizer_json", "labels", or_auto=("batch_size", "max_tokens")),
-    "model": Filled("backward", "store", "exact", "keep", known=FACTS, also="holotrain.config.schema.model.Beginning"),
+    "task": Filled(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
+    "data": Filled(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
+    "model": Filled(("backward", "store", "exact", "keep"), known=FACTS, also="holotrain.config.schema.beside.Beginning"),
     "synthesis": Filled(),
-    "optimizer": Filled("model", "params"),
-    "scheduler": Filled("optimizer", "steps", "total_steps"),
-    "trainer": Filled("callbacks", "logger", "default_root_dir", also="holotrain.config.schema.trainer.Processes"),
+    "optimizer": Filled(("model", "params")),
+    "scheduler": Filled(("optimizer", "steps", "total_steps")),
+    "trainer": Filled(("callbacks", "logger", "default_root_dir"), also="holotrain.config.schema.beside.TrainerOptions"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
@@ -42,41 +41,36 @@ OF_THE_TASK = ("model", "optimizer", "scheduler")
 
 NAMED = {
     "callbacks": Filled(
-        *("dirpath", "probabilities", "count_samples", "count_tokens", "unbucketed"),
-        *("model_flops_per_sample", "hardware_flops_per_sample"),
+        (
+            *("dirpath", "probabilities", "count_samples", "count_tokens", "unbucketed"),
+            *("model_flops_per_sample", "hardware_flops_per_sample"),
+        ),
         unless_given=("monitor", "mode", "peak_flops"),
     ),
-    "logger": Filled("save_dir", "root_dir", unless_given=("name", "run_name", "group", "tracking_uri", "artifact_location")),
+    "logger": Filled(("save_dir", "root_dir"), unless_given=("name", "run_name", "group", "tracking_uri", "artifact_location")),
 }
 """The groups that are mappings from a name to a class or function, in the same way."""
+
+GROUPS = (*OPEN, *NAMED, "backward")
 
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 """The base class of callbacks that average the weights."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunConfig:
     """The options of every command."""
 
-    task: Any = MISSING
-
-    data: Any = MISSING
-
-    model: Any = MISSING
-
-    backward: BackwardConfig = field(default_factory=BackwardConfig)
-
-    synthesis: Any = MISSING
-
-    optimizer: Any = MISSING
-
-    scheduler: Any = MISSING
-
-    callbacks: Any = field(default_factory=dict)
-
-    trainer: Any = MISSING
-
-    logger: Any = field(default_factory=dict)
+    task: Chosen
+    data: Chosen
+    model: Chosen | None
+    backward: BackwardConfig
+    synthesis: Chosen | None
+    optimizer: Chosen | None
+    scheduler: Chosen | None
+    callbacks: dict[str, Chosen]
+    trainer: Chosen
+    logger: dict[str, Chosen]
 
     seed: int = 0
     """random seed of weights, batches, augmentation and dropout"""
@@ -93,7 +87,7 @@ class RunConfig:
     ckpt_path: str | None = None
     """checkpoint to start from, with its configuration, which overrides change: a file, the folder of a run, best or last"""
 
-    trust: Any = None
+    trust: str | Sequence[str] | None = None
     """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
 
     # Not options, but how they came about; `compose` sets them, and a configuration made in another way does without.
@@ -102,17 +96,12 @@ class RunConfig:
     folder: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for group, filled in OPEN.items():
-            if isinstance(getattr(self, group), dict):
-                setattr(self, group, chosen(group, getattr(self, group), filled))
-        for group, filled in NAMED.items():
-            members = getattr(self, group)
-            given = {name: each for name, each in members.items() if not isinstance(each, Chosen)}
-            setattr(self, group, members | {name: chosen(f"{group}.{name}", each, filled) for name, each in given.items()})
-        check_trainer(self.trainer)
+        with described_by("trainer"):
+            check_trainer(self.trainer)
         if self.model is not None:
-            check_beginning(self.model)
-        within("seed", self.seed, 0, 2**32)
+            with described_by("model"):
+                Beginning(**{name: self.model.arguments[name] for name in BEGINNING})
+        require_within(0, 2**32, seed=self.seed)
         if self.memory is not None:
             with described_by("memory"):
                 parse_bytes(self.memory)
@@ -206,11 +195,9 @@ class RunConfig:
             raise UserError(f"backward.{next(iter(backward.engine()))}: {self.model.name} is not reversible; remove the option")
         if self.compile and any("+" in words for words in backward.blocks):
             raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
-        if backward.cuda_graph and backward.kind == AUTO and not rebuilds:
-            raise UserError("backward.cuda_graph: cannot capture the checkpointing of a plain model; use backward=autograd")
         if self.compile and backward.keep:
             raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-        if backward.cuda_graph and backward.kind == "checkpoint" and not rebuilds:
+        if backward.cuda_graph and backward.kind in ("checkpoint", AUTO) and not rebuilds:
             raise UserError("backward.cuda_graph: cannot capture the checkpointing of a plain model; use backward=autograd")
         if backward.cuda_graph and self.trainer.accumulate_grad_batches > 1:
             raise UserError("backward.cuda_graph: no support for gradient accumulation; use trainer.accumulate_grad_batches=1")

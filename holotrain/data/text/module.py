@@ -77,8 +77,8 @@ class TextDataModule(pl.LightningDataModule):
         layout: Literal["packed", "documents"] = "packed",
         labels: bool = True,
         context: int = 256,
-        batch_size: int | Literal["auto"] = 32,
-        max_tokens: int | Literal["auto"] | None = 8192,
+        batch_size: int = 32,
+        max_tokens: int | None = 8192,
         bucketing: bool = True,
         pad_to_multiple_of: int = 1,
         tokenizer: str | None = None,
@@ -100,11 +100,10 @@ class TextDataModule(pl.LightningDataModule):
         require_at_least(1, pad_to_multiple_of=pad_to_multiple_of)
         if context % pad_to_multiple_of:
             raise ValueError(f"pad_to_multiple_of must divide context, but {pad_to_multiple_of} does not divide {context}")
-        if batch_size != "auto":
-            require_at_least(1, batch_size=batch_size)
+        require_at_least(1, batch_size=batch_size)
         if layout == "packed":
             max_tokens = None  # blocks have one length
-        elif max_tokens not in (None, "auto") and max_tokens < context:
+        elif max_tokens is not None and max_tokens < context:
             raise ValueError(f"max_tokens must be at least context, {context}, not {max_tokens}")
         require_within(0, 1, val_fraction=val_fraction, test_fraction=test_fraction)
         if val_fraction + test_fraction >= 1:

@@ -1,27 +1,51 @@
-"""Options of the trainer: those of Lightning's Trainer, and those about several processes."""
+"""Options beside those of the class that a group names: of every model, and of the trainer."""
 
 import re
 from typing import Literal
 
-from holotrain.checks import amount, at_least, at_least_or_auto, one_of
+from holotrain.checks import amount
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import is_a
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least
+
+BEGINNING = ("pretrained", "trained", "adapters")
+"""Options that are not passed on to the model's class."""
+
+
+class Beginning:
+    """How the training of a model begins.
+
+    Args:
+        pretrained: initial weights: a local file or folder from timm, Hugging Face or holotrain; null: random
+        trained: what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen
+        adapters: width of the adapter after each branch of each block; 0: no adapters
+    """
+
+    def __init__(
+        self, pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int = 0
+    ) -> None:
+        require_at_least(0, adapters=adapters)
+        if trained == "adapters" and not adapters:
+            raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
+
 
 PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
-OURS = (*PROCESSES, "backend", "timeout")
+BESIDE = (*PROCESSES, "backend", "timeout")
 """Options that are not passed on to Lightning."""
 
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 SPLITS = ("train", "val", "test", "predict")
 
 
-class Processes:
-    """The processes of a run. Its parameters are options of the trainer; they replace those of Lightning with the same name.
+class TrainerOptions:
+    """Options of the trainer beside those of Lightning; they replace those with the same name.
 
     Args:
+        accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
+        precision: of the computation: 32-true, 64-true, bf16-mixed or 16-mixed
+        gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
         strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters) or tp (tensor parallel)
         devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun or srun started
         num_nodes: number of machines; start the command on each with torchrun or srun; null: as many as were started
@@ -38,6 +62,9 @@ class Processes:
 
     def __init__(
         self,
+        accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
+        precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
+        gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
         strategy: Literal["single", "ddp", "fsdp", "tp"] = "single",
         devices: int | Literal["auto"] = 1,
         num_nodes: int | None = None,
@@ -49,13 +76,8 @@ class Processes:
         sharded_checkpoints: bool = False,
         timeout: float = 600.0,
     ) -> None:
-        at_least_or_auto("trainer.devices", devices, 1)
-        at_least("trainer.timeout", timeout, 1)
-        if overlap is not None:
-            at_least_or_auto("trainer.overlap", overlap, 1, "auto or null")
-        for name, count in (("num_nodes", num_nodes), ("tensor_parallel", tensor_parallel)):
-            if count is not None:
-                at_least(f"trainer.{name}", count, 1)
+        counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
+        require_at_least(1, timeout=timeout, **counts)
         if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
             raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp or tp")
         if compression != "none" and strategy != "ddp":
@@ -72,30 +94,25 @@ class Processes:
 def check_trainer(trainer: Chosen) -> None:
     """
     Raises:
-        UserError: a value out of range, or options that exclude each other.
+        UserError: options that exclude each other.
+        ValueError: a value out of range.
     """
     if not is_a(trainer, "lightning.pytorch.trainer.trainer.Trainer"):
         raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
-    Processes(**{name: trainer.arguments[name] for name in OURS})
-    one_of("trainer.accelerator", trainer.accelerator, ("auto", "cpu", "gpu", "mps"))
-    one_of("trainer.precision", trainer.precision, PRECISIONS)
+    TrainerOptions(**{name: trainer.arguments[name] for name in BESIDE})
     if trainer.compression == "powersgd" and trainer.precision == "16-mixed":
         raise UserError("trainer.compression=powersgd: no support for the gradient scaling of 16-mixed; use bf16-mixed")
     if trainer.strategy in ("fsdp", "tp") and trainer.precision == "16-mixed":
         raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
-    if trainer.gradient_clip_algorithm is not None:
-        one_of("trainer.gradient_clip_algorithm", trainer.gradient_clip_algorithm, ("norm", "value"))
     if trainer.max_epochs not in (None, -1):
-        at_least("trainer.max_epochs", trainer.max_epochs, 1)
+        require_at_least(1, max_epochs=trainer.max_epochs)
     elif trainer.max_steps < 1 and trainer.max_time is None:
         raise UserError("trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
     if isinstance(trainer.max_time, str) and not re.fullmatch(r"\d+:\d+:\d+:\d+", trainer.max_time):
         raise UserError(f"trainer.max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
-    at_least("trainer.max_steps", trainer.max_steps, -1)
-    least = {"num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0}
-    for name, smallest in (least | {"gradient_clip_val": 0}).items():
-        if (value := getattr(trainer, name)) is not None:
-            at_least(f"trainer.{name}", value, smallest)
+    least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
+    for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
+        require_at_least(smallest, **{name: getattr(trainer, name)})
     for name in ("val_check_interval", "overfit_batches", *(f"limit_{split}_batches" for split in SPLITS)):
         if (value := getattr(trainer, name)) is not None:
             amount(f"trainer.{name}", value)

@@ -1,0 +1,137 @@
+"""The checkpoint that a command starts from, and how the command line is laid over its configuration.
+
+Its configuration, as plain data, is the primary configuration that Hydra composes with. Nothing in it becomes an argument, an
+override, the name of a group or an interpolation, and it does not decide where files are written.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from holotrain.config.arguments import Arguments, key_of, literal
+from holotrain.config.checkpointed import KEY, load
+from holotrain.config.composition import options
+from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
+from holotrain.config.schema.beside import PROCESSES
+from holotrain.config.schema.classes import default_backward
+from holotrain.config.schema.run import GROUPS, OPEN
+from holotrain.config.trust import require_trusted
+from holotrain.errors import UserError
+from holotrain.targets import TARGET
+
+LOCAL_LOGGERS = ("tensorboard", "csv", "none")
+"""Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
+
+
+@dataclass
+class Origin:
+    """The checkpoint that a command starts from.
+
+    Args:
+        config: its configuration in plain containers, checked.
+        choices: the option of each group when it was trained; for display.
+    """
+
+    config: dict[str, Any]
+    choices: dict[str, str]
+
+
+def origin(arguments: Arguments) -> Origin | None:
+    """The checkpoint that ``ckpt_path=`` or ``resume=true`` name on the command line, if any.
+
+    A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
+    vary everything but the checkpoint.
+
+    Raises:
+        UserError: there is no such file, it is not a checkpoint of holotrain, or it names a class that is not trusted.
+    """
+    if arguments.multirun and arguments.command == "fit":
+        return None
+    if arguments.resume and arguments.value("ckpt_path"):
+        raise UserError("resume=true continues from the last checkpoint of its run; leave out ckpt_path=")
+    if arguments.multirun and "," in (arguments.value("ckpt_path") or ""):
+        raise UserError(f"ckpt_path: a sweep of {arguments.command} starts from one checkpoint; run the command once for each")
+    path = _checkpoint_path(arguments)
+    if path is None:
+        return None
+    kept = load(path)[KEY]
+    trusted = (arguments.value("trust") or "").strip("[]").split(",")
+    require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
+    return Origin(kept["config"], kept["choices"])
+
+
+def primary(arguments: Arguments, start: Origin) -> str:
+    """Registers the primary configuration of a command that starts from a checkpoint, and returns its name.
+
+    The values of the checkpoint stand in it as plain data, after the defaults of the command. Every group is an empty entry of
+    its defaults list, so that the command line can choose an option from it.
+    """
+    command = arguments.command
+    given = {*map(key_of, arguments.overrides)}
+    if "data.download" in given and not {"data.root", "data"} & given:
+        raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
+    groups = [group for group in GROUPS if group not in ("task", "trainer")]
+    groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
+    kept, logger = dict(start.config), "tensorboard"
+    # A file does not decide what is sent where.
+    if arguments.resume and start.choices.get("logger") in LOCAL_LOGGERS:
+        logger = start.choices["logger"]
+    if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
+        kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
+    for group in (*OPEN, "callbacks"):
+        if group in given and group != "trainer":  # the option replaces what the checkpoint has
+            del kept[group]
+    parts = [
+        {"trainer": "default"},
+        "_self_",
+        *({group: logger if group == "logger" else None} for group in groups),
+    ]
+    node = options(command, parts)
+    node.merge_with(_literally(kept))
+    name = "_checkpoint"
+    ConfigStore.instance().store(name=name, node=node)
+    return name
+
+
+def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]) -> dict[str, Any]:
+    """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
+    result = dict(plain)
+    given = {*map(key_of, overrides)}
+    for group in OPEN:
+        kept = start.config[group]
+        if kept and plain.get(group) and plain[group].get(TARGET) != kept[TARGET]:
+            result[group] = {
+                name: value
+                for name, value in plain[group].items()
+                if name not in kept or value != kept[name] or f"{group}.{name}" in given
+            }
+    usual = [default_backward((config["model"] or {}).get(TARGET)) for config in (plain, start.config)]
+    if plain["backward"] == start.config["backward"] and usual[0] != usual[1]:
+        result["backward"] = {}  # that of the other model
+    return result
+
+
+def _checkpoint_path(arguments: Arguments) -> Path | None:
+    if arguments.resume:
+        from holotrain.ranks import shards
+
+        folder = arguments.value("hydra.run.dir")
+        folder = folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
+        path = Path(folder).expanduser() / LAST_CHECKPOINT
+        shards.recover(path)
+        return path
+    given = arguments.value("ckpt_path")
+    if given in (None, "null", ""):
+        return None
+    return checkpoint_path(given, arguments.command, arguments.value("output_dir") or "runs")
+
+
+def _literally(node: Any) -> Any:
+    """What was resolved already is not to be resolved again: a prompt may well hold a dollar and a brace."""
+    if isinstance(node, dict):
+        return {key: _literally(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_literally(value) for value in node]
+    return literal(node) if isinstance(node, str) else node
