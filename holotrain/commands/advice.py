@@ -6,6 +6,7 @@ from holotrain.config.plans import budget_of, planner_of
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN
 from holotrain.config.schema.classes import reversible, takes
+from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.planning import ALLOCATORS, Plan, make_plan
 
 
@@ -79,7 +80,7 @@ def _batch(config: RunConfig) -> list[str]:
     if size // 2 < smallest:
         return []
     halved = f"{option}={size // 2}"
-    if config.backward.cuda_graph:  # which does not support accumulation
+    if config.backward.cuda_graph or steps_in_backward(config):  # which do not support accumulation
         return [f"{halved} (half the batch size)"]
     twice = 2 * config.trainer.accumulate_grad_batches
     return [f"{halved} trainer.accumulate_grad_batches={twice} (the same effective batch size)"]

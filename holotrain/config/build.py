@@ -163,7 +163,7 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     """
     known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
-        known["optimizer"] = optimizer_of(config.optimizer)
+        known["optimizer"] = optimizer_of(config.optimizer, config.trainer.gradient_clip_val or None)
         if config.scheduler is not None:
             known["scheduler"] = scheduler_of(config.scheduler, known["optimizer"])
     if "tokenizer" in described:

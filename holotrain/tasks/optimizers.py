@@ -4,8 +4,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from holotrain.models.layers.residual import ResidualBlock
+from holotrain.optimizers import CombinedOptimizer
 from holotrain.reversible import ReversibleBlock
-from holotrain.tasks.combined import CombinedOptimizer
 from holotrain.tasks.sharded_muon import ShardedMuon
 
 

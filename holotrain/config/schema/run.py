@@ -19,6 +19,7 @@ from holotrain.config.schema.classes import (
     takes,
 )
 from holotrain.config.schema.model import check_beginning
+from holotrain.config.schema.optimizer import check_in_backward
 from holotrain.config.schema.trainer import check_trainer
 from holotrain.errors import UserError
 from holotrain.sizes import parse_bytes
@@ -31,7 +32,7 @@ OPEN = {
     "data": Filled("seed", "layout", "tokenizer_json", "labels", or_auto=("batch_size", "max_tokens")),
     "model": Filled("backward", "store", "exact", "keep", known=FACTS, also="holotrain.config.schema.model.Beginning"),
     "synthesis": Filled(),
-    "optimizer": Filled("model", "params"),
+    "optimizer": Filled("model", "params", also="holotrain.config.schema.optimizer.Stepping"),
     "scheduler": Filled("optimizer", "steps", "total_steps"),
     "trainer": Filled("callbacks", "logger", "default_root_dir", also="holotrain.config.schema.trainer.Processes"),
 }
@@ -121,6 +122,7 @@ class RunConfig:
         self._check_backward()
         self._check_batch()
         self._check_strategy()
+        check_in_backward(self)
 
     def _check_task(self) -> None:
         check_together(self.task, self.model, self.data)
