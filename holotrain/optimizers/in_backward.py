@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -48,13 +47,13 @@ class InBackward(Optimizer):
         ValueError: the optimizer steps all parameters together, parameters are sharded, or several processes train together
             (DDP averages gradients after these steps).
         RuntimeError: in the backward: a second gradient of a parameter before ``step`` (accumulation), or the optimizer turns
-            out to keep a state of all parameters; in ``GradScaler.step``: gradients were scaled.
+            out to keep a state of all parameters, or a CUDA graph is captured; in ``GradScaler.step``: gradients were scaled.
     """
 
     def __init__(self, optimizer: Optimizer, clip_value: float | None = None) -> None:
         if isinstance(optimizer, LBFGS):
             raise ValueError("LBFGS steps all parameters together, so it cannot step them one by one in the backward")
-        if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+        if any(hasattr(parameter, "device_mesh") for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError("sharded parameters (FSDP2, tensor parallel) cannot be stepped in the backward")
         if clip_value is not None and clip_value <= 0:
             raise ValueError(f"clip_value {clip_value} is out of range; it must be above 0")
@@ -147,6 +146,8 @@ class InBackward(Optimizer):
     def _step_in_backward(self, parameter: Tensor) -> None:
         if not self._stepped:
             _require_one_process()
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a CUDA graph would repeat this step with its learning rate; capture without InBackward")
         if parameter in self._stepped:
             raise RuntimeError(
                 "a parameter got a second gradient before optimizer.step(), and an optimizer that steps in the backward has "

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.tensor
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -293,6 +295,29 @@ class Together(SGD):
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
         return super().step(closure)
+
+
+def test_sharded_parameters_are_refused():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = nn.Parameter(dist.tensor.distribute_tensor(torch.ones(2), mesh))
+        with pytest.raises(ValueError, match="sharded parameters"):
+            InBackward(SGD([sharded]))
+        InBackward(SGD([nn.Parameter(torch.ones(2))]))  # one process
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_capture_is_refused(monkeypatch):
+    net = nn.Linear(2, 2)
+    optimizer = InBackward(SGD(net.parameters()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a CUDA graph would repeat this step"):
+        net(torch.ones(1, 2)).sum().backward()
+    assert optimizer.param_groups
 
 
 def test_what_needs_all_gradients_is_refused():
