@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from holotrain.optimizers import CombinedOptimizer, InBackward
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation
 
 BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
 WIDTH = 8
@@ -115,6 +115,28 @@ def test_weights_are_those_of_the_usual_step_to_the_bit(make, backward, half):
         optimizer = InBackward(make(net))
         found = train(net, optimizer, half=half, schedule=CosineAnnealingLR(optimizer, 5))
         assert same(found, expected)
+
+
+def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
+    """As on a GPU: a branch is recomputed before the parameters of the one behind it are stepped."""
+    order = []
+    run = recomputation.Branch.run_again
+
+    def noted(branch, *args, **options):
+        order.append(branch.name)
+        return run(branch, *args, **options)
+
+    monkeypatch.setattr(recomputation, "side_of", lambda stream: recomputation._SameStream())
+    monkeypatch.setattr(recomputation.Branch, "run_again", noted)
+    for shared in (False, True):
+        usual, net = Net("pareprop", shared), Net("pareprop", shared)
+        expected = train(usual, adamw(usual))
+        optimizer = InBackward(adamw(net))
+        names = {parameter: name for name, parameter in net.named_parameters()}
+        order.clear()
+        optimizer.observe(lambda parameter, names=names: order.append(names[parameter]))
+        assert same(train(net, optimizer), expected)
+        assert order.index("2.f") < order.index("blocks.blocks.2.g.4.weight")
 
 
 @pytest.mark.parametrize("schedules_inner", [False, True])
