@@ -6,8 +6,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from holotrain.callbacks.period import checked_period, period_of
+from holotrain.optimizers import InBackward
 from holotrain.ranks.tensors import whole
 
 
@@ -25,18 +27,45 @@ class Histograms(pl.Callback):
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.every_n_steps = checked_period(every_n_steps)
+        self._written: set[Tensor] = set()
+        self._watch: RemovableHandle | None = None
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._forget()
+        optimizer = InBackward.among(trainer.optimizers)
+        if optimizer is not None and self._boards(trainer):
+            names = {parameter: name for name, parameter in pl_module.named_parameters()}
+            self._watch = optimizer.observe(lambda each: each in names and self._write(trainer, names[each], each))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        window, step = period_of(trainer, self.every_n_steps), trainer.global_step + 1
-        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if not (window and boards and step % window == 0):
-            return
-        for name, parameter in pl_module.named_parameters():
-            for kind, tensor in (("weights", parameter), ("gradients", parameter.grad)):
-                values = finite(tensor)
-                if values is not None and trainer.is_global_zero:
-                    for board in boards:
-                        board.experiment.add_histogram(f"{kind}/{name}", values, step)
+        if self._boards(trainer):
+            for name, parameter in pl_module.named_parameters():
+                if parameter not in self._written:
+                    self._write(trainer, name, parameter)
+        self._forget()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._forget()
+
+    def _boards(self, trainer: pl.Trainer) -> list[TensorBoardLogger]:
+        """The loggers, in a step that is logged."""
+        window = period_of(trainer, self.every_n_steps)
+        due = window and (trainer.global_step + 1) % window == 0
+        return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)] if due else []
+
+    def _write(self, trainer: pl.Trainer, name: str, parameter: Tensor) -> None:
+        self._written.add(parameter)
+        for kind, tensor in (("weights", parameter), ("gradients", parameter.grad)):
+            values = finite(tensor)
+            if values is not None and trainer.is_global_zero:
+                for board in self._boards(trainer):
+                    board.experiment.add_histogram(f"{kind}/{name}", values, trainer.global_step + 1)
+
+    def _forget(self) -> None:
+        self._written = set()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
 
 def finite(tensor: Tensor | None) -> Any:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -11,11 +11,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from holotrain.callbacks.period import checked_period, period_of
+from holotrain.optimizers import InBackward
 
 SAMPLED = 2**16
 """Entries of a tensor whose update is measured. So a logged step needs at most 256 KiB per fp32 tensor, not a copy of it."""
+
+
+class Seen(NamedTuple):
+    """A parameter before its step in the backward: norms of its gradient and of itself, and a sample of its entries."""
+
+    gradient: Tensor
+    weight: Tensor
+    sample: Tensor
 
 
 class OptimizationMonitor(pl.Callback):
@@ -30,8 +40,9 @@ class OptimizationMonitor(pl.Callback):
     Logs ``optimization/gradient_norm``: the L2 norm of the gradient that the optimizer step would use without clipping (with
     16-mixed: without scaling; with accumulation: of the accumulated gradient); ``optimization/gradient_norm/<name>`` for each
     part; and ``optimization/update_ratio``: the norm of the step's change of the weights over the norm of the weights before
-    it. The change of tensors with more than 65,536 entries is estimated from that many, equally spaced. Error diffusion has
-    updates in place of gradients; then these are measured. Logs nothing for a step without gradients.
+    it. With an optimizer that steps in the backward all of them are taken there. The change of tensors with more than 65,536
+    entries is estimated from that many, equally spaced. Error diffusion has updates in place of gradients; then these
+    are measured. Logs nothing for a step without gradients.
     """
 
     def __init__(self, every_n_steps: int | None = None, per_block: bool = False) -> None:
@@ -39,26 +50,50 @@ class OptimizationMonitor(pl.Callback):
         self.per_block = per_block
         self._norms: dict[str, Tensor] = {}
         self._before: tuple[list[Tensor], list[Tensor]] | None = None
+        self._seen: dict[Tensor, Seen] = {}
+        self._watch: RemovableHandle | None = None
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._forget()
+        optimizer = InBackward.among(trainer.optimizers)
+        if optimizer is not None and self._due(trainer):
+            self._watch = optimizer.observe(self._see)
+
+    def _see(self, parameter: Tensor) -> None:
+        self._seen[parameter] = Seen(norm_of([parameter.grad]), norm_of([parameter]), sample(parameter).clone())
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        window = period_of(trainer, self.every_n_steps)
+        return bool(window and trainer.loggers and (trainer.global_step + 1) % window == 0)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self._norms, self._before = {}, None
-        window = period_of(trainer, self.every_n_steps)
-        if not (window and trainer.loggers and (trainer.global_step + 1) % window == 0):
+        seen = self._seen
+        self._forget()
+        if not self._due(trainer):
             return
-        trained = {name: parameter for name, parameter in pl_module.named_parameters() if parameter.grad is not None}
+        named = pl_module.named_parameters()
+        trained = {name: each for name, each in named if each.grad is not None or each in seen}
         if not trained:
             return
         parameters = [*trained.values()]
         parts = parts_of(trained) if self.per_block else {"": list(trained)}
-        norms = {part: norm_of([trained[name].grad for name in names]) for part, names in parts.items()}
+        if seen:
+            of = {name: seen[parameter].gradient for name, parameter in trained.items()}
+            norms = {part: torch.stack([of[name] for name in names]).norm() for part, names in parts.items()}
+        else:
+            norms = {part: norm_of([trained[name].grad for name in names]) for part, names in parts.items()}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):  # fused: it unscales in its step
             norms = {part: norm / scaler.get_scale() for part, norm in norms.items()}
         self._norms = {"optimization/gradient_norm": torch.stack([*norms.values()]).norm()}
         if self.per_block:
             self._norms |= {f"optimization/gradient_norm/{part}": norm for part, norm in norms.items()}
-        self._norms["weights"] = norm_of(parameters)
-        self._before = parameters, [sample(parameter).clone() for parameter in parameters]
+        if seen:
+            self._norms["weights"] = torch.stack([seen[parameter].weight for parameter in parameters]).norm()
+            self._before = parameters, [seen[parameter].sample for parameter in parameters]
+        else:
+            self._norms["weights"] = norm_of(parameters)
+            self._before = parameters, [sample(parameter).clone() for parameter in parameters]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,7 +114,13 @@ class OptimizationMonitor(pl.Callback):
             logger.log_metrics(scalars, step=trainer.global_step)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._norms, self._before = {}, None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._norms, self._before, self._seen = {}, None, {}
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
 
 def parts_of(names: Iterable[str]) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holotrain.callbacks.period import period_of
+from holotrain.optimizers import InBackward
 from holotrain.planning.clock import Clock, clock_of
 from holotrain.synthesis import HolographicSynthesis, Recipe
 
@@ -67,8 +68,8 @@ class SynthesisCallback(pl.Callback):
 
     Raises:
         ValueError: an option is out of range or has no effect in this mode; at the start of training: a pattern matches no
-            parameter, there are several optimizers, parameters that cannot be
-            covered, or a fused optimizer with gradient scaling (it unscales in its step, after this callback).
+            parameter, there are several optimizers, parameters that cannot be covered, a fused optimizer with gradient scaling
+            (it unscales in its step, after this callback), or an optimizer that steps in the backward.
 
     Attributes:
         synthesis: the :class:`~holotrain.synthesis.HolographicSynthesis`, during a training.
@@ -140,6 +141,8 @@ class SynthesisCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if len(trainer.optimizers) != 1:
             raise ValueError(f"SynthesisCallback needs one optimizer; this training has {len(trainer.optimizers)}")
+        if InBackward.among(trainer.optimizers) is not None:
+            raise ValueError("a synthesis rewrites gradients after the backward, and this optimizer steps in it")
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False):
             raise ValueError(

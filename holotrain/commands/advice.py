@@ -6,6 +6,7 @@ from holotrain.config.given import GIVEN
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of
 from holotrain.config.schema.backward import AUTO, PLAIN
 from holotrain.config.schema.classes import reversible, takes
+from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.schema.run import OPEN, RunConfig
 from holotrain.planning import ALLOCATORS, Plan, make_plan
 
@@ -95,7 +96,7 @@ def _batch(config: RunConfig) -> list[str]:
     if size // 2 < smallest:
         return []
     halved = f"{option}={size // 2}"
-    if config.backward.cuda_graph:  # which does not support accumulation
+    if config.backward.cuda_graph or steps_in_backward(config):  # which do not support accumulation
         return [f"{halved} (half the batch size)"]
     twice = 2 * config.trainer.accumulate_grad_batches
     return [f"{halved} trainer.accumulate_grad_batches={twice} (the same effective batch size)"]

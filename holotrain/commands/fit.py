@@ -37,6 +37,7 @@ from holotrain.config.composition import MODES
 from holotrain.config.devices import check_training_device, device_kind, device_name
 from holotrain.config.plans import smallest_batch
 from holotrain.config.schema.commands import FitConfig
+from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
 from holotrain.tasks.modules import model_of, monitored_by
@@ -72,7 +73,10 @@ def run(config: FitConfig, run: Run) -> int:
     if monitor is not None:
         callbacks.append(BestValue(monitor))
     batches = len(data.train_dataloader())
-    trainer = build_trainer(config.trainer, run.folder, callbacks, loggers, batches, config.profiler, run.place)
+    options = config.trainer
+    if steps_in_backward(config):  # and clips there; Lightning would look for gradients after it
+        options = options.with_arguments(gradient_clip_val=None)
+    trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.place)
     resolved = yaml.safe_dump(container(config), sort_keys=False)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)

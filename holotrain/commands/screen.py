@@ -13,6 +13,7 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_strategy import group_of, left_whole, share_of
 from holotrain.config.devices import device_name
+from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.schema.run import RunConfig
 from holotrain.data import TextDataModule
 from holotrain.ranks.place import Place
@@ -136,7 +137,8 @@ def _table(title: str, rows: dict[str, object]) -> Table:
 
 def _optimizer(config: RunConfig, run: Run) -> str:
     name, rate = run.choices.get("optimizer", config.optimizer.name), getattr(config.optimizer, "lr", None)
-    return name if rate is None else f"{name}, learning rate {rate:g}"
+    words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
+    return ", ".join([*words, "in the backward"] if steps_in_backward(config) else words)
 
 
 def _parameters(model: nn.Module) -> str:

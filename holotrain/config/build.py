@@ -1,7 +1,6 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import described_by
+from holotrain.config.build_optimizer import optimizer_maker, scheduler_maker
 from holotrain.config.chosen import Chosen
 from holotrain.config.given import GIVEN
 from holotrain.config.schema.backward import AUTO
@@ -31,7 +29,6 @@ from holotrain.models.pretrained import load_pretrained, read_weights
 from holotrain.models.schedules import schedule_blocks, set_backward
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import is_of
-from holotrain.tasks.optimizers import decay_groups
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -160,7 +157,7 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     """
     known: dict[str, Any] = {"model": model, "cuda_graph": config.backward.cuda_graph}
     if config.optimizer is not None:
-        known["optimizer"] = optimizer_maker(config.optimizer)
+        known["optimizer"] = optimizer_maker(config.optimizer, config.trainer.gradient_clip_val or None)
         if config.scheduler is not None:
             known["scheduler"] = scheduler_maker(config.scheduler, known["optimizer"])
     if "tokenizer" in described:
@@ -245,42 +242,6 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
             f"images: {config.data.name} does not say how images are prepared; without images= the test set is used"
         )
     return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
-
-
-def optimizer_maker(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
-    """A function of the model that makes its optimizer.
-
-    A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
-    groups of :func:`~holotrain.tasks.optimizers.decay_groups`: norms, biases and positions have no weight decay.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    def make(model: nn.Module) -> Optimizer:
-        of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
-        return OPEN["optimizer"].make("optimizer", chosen, Optimizer, of)
-
-    make(nn.Linear(1, 1))
-    return make
-
-
-def scheduler_maker(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) -> Callable[[Optimizer, int], LRScheduler]:
-    """A function of the optimizer and the number of optimizer steps of the training that makes the schedule.
-
-    The number of steps is given as ``steps`` or ``total_steps``, where the function or class has such a parameter. The schedule
-    advances after every optimizer step.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    def make(optimizer: Optimizer, steps: int) -> LRScheduler:
-        return OPEN["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
-
-    if isinstance(make(optimizer(nn.Linear(1, 1)), 10), ReduceLROnPlateau):
-        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
-    return make
 
 
 def synthesis_of(chosen: Chosen, task: nn.Module) -> HolographicSynthesis:

@@ -40,7 +40,12 @@ class Visit:
 
 
 def visits_of(step: TrainingStep) -> list[Visit]:
-    """The calls of the sequences in a forward of the step, which is run without gradients."""
+    """The calls of the sequences in a forward of the step, which is run without gradients.
+
+    An optimizer that steps in the backward leaves the model from now on, so that blocks can be run by themselves.
+    """
+    if step.in_backward:
+        step.optimizer.remove()
     visits: list[Visit] = []
 
     def record(sequence: Blocks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
+from holotrain.optimizers import InBackward
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.ledger import Ledger
@@ -39,13 +40,17 @@ class TrainingStep:
     Args:
         model: the model.
         loss: computes the loss of one batch.
-        optimizer: of the model's parameters.
+        optimizer: of the model's parameters. An :class:`~holotrain.optimizers.InBackward` updates them in the backward.
         autocast: returns the context of the forward.
         batches: number of batches whose gradients are accumulated in one step. With several, those of earlier batches stay.
-        clip: the largest norm of the gradient, or its largest value if ``clip_value`` is true; None: no clipping.
+        clip: the largest norm of the gradient, or its largest value if ``clip_value`` is true; None: no clipping. An optimizer
+            in the backward clips by its own ``clip_value``.
         rewrite: changes the gradients before they are clipped.
         held: other tensors that stay allocated, by kind, such as the batch.
         sequences: the model's sequences of blocks, first to last, whose schedules can be chosen.
+
+    Raises:
+        ValueError: the optimizer steps in the backward, and gradients are to be accumulated, rewritten or clipped by norm.
     """
 
     model: nn.Module
@@ -59,11 +64,23 @@ class TrainingStep:
     held: dict[str, Iterable[Tensor]] = field(default_factory=dict)
     sequences: Sequence[Blocks] = ()
 
+    def __post_init__(self) -> None:
+        by_norm = bool(self.clip) and not self.clip_value
+        if self.in_backward and (self.batches > 1 or self.rewrite is not None or by_norm):
+            raise ValueError("an optimizer that steps in the backward leaves no gradients to accumulate, rewrite or clip")
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether parameters are updated in the backward."""
+        return isinstance(self.optimizer, InBackward)
+
     def begin(self) -> None:
-        """Allocates gradients, as the previous step would have left them."""
+        """Allocates gradients, as the previous step would have left them, or, if it leaves none, the optimizer's state."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
+                if self.in_backward:
+                    self.optimizer.step()
 
     def differentiate(self, enter: Callable[[str], object] = lambda phase: None) -> None:
         """Computes the loss, frees old gradients unless they accumulate, and computes new ones. This is Lightning's order.
@@ -84,7 +101,7 @@ class TrainingStep:
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.rewrite is not None:
             self.rewrite()
-        if self.clip is not None:
+        if self.clip is not None and not self.in_backward:
             (clip_grad_value_ if self.clip_value else clip_grad_norm_)(parameters, self.clip)
         self.optimizer.step()
 
@@ -109,12 +126,15 @@ class Update:
 
 
 def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
-    """Rehearses an update in the middle of a training, when the optimizer state exists."""
+    """Rehearses an update in the middle of a training, when the optimizer state exists; one in the backward has no update."""
     ledger = Ledger(allocator)
     step.begin()
-    step.update()
+    if not step.in_backward:
+        step.update()
     ledger.label("optimizer", step.optimizer_state)
     state = ledger.alive
+    if step.in_backward:
+        return Update(state, 0, 0)
     _label(ledger, step)
     before = ledger.alive
     with ledger.watching():
@@ -123,7 +143,7 @@ def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
 
 
 def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | None = None) -> Footprint:
-    """Returns the memory of a step in the middle of a training, when old gradients still exist.
+    """Returns the memory of a step in the middle of a training, when old gradients still exist, if the optimizer leaves any.
 
     Args:
         update: its memory, if it is already known.
@@ -132,7 +152,11 @@ def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | No
     ledger = Ledger(allocator)
     step.begin()
     _label(ledger, step)
-    ledger.add("optimizer", update.state)
+    if step.in_backward:
+        ledger.label("optimizer", step.optimizer_state)  # the updates of the backward change it
+        step.optimizer.observe(lambda parameter: ledger.label("gradients", [parameter.grad]))
+    else:
+        ledger.add("optimizer", update.state)
     with ledger.watching():
         step.differentiate(ledger.enter)
     ledger.label("gradients", _gradients(step))

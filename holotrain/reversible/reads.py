@@ -136,7 +136,8 @@ class Reads:
         if not (same_versions and all(map(is_, storages, self._storages))):
             raise RuntimeError(
                 "a parameter or buffer of f or g was changed between the forward and its recomputation in the backward, "
-                "so the activations can no longer be rebuilt; step the optimizer after the backward"
+                "so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps in the "
+                "backward trains no weight of a block that an earlier block reads without a gradient)"
             )
         self._others = [(owner, name, owner.get(name)) for owner, name, tensor in self._places if owner.get(name) is not tensor]
         if self._others:  # torch.func.functional_call, for one

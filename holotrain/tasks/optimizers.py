@@ -4,9 +4,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from holotrain.models.layers.residual import ResidualBlock
+from holotrain.optimizers import CombinedOptimizer
 from holotrain.ranges import require_within
 from holotrain.reversible import ReversibleBlock
-from holotrain.tasks.combined import CombinedOptimizer
 from holotrain.tasks.sharded_muon import ShardedMuon
 
 

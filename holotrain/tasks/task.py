@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holotrain.optimizers import InBackward
 from holotrain.reversible import GraphedStep
+from holotrain.tasks.in_backward import settle_in_backward
 
 
 class Task(pl.LightningModule):
@@ -79,6 +81,8 @@ class Task(pl.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
+        if isinstance(optimizer, InBackward):  # it has clipped them
+            return
         settle = getattr(self.trainer.strategy, "settle_gradients", None)
         if settle is not None:
             settle(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -91,7 +95,16 @@ class Task(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.model)
+        if isinstance(optimizer, InBackward):
+            if self._graphed is not None:
+                raise ValueError("a CUDA graph needs gradients after the backward, and this optimizer steps in it")
+            settle_in_backward(optimizer, self.trainer)
         if self.make_scheduler is None:
             return optimizer
         scheduler = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def teardown(self, stage: str) -> None:
+        optimizer = InBackward.among(self.trainer.optimizers)
+        if optimizer is not None:  # the model may be trained on in another way
+            optimizer.remove()

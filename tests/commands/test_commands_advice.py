@@ -27,6 +27,11 @@ def config(*overrides):
         (["backward=pareprop", "backward.keep=[attention]"], "backward.keep=[]", 3),
         (["backward=reversible"], "trainer.precision=bf16-mixed", 2),
         (["backward=reversible", "trainer.precision=bf16-mixed"], "data.batch_size=16 trainer.accumulate_grad_batches=2", 1),
+        (
+            ["trainer.precision=bf16-mixed", "optimizer.in_backward=true", "trainer.gradient_clip_val=null"],
+            "data.batch_size=16 (half",
+            1,
+        ),
         (["backward=reversible", "trainer.precision=bf16-mixed", "data.batch_size=1"], None, 0),
         (["model=vit_small", "backward=autograd"], "backward=checkpoint", 4),
         (["model=vit_small", "backward=checkpoint"], "model=rev_...", 3),

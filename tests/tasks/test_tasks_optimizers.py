@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.models import MVIT_SIZES, RevGPT, RevMViT
+from holotrain.optimizers import CombinedOptimizer
 from holotrain.tasks import CausalLM, optimizers, schedules
-from holotrain.tasks.combined import CombinedOptimizer
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
 

@@ -18,6 +18,7 @@ from holotrain.config.schema.classes import (
     reversible,
     takes,
 )
+from holotrain.config.schema.optimizer import check_in_backward
 from holotrain.errors import UserError
 from holotrain.ranges import require_within
 from holotrain.sizes import parse_bytes
@@ -30,7 +31,7 @@ OPEN = {
     "data": Filled(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
     "model": Filled(("backward", "store", "exact", "keep"), known=FACTS, also="holotrain.config.schema.beside.Beginning"),
     "synthesis": Filled(),
-    "optimizer": Filled(("model", "params")),
+    "optimizer": Filled(("model", "params"), also="holotrain.config.schema.optimizer.Stepping"),
     "scheduler": Filled(("optimizer", "steps", "total_steps")),
     "trainer": Filled(("callbacks", "logger", "default_root_dir"), also="holotrain.config.schema.beside.TrainerOptions"),
 }
@@ -110,6 +111,7 @@ class RunConfig:
         self._check_backward()
         self._check_batch()
         self._check_strategy()
+        check_in_backward(self)
 
     def _check_task(self) -> None:
         check_together(self.task, self.model, self.data)

@@ -1,0 +1,366 @@
+"""An optimizer that steps in the backward: the same weights to the bit, no gradients left, and what it refuses."""
+
+import copy
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed.device_mesh
+import torch.distributed.tensor
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from holotrain.optimizers import CombinedOptimizer, InBackward
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation
+
+BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
+WIDTH = 8
+
+
+def branch():
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * WIDTH, WIDTH)
+    )
+
+
+class Net(nn.Module):
+    """Its embedding is tied to its head; ``shared``: its blocks share weights too."""
+
+    def __init__(self, backward, shared=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, WIDTH)
+        blocks = [ReversibleBlock(branch(), branch()) for _ in range(3)]
+        if shared:
+            blocks[2].f = blocks[0].f
+            blocks[1].g[1] = blocks[2].g[1]
+        self.blocks = ReversibleSequence(blocks, backward=backward)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return nn.functional.linear(sum(self.blocks(x, x)), self.embedding.weight)
+
+
+def sgd(net):
+    return SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(net, **options):
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    groups = [{"params": weights, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    return AdamW(groups, lr=0.01, **options)
+
+
+def muon(net):
+    matrices = [p for p in net.blocks.parameters() if p.ndim == 2]
+    rest = [p for p in net.parameters() if all(p is not matrix for matrix in matrices)]
+    return CombinedOptimizer([AdamW(rest, lr=0.01), torch.optim.Muon(matrices, lr=0.01)])
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "foreach": lambda net: adamw(net, foreach=True),
+    "fused": lambda net: adamw(net, fused=True),
+    "muon": muon,
+}
+
+
+def train(net, optimizer, steps=range(4), half=False, schedule=None):
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(11, (10, 4, 6), generator=generator)
+    for number in steps:
+        torch.manual_seed(number)  # of dropout
+        with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+            loss = nn.functional.cross_entropy(net(batches[number]).flatten(0, 1).float(), batches[number + 1].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def same(ours, theirs):
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+CASES = [(name, backward, half) for name in OPTIMIZERS for backward in BACKWARDS for half in (False, True)]
+QUICK = [(name, "reversible", half) for name in ("sgd", "adamw") for half in (False, True)]
+QUICK += [
+    ("sgd", "autograd", True),
+    ("adamw", "checkpoint", False),
+    ("fused", "pareprop", False),
+    ("muon", "reversible", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "backward", "half"),
+    [
+        pytest.param(
+            OPTIMIZERS[case[0]], *case[1:], id="-".join(map(str, case)), marks=[] if case in QUICK else pytest.mark.slow
+        )
+        for case in CASES
+    ],
+)
+def test_weights_are_those_of_the_usual_step_to_the_bit(make, backward, half):
+    for shared in (False, True):
+        usual, net = Net(backward, shared), Net(backward, shared)
+        optimizer = make(usual)
+        expected = train(usual, optimizer, half=half, schedule=CosineAnnealingLR(optimizer, 5))
+        optimizer = InBackward(make(net))
+        found = train(net, optimizer, half=half, schedule=CosineAnnealingLR(optimizer, 5))
+        assert same(found, expected)
+
+
+def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
+    """As on a GPU: a branch is recomputed before the parameters of the one behind it are stepped."""
+    order = []
+    run = recomputation.Branch.run_again
+
+    def noted(branch, *args, **options):
+        order.append(branch.name)
+        return run(branch, *args, **options)
+
+    monkeypatch.setattr(recomputation, "side_of", lambda stream: recomputation._SameStream())
+    monkeypatch.setattr(recomputation.Branch, "run_again", noted)
+    for shared in (False, True):
+        usual, net = Net("pareprop", shared), Net("pareprop", shared)
+        expected = train(usual, adamw(usual))
+        optimizer = InBackward(adamw(net))
+        names = {parameter: name for name, parameter in net.named_parameters()}
+        order.clear()
+        optimizer.observe(lambda parameter, names=names: order.append(names[parameter]))
+        assert same(train(net, optimizer), expected)
+        assert order.index("2.f") < order.index("blocks.blocks.2.g.4.weight")
+
+
+@pytest.mark.parametrize("schedules_inner", [False, True])
+def test_the_schedule_drives_all_parameters_and_no_gradient_is_left(schedules_inner):
+    net = Net("reversible")
+    inner = adamw(net)
+    optimizer = InBackward(inner)
+    schedule = CosineAnnealingLR(inner if schedules_inner else optimizer, 5)
+    left = []
+    optimizer.register_step_pre_hook(lambda *_: left.extend(p for p in net.parameters() if p.grad is not None))
+    train(net, optimizer, schedule=schedule)
+    assert not left
+    assert optimizer.param_groups[1]["lr"] == inner.param_groups[0]["lr"] == schedule.get_last_lr()[0] < 0.01
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, muon])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_training_resumes_to_the_bit_with_it_and_without_it(make, first):
+    def optimizer_of(net, in_backward):
+        return InBackward(make(net)) if in_backward else make(net)
+
+    whole = Net("reversible")
+    expected = train(whole, make(whole), range(6))
+    net = Net("reversible")
+    before = optimizer_of(net, first)
+    train(net, before, range(3))
+    weights, state = copy.deepcopy((net.state_dict(), before.state_dict()))
+    for then in (False, True):
+        resumed = Net("reversible")
+        resumed.load_state_dict(weights)
+        after = optimizer_of(resumed, then)
+        after.load_state_dict(copy.deepcopy(state))
+        assert same(train(resumed, after, range(3, 6)), expected)
+
+
+def test_clipping_by_value_gives_the_same_numbers():
+    usual, net = Net("reversible"), Net("reversible")
+    optimizer = sgd(usual)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(usual.parameters(), 1e-3))
+    expected = train(usual, optimizer)
+    assert same(train(net, InBackward(sgd(net), clip_value=1e-3)), expected)
+    assert not same(train(Net("reversible"), sgd(usual)), expected)
+
+
+def test_a_closure_runs_and_a_gradient_that_is_assigned_is_used():
+    net, usual = nn.Linear(3, 3), nn.Linear(3, 3)
+    usual.load_state_dict(net.state_dict())
+    ours, theirs = InBackward(SGD(net.parameters(), lr=0.1)), SGD(usual.parameters(), lr=0.1)
+    for module, optimizer in ((net, ours), (usual, theirs)):
+
+        def closure(module=module, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = module(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+        optimizer.zero_grad()
+        module.bias.grad = torch.ones(3)
+        optimizer.step()
+    assert same([*net.parameters()], [*usual.parameters()])
+
+
+def test_groups_that_come_later_are_stepped_too():
+    def trained(in_backward):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        net[0].requires_grad_(False)
+        optimizer = SGD(net[1].parameters(), lr=0.1)
+        optimizer = InBackward(optimizer) if in_backward else optimizer
+        for number in range(4):
+            if number == 2:
+                net[0].requires_grad_(True)
+                optimizer.add_param_group({"params": [*net[0].parameters()], "lr": 0.2})
+            net(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*net.parameters()]
+
+    assert same(trained(True), trained(False))
+
+
+def test_gradients_can_be_observed_before_the_step():
+    net = Net("reversible")
+    optimizer, seen = InBackward(sgd(net)), {}
+    handle = optimizer.observe(
+        lambda parameter: seen.setdefault(parameter, (parameter.grad.clone(), parameter.detach().clone()))
+    )
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    train(net, optimizer, range(1))
+    handle.remove()
+    other = Net("reversible")
+    plain = sgd(other)
+    plain.step = lambda: None
+    train(other, plain, range(1))
+    assert same([seen[p][0] for p in net.parameters()], [p.grad for p in other.parameters()])
+    assert same([seen[p][1] for p in net.parameters()], before)
+    train(net, optimizer, range(1))
+    assert len(seen) == len(before)
+
+
+def test_a_tied_embedding_is_complete_at_the_end_of_the_backward():
+    net, order = Net("reversible"), []
+    optimizer = InBackward(sgd(net))
+    optimizer.observe(order.append)
+    train(net, optimizer, range(1))
+    assert order[-1] is net.embedding.weight and len(order) == len([*net.parameters()])
+
+
+def test_only_the_last_one_steps_and_none_after_it_is_removed_or_deleted():
+    net = nn.Linear(2, 2)
+
+    def is_stepped():
+        before = net.weight.detach().clone()
+        net(torch.ones(1, 2)).sum().backward()
+        changed, net.weight.grad = net.weight.detach() - before, None
+        net.bias.grad = None
+        return round(changed.abs().max().item(), 3)
+
+    first = InBackward(SGD(net.parameters(), lr=0.1))
+    assert is_stepped() == 0.1
+    second = InBackward(SGD(net.parameters(), lr=0.2))
+    assert is_stepped() == 0.2
+    first.remove()  # of nothing
+    second.zero_grad()
+    second.remove()
+    assert is_stepped() == 0
+    third = InBackward(SGD(net.parameters(), lr=0.3))
+    assert is_stepped() == 0.3
+    del third
+    gc.collect()
+    assert is_stepped() == 0
+
+
+class Borrowing(nn.Module):
+    """Reads the weight of another layer, without a gradient."""
+
+    def __init__(self, lender):
+        super().__init__()
+        self.lender = lender
+
+    def forward(self, x):
+        return torch.tanh(x @ self.lender.weight.detach())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_a_weight_that_is_needed_after_its_step_is_refused(backward, fused):
+    lender = nn.Linear(WIDTH, WIDTH)
+    net = ReversibleSequence(
+        [ReversibleBlock(Borrowing(lender), branch()), ReversibleBlock(lender, branch())], backward=backward
+    )
+    optimizer = InBackward(AdamW(net.parameters(), fused=fused))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    words = "inplace operation" if backward == "autograd" else "an earlier block reads without a gradient"
+    with pytest.raises(RuntimeError, match=words):
+        sum(net(x, x)).sum().backward()
+    del optimizer
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
+def test_other_changes_between_forward_and_backward_are_still_refused(backward):
+    net = Net(backward)
+    optimizer = InBackward(sgd(net))
+    train(net, optimizer, range(1))
+    loss = net(torch.zeros(1, 3, dtype=torch.long)).sum()
+    with torch.no_grad():
+        net.blocks.blocks[0].f[1].weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="was changed between the forward and its recomputation"):
+        loss.backward()
+
+
+class Together(SGD):
+    """Counts its steps in its group, as optimizers do that adapt one rate for all parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_sharded_parameters_are_refused():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = nn.Parameter(dist.tensor.distribute_tensor(torch.ones(2), mesh))
+        with pytest.raises(ValueError, match="sharded parameters"):
+            InBackward(SGD([sharded]))
+        InBackward(SGD([nn.Parameter(torch.ones(2))]))  # one process
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_capture_is_refused(monkeypatch):
+    net = nn.Linear(2, 2)
+    optimizer = InBackward(SGD(net.parameters()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a CUDA graph would repeat this step"):
+        net(torch.ones(1, 2)).sum().backward()
+    assert optimizer.param_groups
+
+
+def test_what_needs_all_gradients_is_refused():
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="LBFGS steps all parameters together"):
+        InBackward(torch.optim.LBFGS(net.parameters()))
+    with pytest.raises(ValueError, match="clip_value 0 is out of range"):
+        InBackward(SGD(net.parameters()), clip_value=0)
+    with pytest.raises(ValueError, match="use one process"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        InBackward(SGD(net.parameters()))
+    optimizer = InBackward(Together(net.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="Together keeps a state of all parameters"):
+        net(torch.ones(1, 2)).sum().backward()
+    optimizer = InBackward(SGD(net.parameters(), lr=0.1))
+    net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="cannot accumulate gradients"):
+        net(torch.ones(1, 2)).sum().backward()
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(RuntimeError, match="before a GradScaler can unscale"):
+        scaler.step(optimizer)

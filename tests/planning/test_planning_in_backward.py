@@ -1,0 +1,92 @@
+"""Steps in the backward: their plan is what the tensors take, and hardly any gradients stand at the peak."""
+
+import pytest
+import torch
+from torch import nn
+from tracked_memory import TrackedMemory, check_plan
+
+from holotrain.models import RevGPT, RevViT
+from holotrain.optimizers import InBackward
+from holotrain.planning import ALLOCATORS, Planner, Size, TrainingStep, choose_schedules, imagine, imagined, rehearse
+from holotrain.tasks.optimizers import adamw, muon, sgd
+
+SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10}
+
+
+def step_of(make, in_backward, imaginary=True, batch=2, optimizer=adamw):
+    with torch.device("meta" if imaginary else "cpu"):
+        model = make()
+    model = imagine(model, torch.device("cpu")) if imaginary else model
+    made = optimizer(model)
+    given = torch.zeros(batch, 64, dtype=torch.int64) if isinstance(model, RevGPT) else torch.zeros(batch, 3, 32, 32)
+    words = (given, given) if isinstance(model, RevGPT) else (given,)
+    loss = lambda: model(*words).square().mean()  # noqa: E731
+    return TrainingStep(model, loss, InBackward(made) if in_backward else made, held={"batch": [given]})
+
+
+def vit(backward="reversible", depth=24):
+    return RevViT(**SIZES, depth=depth, backward=backward)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "reversible"])
+def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(backward):
+    planned, share = {}, {}
+    for in_backward in (False, True):
+        with imagined():
+            planned[in_backward] = rehearse(step_of(lambda: vit(backward), in_backward))
+        share[in_backward] = planned[in_backward].parts["gradients"] / planned[in_backward].peak
+        step = step_of(lambda: vit(backward), in_backward, imaginary=False)
+        there = [*step.model.parameters(), *step.model.buffers(), *step.held["batch"]]
+        with TrackedMemory(counted=there, within=ALLOCATORS["cpu"].within) as tracked:
+            step.begin()
+            step.update()
+            step.differentiate()
+            step.update()
+        assert planned[in_backward].peak == pytest.approx(tracked.peak, rel=0.01)
+    assert planned[False].parts["gradients"] == planned[False].parts["parameters"]  # in the forward, from the step before
+    assert 0 < planned[True].parts["gradients"] <= 0.1 * planned[False].parts["gradients"]
+    assert share[True] <= 0.1 * share[False]
+    assert planned[True].peak < planned[False].peak
+    assert planned[True].parts["optimizer"] == planned[False].parts["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [
+        (lambda: vit("pareprop", 2), sgd),
+        (lambda: vit("checkpoint", 2), muon),
+        (lambda: RevGPT(vocab=260, context=64, dim=64, depth=2, heads=4, backward="reversible"), adamw),
+    ],
+    ids=["sgd", "muon", "tied"],
+)
+def test_a_plan_is_what_the_tensors_take(make, optimizer):
+    with imagined():
+        planned = rehearse(step_of(make, True, batch=8, optimizer=optimizer))
+    check_plan(planned, step_of(make, True, imaginary=False, batch=8, optimizer=optimizer))
+
+
+def test_schedules_are_chosen_with_it():
+    def make_model(backward, depth):
+        return vit(backward, depth or 4)
+
+    def planner(in_backward):
+        def make_step(model, batch):
+            made = adamw(model)
+            x = torch.zeros(batch, 3, 32, 32)
+            optimizer = InBackward(made) if in_backward else made
+            loss = lambda: model(x).square().mean()  # noqa: E731
+            return TrainingStep(model, loss, optimizer, held={"batch": [x]}, sequences=[model.blocks])
+
+        return Planner(make_model, make_step, "cuda", Size("batch", 4), backward="reversible")
+
+    budget = planner(False).footprint("pareprop").bound
+    usual, ours = (choose_schedules(planner(in_backward), budget, measure=False) for in_backward in (False, True))
+    assert ours.cost < usual.cost and ours.bound <= budget
+
+
+def test_a_step_that_needs_the_gradients_is_no_step_in_the_backward():
+    model = nn.Linear(2, 2)
+    for options in ({"clip": 1.0}, {"batches": 2}, {"rewrite": lambda: None}):
+        with pytest.raises(ValueError, match="leaves no gradients to accumulate, rewrite or clip"):
+            TrainingStep(model, lambda: None, InBackward(sgd(model)), **options)
+    TrainingStep(model, lambda: None, InBackward(sgd(model)), clip=1.0, clip_value=True)

@@ -1,0 +1,139 @@
+"""Steps in the backward under Lightning's loop: the same training, and what a trainer must not do."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from compared import assert_equal
+from memo import Memo
+from small_models import IMAGE
+from torch.utils.data import DataLoader
+
+from holotrain.callbacks import Histograms, OptimizationMonitor, SynthesisCallback
+from holotrain.models import RevViT
+from holotrain.optimizers import InBackward
+from holotrain.tasks import ImageClassifier, optimizers, schedules
+
+MAKERS = {
+    "sgd": lambda model: optimizers.sgd(model, lr=0.1),
+    "adamw": optimizers.adamw,
+    "muon": lambda model: optimizers.muon(model, lr=0.01),
+}
+
+
+def task_of(make, in_backward, **options):
+    torch.manual_seed(0)
+    model = RevViT(**IMAGE, backward="reversible", drop_path=0.1)
+    optimizer = (lambda model: InBackward(make(model))) if in_backward else make
+    return ImageClassifier(model, 5, optimizer=optimizer, scheduler=schedules.cosine, **options)
+
+
+def fit(task, folder, steps=6, path=None, **options):
+    images = torch.randn(48, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    data = DataLoader([*zip(images, torch.arange(48) % 5, strict=True)], batch_size=4)
+    memo = Memo()
+    trainer = pl.Trainer(
+        **{"max_steps": steps, "gradient_clip_val": None, "log_every_n_steps": 1, **options},
+        accelerator="cpu",
+        logger=memo,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(2)
+    trainer.fit(task, data, ckpt_path=path, weights_only=True)
+    return trainer, memo
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_a_training_is_the_same_to_the_bit(make, precision, tmp_path):
+    for clip in ({}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}):
+        usual, ours = task_of(make, False), task_of(make, True)
+        _, expected = fit(usual, tmp_path, precision=precision, **clip)
+        trainer, logged = fit(ours, tmp_path, precision=precision, **clip)
+        assert trainer.global_step == 6 and all(parameter.grad is None for parameter in ours.parameters())
+        assert_equal(ours.state_dict(), usual.state_dict())
+        assert logged.of("train/loss") == expected.of("train/loss") and logged.of("train/lr") == expected.of("train/lr")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_checkpoint_is_continued_with_and_without(first, tmp_path):
+    make, epochs = MAKERS["adamw"], {"limit_train_batches": 3, "max_steps": -1}
+    trainer, _ = fit(task_of(make, first), tmp_path, **epochs, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    tasks = [task_of(make, then) for then in (False, True)]
+    for task in tasks:
+        fit(task, tmp_path, **epochs, max_epochs=2, path=tmp_path / "half.ckpt")
+    assert_equal(tasks[0].state_dict(), tasks[1].state_dict())
+    assert_equal(*(task.trainer.optimizers[0].state_dict() for task in tasks))
+
+
+def test_norms_and_histograms_are_those_of_the_usual_step(tmp_path, monkeypatch):
+    written = []
+
+    class Board(pl.loggers.TensorBoardLogger):
+        class experiment:
+            add_histogram = staticmethod(lambda name, values, step: written.append((name, step, values.double().sum().item())))
+
+    monkeypatch.setattr("holotrain.callbacks.histograms.TensorBoardLogger", Memo)
+    monkeypatch.setattr(Memo, "experiment", Board.experiment, raising=False)
+    found = []
+    for in_backward in (False, True):
+        task = task_of(MAKERS["adamw"], in_backward)
+        task.model.head.bias.requires_grad_(False)
+        callbacks = [OptimizationMonitor(2, per_block=True), Histograms(3)]
+        _, memo = fit(task, tmp_path, callbacks=callbacks)
+        norms = {tag: memo.of(tag) for _, row in memo.rows for tag in row if tag.startswith("optimization/")}
+        found.append((norms, sorted(written)))
+        written.clear()
+        if in_backward:
+            assert not task.trainer.optimizers[0]._observers
+    (expected, histograms), (norms, seen) = found
+    assert norms.keys() == expected.keys() and len(norms) > 4
+    for tag, values in expected.items():
+        assert [step for step, _ in values] == [step for step, _ in norms[tag]] == [2, 4, 6]
+        assert [value for _, value in norms[tag]] == pytest.approx([value for _, value in values], rel=1e-5)
+    assert seen == histograms and {step for _, step, _ in seen} == {3, 6}
+    assert {name for name, _, _ in seen} >= {"weights/model.head.bias", "gradients/model.head.weight"}
+
+
+def test_nothing_steps_after_the_training(tmp_path):
+    task = task_of(MAKERS["sgd"], True)
+    trainer, _ = fit(task, tmp_path, steps=1)
+    before = task.model.head.weight.detach().clone()
+    task.model(torch.randn(2, 1, 8, 8)).sum().backward()
+    assert torch.equal(task.model.head.weight, before) and task.model.head.weight.grad is not None
+    assert InBackward.among(trainer.optimizers) is not None
+
+
+class Scaling(pl.plugins.precision.MixedPrecision):
+    def __init__(self):
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches above 1"),
+        ({"gradient_clip_val": 1.0}, "gradient clipping by norm"),
+        ({"plugins": Scaling}, "gradient scaling of 16-mixed"),
+        ({"strategy": "ddp"}, "DDPStrategy"),
+        ({"callbacks": lambda: [SynthesisCallback()]}, "a synthesis rewrites gradients"),
+    ],
+)
+def test_a_trainer_that_needs_the_gradients_is_refused(options, words, tmp_path, monkeypatch):
+    task = task_of(MAKERS["sgd"], True)
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    if "strategy" in options:
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        fit(task, tmp_path, **options)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_a_cuda_graph_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a CUDA graph needs gradients after the backward"):
+        fit(task_of(MAKERS["sgd"], True, cuda_graph=True), tmp_path)
