@@ -15,10 +15,11 @@ from holotrain.config.build import class_names
 from holotrain.config.build_optimization import synthesis_of
 from holotrain.config.given import GIVEN
 from holotrain.config.schema import RunConfig
-from holotrain.config.schema.classes import TEXT, is_a
+from holotrain.config.schema.classes import HUGGING_FACE, TEXT, is_a
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.adapters import add_adapters
+from holotrain.models.foreign.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.ranks.shards import read_all
 from holotrain.targets import TARGET, targets
@@ -82,7 +83,12 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         if asked != there:
             raise UserError(f"data.tokenizer={asked}: {path} was trained with {there or 'byte'}; leave the option out")
         return kept["description"]["tokenizer"]
-    if config.data.tokenizer is not None or not getattr(config.model, "pretrained", None):
+    if config.data.tokenizer is not None:
+        return None
+    if is_a(config.model, HUGGING_FACE):
+        with described_by("model.name"):
+            return tokenizer_of(config.model.arguments["name"], config.model.download)
+    if not getattr(config.model, "pretrained", None):
         return None
     begun_with = Path(config.model.pretrained)
     if (begun_with / "tokenizer.json").is_file():

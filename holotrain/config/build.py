@@ -17,7 +17,17 @@ from holotrain.config.chosen import Chosen
 from holotrain.config.given import GIVEN
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, BackwardConfig
-from holotrain.config.schema.classes import CAUSAL_LM, CLASSIFIER, SEQUENCE_CLASSIFIER, TEXT, default_backward, is_a, takes
+from holotrain.config.schema.classes import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    HEADS,
+    HUGGING_FACE,
+    SEQUENCE_CLASSIFIER,
+    TEXT,
+    default_backward,
+    is_a,
+    takes,
+)
 from holotrain.config.schema.model import BEGINNING
 from holotrain.config.schema.run import OPEN
 from holotrain.config.signatures import REQUIRED
@@ -69,6 +79,8 @@ def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
     ):
         if value := getattr(data, attribute, None):
             facts |= dict.fromkeys(names, value)
+    if isinstance(data, datasets.TextDataModule):
+        facts["pad_id"] = data.tokenizer.pad_id
     return facts
 
 
@@ -96,6 +108,8 @@ def model_arguments(config: RunConfig, facts: dict[str, Any], backward: Backward
         backward: replaces that of the configuration.
     """
     backward = backward or config.backward
+    if is_a(config.model, HUGGING_FACE) and (task := next((task for task in HEADS if is_a(config.task, task)), None)):
+        facts = facts | {"head": HEADS[task]}
     arguments = filled("model", config.model, facts)
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind

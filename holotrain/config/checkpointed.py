@@ -42,6 +42,7 @@ LOCAL_LOGGERS = ("tensorboard", "csv", "none")
 
 NOT_FROM_FILES = {
     "data": {"cache_dir": None, "download": False},
+    "model": {"download": False},
     "trainer": {"profiler": None, "plugins": None, "model_registry": None},
 }
 """Options that decide what is written, and where, with the value that they have unless the command line sets them. None: the
@@ -129,6 +130,8 @@ def primary(arguments: Arguments, start: Origin) -> str:
         logger = start.choices["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
         kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
+    if "model.name" in given and kept["model"]:  # the configuration of another network
+        kept["model"] = {name: value for name, value in kept["model"].items() if name != "config"}
     for group in (*OPEN, "callbacks"):
         if group in given and group != "trainer":  # the option replaces what the checkpoint has
             del kept[group]
@@ -258,6 +261,8 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     kept = {key: value for key, value in container(config).items() if key in _kept_keys()}
     for group, fixed in NOT_FROM_FILES.items():
         chosen = getattr(config, group)
+        if chosen is None:
+            continue
         options = OPEN[group].options(chosen.target)
         known = {name: options[name].default for name in chosen.arguments.keys() & fixed if name in options}
         kept[group] |= {name: default if fixed[name] is None else fixed[name] for name, default in known.items()}

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from holotrain.checks import at_least
+from holotrain.checks import at_least, described_by
 from holotrain.config.chosen import Chosen
+from holotrain.config.schema.classes import HUGGING_FACE, is_a
 from holotrain.errors import UserError
 
 BEGINNING = ("pretrained", "trained", "adapters")
@@ -32,3 +33,17 @@ def check_beginning(model: Chosen) -> None:
         UserError: a value out of range, or options that exclude each other.
     """
     Beginning(**{name: model.arguments[name] for name in BEGINNING})
+
+
+def with_network(model: Chosen) -> Chosen:
+    """A Hugging Face model with the content of its config.json, so that a checkpoint holds it and needs no other file.
+
+    Raises:
+        UserError: there is no such file, or it is not the configuration of a model.
+    """
+    if not is_a(model, HUGGING_FACE):
+        return model
+    from holotrain.models.foreign.network import network_of  # imports torch
+
+    with described_by("model.name"):
+        return model.with_arguments(config=network_of(model.arguments["name"], model.config, model.download))

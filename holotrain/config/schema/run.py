@@ -18,18 +18,20 @@ from holotrain.config.schema.classes import (
     reversible,
     takes,
 )
-from holotrain.config.schema.model import check_beginning
+from holotrain.config.schema.model import check_beginning, with_network
 from holotrain.config.schema.trainer import check_trainer
 from holotrain.errors import UserError
 from holotrain.sizes import parse_bytes
 
-FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context")
+FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
 """Parameters of models and tasks that the data module tells, if it can."""
 
 OPEN = {
     "task": Filled("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id", known=FACTS),
     "data": Filled("seed", "layout", "tokenizer_json", "labels", or_auto=("batch_size", "max_tokens")),
-    "model": Filled("backward", "store", "exact", "keep", known=FACTS, also="holotrain.config.schema.model.Beginning"),
+    "model": Filled(
+        "backward", "store", "exact", "keep", known=(*FACTS, "head"), also="holotrain.config.schema.model.Beginning"
+    ),
     "synthesis": Filled(),
     "optimizer": Filled("model", "params"),
     "scheduler": Filled("optimizer", "steps", "total_steps"),
@@ -112,6 +114,7 @@ class RunConfig:
         check_trainer(self.trainer)
         if self.model is not None:
             check_beginning(self.model)
+            self.model = with_network(self.model)
         within("seed", self.seed, 0, 2**32)
         if self.memory is not None:
             with described_by("memory"):
