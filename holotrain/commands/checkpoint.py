@@ -13,12 +13,12 @@ from holotrain.checks import described_by
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names
 from holotrain.config.build_optimization import synthesis_of
+from holotrain.config.build_weights import with_adapters
 from holotrain.config.given import GIVEN
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.classes import HUGGING_FACE, TEXT, is_a
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
-from holotrain.models.adapters import add_adapters
 from holotrain.models.foreign.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.ranks.shards import read_all
@@ -137,8 +137,7 @@ def _built(kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Co
         )
     try:
         model = registry.build(described["target"], described["arguments"], trust, vouched)
-        if width := (kept["config"]["model"] or {}).get("adapters"):
-            add_adapters(model, width)
+        with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"ckpt_path: {path} describes no model that can be built: {str(error).splitlines()[0]}") from error
     return model

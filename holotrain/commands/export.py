@@ -15,6 +15,7 @@ from holotrain.config.schema import ExportConfig
 from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import saved
+from holotrain.models.adapters import merge_peft
 from holotrain.models.foreign import Foreign
 from holotrain.models.int8 import storage_bytes
 from holotrain.models.programs import export_onnx, export_program
@@ -31,6 +32,7 @@ def run(config: ExportConfig, run: Run) -> int:
     path = Path(config.ckpt_path)
     model, described = described_model(path)
     model.eval()
+    merge_peft(model)
     if config.int8 and isinstance(model, Foreign):
         raise UserError(
             f"int8: a {type(model).__name__} is written for its own library, which has its own int8; use int8=false"

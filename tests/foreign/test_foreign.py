@@ -42,7 +42,6 @@ AUTO = {
 }
 HUGGING_FACE = [
     ("gpt2", "causal_lm"),
-    ("llama", "causal_lm"),
     ("bert", "masked_lm"),
     ("roberta", "sequence_classification"),
     ("llama", "sequence_classification"),
@@ -179,7 +178,7 @@ def test_a_training_resumes(holotrain, tmp_path):
 
 
 def test_generate(holotrain, trained):
-    run = trained("llama", "causal_lm")
+    run = trained("gpt2", "causal_lm")
     Path("prompts.txt").write_text("iron\napple apple\n")
     words = [f"ckpt_path={run}", "prompts=prompts.txt", "max_tokens=4", "temperature=0", "hydra.run.dir=generated"]
     assert holotrain("generate", *words)[0] == 0
@@ -335,3 +334,30 @@ def test_reversible_blocks_train(holotrain, trained):
     assert plan["footprints"]["reversible"]["peak"] < plan["footprints"]["autograd"]["peak"]
     assert holotrain("export", "ckpt_path=run", "to=export")[::2] == (0, "")
     assert only(Path("runs/export"))
+
+
+def test_lora_is_trained_and_merged(holotrain):
+    pytest.importorskip("peft")
+    write_network(Path("network"), "vit")
+    lora = ["model.adapters._target_=peft.LoraConfig", "model.adapters.target_modules=[q_proj,v_proj]", "model.adapters.r=4"]
+    words = [*SHORT, *words_of("vit", "image_classification"), *lora, "hydra.run.dir=run", "optimizer.lr=0.1"]
+    status, _, err = holotrain("fit", *words)
+    assert (status, err) == (0, "")
+    assert holotrain("test", "ckpt_path=run")[0] == 0
+    trained = package.load("run")
+    moving = [name for name, tensor in trained.named_parameters() if tensor.requires_grad]
+    assert moving and all("lora" in name or "classifier" in name for name in moving)
+    status, _, err = holotrain("export", "ckpt_path=run", "to=export")
+    assert (status, err) == (0, "")
+    images = torch.randn(2, 1, 8, 8)
+    back = transformers.AutoModelForImageClassification.from_pretrained("export").eval()
+    torch.testing.assert_close(back(images).logits, trained(images))
+    assert holotrain("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=5")[0] == 0
+
+
+def test_a_configuration_of_adapters_is_one_of_pefts(holotrain, monkeypatch):
+    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={r: 4}")
+    assert status == 2 and "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig" in err
+    monkeypatch.setitem(sys.modules, "peft", None)
+    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={_target_: holotrain.models.Sampling}")
+    assert (status, err) == (2, "holotrain: model: these adapters need peft: pip install 'holotrain[peft]'\n")

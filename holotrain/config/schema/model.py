@@ -6,6 +6,7 @@ from holotrain.checks import at_least, described_by
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import HUGGING_FACE, is_a
 from holotrain.errors import UserError
+from holotrain.targets import TARGET
 
 BEGINNING = ("pretrained", "trained", "adapters")
 """Options that are not passed on to the model's class."""
@@ -16,13 +17,20 @@ class Beginning:
     Args:
         pretrained: initial weights: a local file or folder from timm, Hugging Face or holotrain; null: random
         trained: what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen
-        adapters: width of the adapter after each branch of each block; 0: no adapters
+        adapters: width of the adapter after each branch of each block; 0: no adapters; or a configuration of peft, such as
+            {_target_: peft.LoraConfig, r: 8, target_modules: [qkv]}, which trains its layers and the head
     """
 
     def __init__(
-        self, pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int = 0
+        self, pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int | dict = 0
     ) -> None:
-        at_least("model.adapters", adapters, 0)
+        if isinstance(adapters, dict):
+            if TARGET not in adapters:
+                raise UserError(f"model.adapters: give a width, or model.adapters.{TARGET}=peft.LoraConfig")
+            if trained == "head":
+                raise UserError("model.trained=head: the layers of model.adapters would not be trained; use trained=adapters")
+        else:
+            at_least("model.adapters", adapters, 0)
         if trained == "adapters" and not adapters:
             raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
 
