@@ -5,6 +5,7 @@ They run what the command line runs, with the same folders and checkpoints. A mo
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from collections.abc import Collection, Iterator
@@ -19,15 +20,16 @@ from torch import nn
 
 from holotrain.checks import described_by
 from holotrain.commands.checkpoint import described_model
+from holotrain.commands.generate import GENERATIONS
 from holotrain.commands.plan import planned
 from holotrain.commands.predict import PREDICTIONS
 from holotrain.commands.quiet import quietly
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
-from holotrain.commands.summary import read
+from holotrain.commands.summary import SUMMARY, read
 from holotrain.commands.together import Together
 from holotrain.config import checkpointed
-from holotrain.config.folders import checkpoint_path, from_here, run_folder
+from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, from_here, run_folder
 from holotrain.config.given import GIVEN, Given, kind_of
 from holotrain.config.schema import COMMANDS, ExportConfig, RunConfig
 from holotrain.config.schema.classes import default_backward
@@ -88,11 +90,12 @@ def fit(
         task: a LightningModule with its own model; in place of ``model``.
         overrides: as for :func:`compose`, in place of ``config``. ``ckpt_path=...`` continues from a checkpoint, and
             ``resume=true`` with ``folder`` continues the run of that folder; both take the same objects again.
-        folder: folder of the run; None: a new one in ``runs/fit``.
+        folder: folder of the run, which must not hold another; None: a new one in ``runs/fit``.
         quiet: print nothing to standard output.
 
     Raises:
-        UserError: a mistake, in one line; or the run ran out of memory.
+        UserError: a mistake, in one line; or the run ran out of memory; or torchrun or srun started this process (there,
+            ``python -m holotrain fit`` trains; here, ``trainer=ddp`` starts the other processes).
         KeyboardInterrupt: Ctrl-C stopped the training, after a checkpoint was saved.
     """
     config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
@@ -158,6 +161,24 @@ def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool 
         UserError: a mistake, in one line.
     """
     return _run("predict", config, {}, (), folder, quiet)[1].folder / PREDICTIONS
+
+
+def generate(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> list[str]:
+    """Continues texts with a causal language model, as ``holotrain generate`` does.
+
+    Args:
+        config: ``compose("generate", ["ckpt_path=...", "prompt=..."])``; its ``seed`` decides the samples.
+        folder, quiet: see :func:`fit`.
+
+    Returns:
+        What follows each prompt, in their order, without the prompt.
+
+    Raises:
+        UserError: a mistake, in one line.
+    """
+    _, run = _run("generate", config, {}, (), folder, quiet)
+    lines = (run.folder / GENERATIONS).read_text(encoding="utf-8").split("\n")  # a text may hold other line separators
+    return [json.loads(line)["text"] for line in lines if line]
 
 
 def export(config: ExportConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
@@ -244,6 +265,8 @@ def _run(
             f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
         )
     folder = from_here(Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute())
+    if command == "fit" and not config.resume and ((folder / SUMMARY).exists() or (folder / LAST_CHECKPOINT).exists()):
+        raise UserError(f"folder: {folder} already holds a run; give another folder, or continue that run with resume=true")
     run = Run(command, folder, list(config.overrides), dict(config.choices))
     status = None
     try:
@@ -273,7 +296,7 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
     objects = {group: thing for group, thing in objects.items() if thing is not None}
     for group, thing in objects.items():
         if not isinstance(thing, OBJECTS[group]):
-            raise UserError(f"{group}: a {type(thing).__name__} is no {OBJECTS[group].__name__}")
+            raise UserError(f"{group}: expected a {OBJECTS[group].__name__}, got {type(thing).__name__}")
     if isinstance(objects.get("model"), pl.LightningModule):
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():

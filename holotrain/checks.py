@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from holotrain.errors import UserError
@@ -47,9 +48,21 @@ def amount(where: str, value: object) -> None:
 
 
 @contextmanager
-def described_by(group: str) -> Iterator[None]:
-    """Turns a ValueError inside into a UserError about this configuration group."""
+def described_by(group: str, options: Collection[str] = ()) -> Iterator[None]:
+    """Turns a ValueError inside into a UserError about this configuration group.
+
+    Args:
+        options: those of the group. If the message begins with the name of one, the error is about ``group.name``, as the user
+            writes it.
+    """
     try:
         yield
     except ValueError as error:
-        raise UserError(f"{group}: {error}") from error
+        raise UserError(_about(group, options, str(error))) from error
+
+
+def _about(group: str, options: Collection[str], text: str) -> str:
+    name, sign, rest = re.match(r"(\w*)(\W?)(.*)", text, re.DOTALL).groups()
+    if name not in options or sign not in " =:" or rest.startswith(("and ", "or ")):  # about several, or about none
+        return f"{group}: {text}"
+    return f"{group}.{name}: {rest}" if sign == " " else f"{group}.{text}"

@@ -1,6 +1,6 @@
 """Classes and functions by their full name, with their arguments: ``{"_target_": "package.Class", "argument": value}``."""
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -65,6 +65,14 @@ def is_of(module: str, packages: Iterable[str]) -> bool:
 def is_public_name(target: str) -> bool:
     """Whether this is a dotted name without private parts, which cannot reach into an object's attributes by ``:``."""
     return re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", target) is not None
+
+
+def missing_package(target: str) -> str:
+    """What is wrong and what to do, if Python finds no package of this name; else empty. Nothing is imported."""
+    package = target.partition(".")[0]
+    if not is_public_name(target) or importlib.util.find_spec(package) is not None:
+        return ""
+    return f"there is no package {package!r} here; install it, or start in the folder that holds it"
 
 
 def is_defined_in(target: str, packages: Iterable[str]) -> bool:

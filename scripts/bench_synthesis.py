@@ -170,7 +170,8 @@ def model_rows(size: str, options) -> dict:
     for name, recipe in recipes(options).items():
         synthesis = HolographicSynthesis(model, **recipe)
         model(images[:1])  # the keys
-        measure(name, timed(synthesis.step, device, restore), synthesis.state_bytes / sum(p.nbytes for p in parameters))
+        state = sum(tensor.nbytes for tensor in synthesis.state_tensors)
+        measure(name, timed(synthesis.step, device, restore), state / sum(p.nbytes for p in parameters))
         synthesis.remove()
     return rows
 

@@ -210,7 +210,7 @@ def train(job: Job) -> Result:
     with torch.no_grad():
         val, test = task.score(model, "val"), task.score(model, "test")
     parameters = sum(p.nbytes for p in model.parameters())
-    state = 0.0 if synthesis is None else synthesis.state_bytes / parameters
+    state = 0.0 if synthesis is None else sum(tensor.nbytes for tensor in synthesis.state_tensors) / parameters
     return Result(val, test, statistics.mean(cosines) if cosines else None, state)
 
 

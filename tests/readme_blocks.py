@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 def readmes() -> list[Path]:
     """Every README.md that belongs to the project; in a source tree without git, every one outside of hidden folders.
 
-    Those of ``holotrain/templates`` belong to the user's projects: tests of ``holotrain init`` run what stands in them.
+    Those of ``holotrain/templates/project`` belong to the user's projects: tests of ``holotrain init`` run what stands in them.
     """
     asked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*README.md"],
@@ -22,7 +22,7 @@ def readmes() -> list[Path]:
         found = {ROOT / name for name in asked.stdout.splitlines() if Path(name).name == "README.md"}
     else:
         found = {path for path in ROOT.rglob("README.md") if not any(part[0] in "._" for part in path.relative_to(ROOT).parts)}
-    return sorted(path for path in found if not path.is_relative_to(ROOT / "holotrain/templates"))
+    return sorted(path for path in found if not path.is_relative_to(ROOT / "holotrain/templates/project"))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import logging
 import math
+import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -117,7 +119,7 @@ def test_compose_returns_the_options_of_the_command_line(here):
         (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
         (["model=rev_vit_tini"], "model=rev_vit_tini: not found"),
         (["model=3"], "Config group override must be a string or a list. Got int"),
-        (["data.batch_size=0"], "data: batch_size must be at least 1, not 0"),
+        (["data.batch_size=0"], "data.batch_size: must be at least 1, not 0"),
         (["optimizer.lr=1,2"], "Ambiguous value for argument 'optimizer.lr=1,2'"),
         (["ckpt_path=none.ckpt"], "ckpt_path: there is no file none.ckpt"),
         (["resume=true"], "resume=true: there is no run with a checkpoint in runs/fit"),
@@ -168,6 +170,17 @@ def test_fit_is_the_command_line(here, run, capsys):
     assert repr(result).startswith("Result(RevViT, metrics=(") and "folder='run'" in repr(result)
     summaries = [holotrain.api.read(folder) for folder in (run, result.folder)]
     assert summaries[0]["overrides"] == [*summaries[1]["overrides"]]
+
+
+def test_a_folder_takes_one_run(here, run):
+    shutil.copytree(run, "run")
+    for config, words in ((holotrain.compose("fit", [*SMALL, "hydra.run.dir=run"]), []), (None, SMALL)):
+        folder = None if config else "run"
+        said = refusal(holotrain.fit, config, overrides=words, folder=folder, quiet=True)
+        assert said == "folder: run already holds a run; give another folder, or continue that run with resume=true"
+    assert (here / "run/checkpoints/last.ckpt").read_bytes() == (run / "checkpoints/last.ckpt").read_bytes()
+    resumed = holotrain.fit(overrides=["resume=true", "trainer.max_epochs=3"], folder="run", quiet=True)
+    assert resumed.folder == Path("run")
 
 
 def test_screens_and_a_folder_of_its_own(here, capsys):
@@ -234,8 +247,8 @@ def test_a_task_with_its_model(here):
 @pytest.mark.parametrize(
     ("objects", "words", "expected"),
     [
-        ({"model": 3}, [], "model: a int is no Module"),
-        ({"data": [1]}, [], "data: a list is no LightningDataModule"),
+        ({"model": 3}, [], "model: expected a Module, got int"),
+        ({"data": [1]}, [], "data: expected a LightningDataModule, got list"),
         ({"model": Net(), "task": Alone()}, [], "task: it has its own model; give model= or task=, not both"),
         ({"model": Alone()}, ["optimizer.lr=1"], "optimizer.lr=1: the given task takes no optimizer"),
         ({"model": Net()}, ["model.depth=3"], "model.depth: there is no 'depth' in model"),
@@ -252,6 +265,7 @@ def test_under_a_launcher(here, monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     assert "with torchrun or srun use python -m holotrain fit" in refusal(holotrain.fit, overrides=SMALL)
+    assert not any(here.iterdir())
 
 
 # What a training leaves
@@ -267,6 +281,19 @@ def test_load_reads_checkpoints_runs_and_exports(here, run):
     assert "there is no file" in refusal(holotrain.load, here / "none.ckpt")
     (here / "other.ckpt").write_bytes(b"other")
     assert "other.ckpt" in refusal(holotrain.load, here / "other.ckpt")
+
+
+def test_a_folder_of_several_runs_says_which_to_choose(here, run):
+    for job in ("sweeps/one/0", "sweeps/one/1", "single"):
+        shutil.copytree(run / "checkpoints", here / "runs/fit" / job / "checkpoints")
+    newest = here / "runs/fit/sweeps/one/1/checkpoints/last.ckpt"
+    os.utime(newest, (2**31, 2**31))
+    for folder, count in (("runs/fit/sweeps/one", 2), ("runs/fit/sweeps", 2), ("runs/fit", 3), ("runs", 3)):
+        expected = (
+            f"ckpt_path={folder}: there are {count} runs in this folder; choose one, such as ckpt_path=runs/fit/sweeps/one/1"
+        )
+        assert refusal(holotrain.load, folder) == expected
+        assert refusal(holotrain.compose, "test", [f"ckpt_path={folder}"]) == expected
 
 
 def test_load_needs_trust_for_classes_of_others(here, monkeypatch):
@@ -290,6 +317,19 @@ def test_validate_test_predict_and_export(here, run):
     assert predictions.read_text().startswith("image,class,probability")
     exported = holotrain.export(holotrain.compose("export", [checkpoint]), quiet=True)
     assert same(holotrain.load(exported), holotrain.load(run / "checkpoints/last.ckpt"))
+
+
+def test_generate_returns_what_follows_each_prompt(here):
+    (here / "mine.txt").write_text("".join(f"{number} sheep jumped over the fence\n" for number in range(500)))
+    words = ["task=causal_lm", "data=text_files", "data.files=mine.txt", "data.unit=line", "data.context=32"]
+    fit_in(here, *SMALL, *words, "data.batch_size=4", "logger=none", "test=false", "hydra.run.dir=gpt")
+    words = ["ckpt_path=gpt", "max_tokens=8", "trainer.accelerator=cpu"]
+    config = holotrain.compose("generate", [*words, "prompt=7 sheep"])
+    (text,) = holotrain.generate(config, folder="one", quiet=True)
+    run_in(here, "generate", *words, "prompt=7 sheep", "hydra.run.dir=other")
+    assert text and (here / "one/generations.jsonl").read_bytes() == (here / "other/generations.jsonl").read_bytes()
+    (here / "prompts.txt").write_text("to\nor not\n")
+    assert len(holotrain.generate(holotrain.compose("generate", [*words, "prompts=prompts.txt"]), quiet=True)) == 2
 
 
 # Plans

@@ -7,7 +7,8 @@ import lightning.pytorch as pl
 import torch
 
 from holotrain.callbacks.period import checked_period, period_of, replays
-from holotrain.reversible import ReversibleSequence
+from holotrain.models.schedules import sequences
+from holotrain.reversible import ReversibleSequence, ReversibleStack
 
 
 class DriftMonitor(pl.Callback):
@@ -29,13 +30,13 @@ class DriftMonitor(pl.Callback):
         if not threshold >= 0:
             raise ValueError(f"threshold {threshold} is out of range; it must be at least 0")
         self.threshold = threshold
-        self._watched: list[ReversibleSequence] = []
+        self._watched: list[ReversibleSequence | ReversibleStack] = []
         self._warned = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         window = period_of(trainer, self.every_n_steps)
         if window and (trainer.global_step + 1) % window == 0 and not replays(pl_module):
-            self._watched = [module for module in pl_module.modules() if isinstance(module, ReversibleSequence)]
+            self._watched = [run for run in sequences(pl_module) if isinstance(run, ReversibleSequence | ReversibleStack)]
             for sequence in self._watched:
                 sequence.witnesses = []
 

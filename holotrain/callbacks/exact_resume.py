@@ -12,6 +12,8 @@ from lightning.pytorch.loops.loop import _Loop as Loop
 
 from holotrain.callbacks.share import share_of
 from holotrain.callbacks.whole_steps import wait_for_whole_steps
+from holotrain.models.schedules import sequences
+from holotrain.reversible import ReversibleStack
 from holotrain.seeds import mixed_seed
 
 KEY = "exact_resume"
@@ -20,11 +22,11 @@ KEY = "exact_resume"
 class ExactResume(pl.Callback):
     """Saves in checkpoints what Lightning leaves out, and restores it when the training is resumed.
 
-    This is the global random states (torch on CPU and GPUs, NumPy, Python) and the training loader's position in the epoch, if
-    the loader has a ``state_dict``: Lightning (2.6) stores it, but does not restore it if the module has used
-    ``trainer.estimated_stepping_batches``. Both are restored when training starts, before the first batch is fetched, because
-    mixup draws random numbers while the batch moves to the device. They are stored in plain containers, so that
-    ``torch.load(weights_only=True)`` accepts them.
+    This is the global random states (torch on CPU and GPUs, NumPy, Python), the grids of reversible stacks, and the training
+    loader's position in the epoch, if the loader has a ``state_dict``: Lightning (2.6) stores it, but does not restore it if
+    the module has used ``trainer.estimated_stepping_batches``. All are restored when training starts, before the first batch is
+    fetched, because mixup draws random numbers while the batch moves to the device. They are stored in plain containers, so
+    that ``torch.load(weights_only=True)`` accepts them.
 
     Gradients are not saved. With ``accumulate_grad_batches``, validations and requests to stop wait for the optimizer step
     (:class:`~holotrain.callbacks.whole_steps.WholeSteps`), so their checkpoints need no gradients.
@@ -46,7 +48,8 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        checkpoint[KEY] = {"random": _of_all_ranks(random_states()), "shares": share_of(trainer)[1], "loader": position}
+        states = random_states() | {"grids": [stack.grid_state() for stack in _stacks(pl_module)]}
+        checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": share_of(trainer)[1], "loader": position}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
@@ -60,6 +63,9 @@ class ExactResume(pl.Callback):
                 self._begin(trainer)
             return
         states = kept["random"] if isinstance(kept["random"], list) else [kept["random"]]
+        for stack, grid in zip(_stacks(pl_module), states[trainer.global_rank % len(states)].get("grids", []), strict=False):
+            if grid is not None:
+                stack.load_grid_state(grid)
         # Processes with the same share of the data need the same state, so the same number of processes is not enough.
         if len(states) == trainer.world_size and kept.get("shares", len(states)) == share_of(trainer)[1]:
             restore_random_states(states[trainer.global_rank])
@@ -72,6 +78,10 @@ class ExactResume(pl.Callback):
     def _begin(self, trainer: pl.Trainer) -> None:
         """Seeds torch differently for each share of the data; processes with the same share get the same seed."""
         torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
+
+
+def _stacks(model: torch.nn.Module) -> list[ReversibleStack]:
+    return [run for run in sequences(model) if isinstance(run, ReversibleStack)]
 
 
 def _reopen_epoch(progress: dict[str, Any]) -> None:

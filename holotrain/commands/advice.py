@@ -2,10 +2,12 @@
 
 import lightning.pytorch as pl
 
-from holotrain.config.plans import budget_of, planner_of
+from holotrain.config.given import GIVEN
+from holotrain.config.plans import NO_OPTION, budget_of, planner_of
 from holotrain.config.schema import RunConfig
 from holotrain.config.schema.backward import AUTO, PLAIN
 from holotrain.config.schema.classes import reversible, takes
+from holotrain.config.schema.run import OPEN
 from holotrain.planning import ALLOCATORS, Plan, make_plan
 
 
@@ -30,8 +32,8 @@ def _planned(config: RunConfig, data: pl.LightningDataModule, device: str) -> li
         return []
     if plan.fits:  # something else uses the memory
         return []
-    batch, _ = config.batch_option
-    wanted = [override for override in remedies(config, plan) if override.startswith(("backward=", batch))]
+    option, _ = config.batch_option
+    wanted = [override for override in remedies(config, plan) if override.startswith(("backward=", option, NO_OPTION))]
     return [f"{override} (fits, by the plan)" for override in wanted]
 
 
@@ -42,8 +44,21 @@ def remedies(config: RunConfig, plan: Plan) -> list[str]:
     undone = {"store": "0", "keep": "[]", "blocks": "[]"}  # options that other backwards do not support
     resets = "".join(f" backward.{name}={value}" for name, value in undone.items() if getattr(config.backward, name))
     fitting = [name for name, found in plan.footprints.items() if found.bound <= plan.budget and name != plan.backward]
-    sizes = [f"{limit.option}={limit.value}" for limit in plan.limits if limit.value]
+    sizes = [
+        f"batches of {limit.value} samples{_options_of_data(config)}"
+        if limit.option == NO_OPTION
+        else f"{limit.option}={limit.value}"
+        for limit in plan.limits
+        if limit.value
+    ]
     return [f"backward={name}{resets}" for name in fitting] + sizes
+
+
+def _options_of_data(config: RunConfig) -> str:
+    """Where the size of batches is set, if no option of a known name does."""
+    options = [] if config.data.target == GIVEN else OPEN["data"].options(config.data.target)
+    named = ", ".join(f"data.{name}" for name in options)
+    return f" (options: {named})" if named else " (which the data module sets)"
 
 
 def rules(config: RunConfig) -> list[str]:
@@ -75,6 +90,8 @@ def _precision(config: RunConfig) -> list[str]:
 
 def _batch(config: RunConfig) -> list[str]:
     option, size = config.batch_option
+    if size is None:
+        return [f"smaller batches{_options_of_data(config)}"]
     smallest = config.data.context if option == "data.max_tokens" else 1
     if size // 2 < smallest:
         return []

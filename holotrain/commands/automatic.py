@@ -58,7 +58,8 @@ def chosen(
     except TooSmall as error:
         option, size = (smallest_batch(config) if config.batch_is_open else config).batch_option
         raise UserError(
-            f"memory: {in_words(budget)} is too little: with {option}={size} this run needs {in_words(error.least, up=True)}"
+            f"memory: {in_words(budget)} is too little: {'' if size is None else f'with {option}={size} '}this run needs "
+            f"{in_words(error.least, up=True)}"
         ) from error
     except Unplannable as error:
         raise UserError(f"auto: {error}; set backward and the batch size yourself") from error

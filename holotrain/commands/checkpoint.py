@@ -65,7 +65,7 @@ def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -
     there, here = described.get("class_names"), class_names(config, data)
     if there != here:
         unlike = next(((a, b) for a, b in zip_longest(there or (), here or ()) if a != b), (there, here))
-        raise UserError(f"data: {path} has other classes: {unlike[0]!r} there is {unlike[1]!r} in these data")
+        raise UserError(f"data: {path} was trained on other classes: {unlike[0]!r} there, {unlike[1]!r} in these data")
 
 
 def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:

@@ -52,7 +52,8 @@ def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: s
     """
     option, size = config.batch_option
     asked = f": tried to allocate {asked_for}" if asked_for else ""
-    lines = [f"holotrain: out of memory {when} with {option}={size} on {device_name(config.trainer.accelerator)}{asked}"]
+    batch = "" if size is None else f" with {option}={size}"  # data of others may have no such option
+    lines = [f"holotrain: out of memory {when}{batch} on {device_name(config.trainer.accelerator)}{asked}"]
     if run.last_checkpoint.exists():
         lines.append(
             f"resume from {run.last_checkpoint} with: python -m holotrain fit resume=true hydra.run.dir={run.folder} ..."
@@ -60,5 +61,5 @@ def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: s
     else:
         lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves during an epoch")
     if overrides := advice(config, data, device_kind(config.trainer.accelerator)):
-        lines.append(f"these overrides need less memory: {'; '.join(overrides)}")
+        lines.append(f"these need less memory: {'; '.join(overrides)}")
     return "\n".join(lines)

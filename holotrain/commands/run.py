@@ -63,8 +63,10 @@ class Run:
         again = [
             word
             for word, key in keys.items()
-            if key in COMMAND_LINE_ONLY or key.startswith("logger.") or key.endswith(f".{TARGET}") or _sends(key, word)
+            if key in COMMAND_LINE_ONLY or key.startswith("logger.") or key.endswith(f".{TARGET}")
         ]
+        if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
+            again.append(f"logger={logger}")
         folder = ["--config-dir", self.config_dir] if self.config_dir else []
         job = shlex.join(["python", "-m", "holotrain", "fit", *folder, "resume=true", f"hydra.run.dir={self.folder}", *again])
         if not self.varied:
@@ -108,8 +110,3 @@ class Run:
                 raise UserError(theirs if rank == 0 else f"rank {rank}: {theirs}")
         if self.place.local_rank != 0:
             act()
-
-
-def _sends(key: str, word: str) -> bool:
-    """Whether an override chooses loggers that a resumed run does not take over from its checkpoint."""
-    return key == "logger" and word.partition("=")[2] not in LOCAL_LOGGERS

@@ -110,6 +110,12 @@ def parse(argv: list[str]) -> Arguments:
                 raise UserError(f"{word} needs a value")
             arguments.flags += [word, value]
         elif word.startswith("-"):
+            from holotrain.config.explain import option_of_flag  # which imports this module
+
+            if option := option_of_flag(flag, arguments):
+                value = word.partition("=")[2] or next(words, "")
+                value = "..." if not value or value.startswith("-") or "=" in value else value
+                raise UserError(f"{word!r} is not a flag; options are written key=value. Did you mean '{option}={value}'?")
             near = did_you_mean(flag, VALUED | BARE | HELP)
             raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3.{near}")
         elif "=" not in word and not word.startswith("~"):

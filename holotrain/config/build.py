@@ -60,10 +60,10 @@ def _require_a_batch(config: RunConfig) -> None:
 
 def _made(group: str, chosen: Chosen, known: dict[str, Any], of: type) -> Any:
     """What the group's class returns, with what is known under the names of its parameters."""
-    with described_by(group):
+    with described_by(group, OPEN[group].options(chosen.target)):
         made = chosen.make(**{name: value for name, value in known.items() if takes(chosen, name)})
     if not isinstance(made, of):
-        raise UserError(f"{group}: {chosen.target} is no {of.__name__} but returns a {type(made).__name__}")
+        raise UserError(f"{group}: {chosen.target} is not a {of.__name__}; calling it gives {type(made).__name__}")
     return made
 
 

@@ -68,7 +68,7 @@ def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
 
 
 def _made(name: str, chosen: Chosen, known: dict[str, Any]) -> pl.Callback:
-    with described_by(f"callbacks.{name}"):
+    with described_by(f"callbacks.{name}", NAMED["callbacks"].options(chosen.target)):
         callback = NAMED["callbacks"].make(chosen, known)
     if not isinstance(callback, pl.Callback):
         raise UserError(f"callbacks.{name}: {chosen.target} is not a callback of Lightning but a {type(callback).__name__}")

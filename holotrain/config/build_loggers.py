@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema import NAMED
 from holotrain.config.signatures import signature
@@ -28,13 +29,14 @@ def build_loggers(config: dict[str, Chosen], folder: Path, sweep: str | None = N
 
 
 def _made(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> Logger:
-    try:
-        logger = NAMED["logger"].make(chosen, _known(name, chosen, folder, sweep))
-    except ValueError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and chosen.name in EXTRAS:
-            extra = EXTRAS[chosen.name]
-            raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
-        raise UserError(f"logger.{name}: {error}") from error
+    with described_by(f"logger.{name}", NAMED["logger"].options(chosen.target)):
+        try:
+            logger = NAMED["logger"].make(chosen, _known(name, chosen, folder, sweep))
+        except ValueError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError) and chosen.name in EXTRAS:
+                extra = EXTRAS[chosen.name]
+                raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
+            raise
     if not isinstance(logger, Logger):
         raise UserError(f"logger.{name}: {chosen.target} is not a logger of Lightning but a {type(logger).__name__}")
     return logger

@@ -10,6 +10,7 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import takes
+from holotrain.config.schema.run import OPEN
 from holotrain.errors import UserError
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.tasks.optimizers import decay_groups
@@ -31,7 +32,7 @@ def optimizer_of(chosen: Chosen) -> Callable[[nn.Module], Optimizer]:
             return chosen.make(model)
         return chosen.make(decay_groups(model, chosen.arguments.get("weight_decay", 0.0)))
 
-    with described_by("optimizer"):
+    with described_by("optimizer", OPEN["optimizer"].options(chosen.target)):
         made = make(nn.Linear(1, 1))
     if not isinstance(made, Optimizer):
         raise UserError(f"optimizer: {chosen.target} is not an optimizer but returns a {type(made).__name__}")
@@ -51,7 +52,7 @@ def scheduler_of(chosen: Chosen, optimizer: Callable[[nn.Module], Optimizer]) ->
     def make(optimizer: Optimizer, steps: int) -> LRScheduler:
         return chosen.make(optimizer, **{name: steps for name in ("steps", "total_steps") if takes(chosen, name)})
 
-    with described_by("scheduler"):
+    with described_by("scheduler", OPEN["scheduler"].options(chosen.target)):
         made = make(optimizer(nn.Linear(1, 1)), 10)
     if isinstance(made, ReduceLROnPlateau):
         raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
@@ -66,7 +67,7 @@ def synthesis_of(chosen: Chosen, task: nn.Module) -> HolographicSynthesis:
     Raises:
         UserError: a value out of range, or a pattern that matches no parameter.
     """
-    with described_by("synthesis"):
+    with described_by("synthesis", OPEN["synthesis"].options(chosen.target)):
         callback = chosen.make()
         if not isinstance(callback, SynthesisCallback):
             raise UserError(f"synthesis: {chosen.target} is not a SynthesisCallback but a {type(callback).__name__}")

@@ -29,7 +29,7 @@ from holotrain.config.schema.run import OF_THE_TASK
 from holotrain.config.schema.trainer import PROCESSES
 from holotrain.config.trust import require_trusted
 from holotrain.errors import UserError
-from holotrain.targets import TARGET, targets
+from holotrain.targets import TARGET, missing_package, targets
 
 KEY = "holotrain"
 """Where a checkpoint holds what ``stamp`` returns."""
@@ -244,9 +244,24 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         _check_description(kept["description"], config)
         _check_state(checkpoint)
     except (UserError, ValueError, OmegaConfBaseException) as error:
+        _require_packages(kept["config"], path)
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {said}") from error
     return checkpoint | {KEY: kept | {"config": config}}
+
+
+def _require_packages(config: Any, path: Path) -> None:
+    """
+    Raises:
+        UserError: a group, or a member of one, names a class of a package that Python does not find.
+    """
+    groups = {group: node for group, node in config.items() if isinstance(node, dict)} if isinstance(config, dict) else {}
+    members = {f"{group}.{name}": each for group, node in groups.items() for name, each in node.items()}
+    for where, node in (groups | members).items():
+        target = node.get(TARGET) if isinstance(node, dict) else None
+        if isinstance(target, str) and (missing := missing_package(target)):
+            trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
+            raise UserError(f"ckpt_path: {path} names {target!r} as {where}, and {missing} ({trusted})")
 
 
 def _checked_config(plain: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from holotrain.checks import did_you_mean
 from holotrain.config.arguments import Arguments
 from holotrain.config.checkpointed import completed
 from holotrain.config.composition import composed, option_names
+from holotrain.config.register import register
 from holotrain.errors import UserError
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -44,6 +45,18 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
+def option_of_flag(flag: str, arguments: Arguments) -> str | None:
+    """The option that a flag of other programs, such as ``--lr`` or ``--max-epochs``, stands for; None: there is none."""
+    register()
+    name, keys = flag.lstrip("-").replace("-", "_"), _keys_beside("", "", arguments)
+    return name if name in keys else _of_this_name(name, keys)
+
+
+def _of_this_name(name: str, keys: list[str]) -> str | None:
+    """The first key whose last part is this; ``epochs`` is ``trainer.max_epochs``."""
+    return next((key for key in keys if key.rpartition(".")[2] in (name, f"max_{name}")), None)
+
+
 def _missing_option(error: MissingConfigException) -> UserError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if extra := PLUGINS.get(option if group in ("hydra/sweeper", "hydra/launcher") else ""):
@@ -59,8 +72,8 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     parent, _, name = key.rpartition(".")
     valid = _keys_beside(parent, key, arguments)
     where = f"in {parent}" if parent else "among the options"
-    below = [path for path in valid if path.rpartition(".")[2] in (name, f"max_{name}")]  # lr is optimizer.lr
-    near = f" Did you mean {below[0]!r}?" if below and name not in valid else did_you_mean(name, valid)
+    below = _of_this_name(name, valid)  # lr is optimizer.lr
+    near = f" Did you mean {below!r}?" if below and name not in valid else did_you_mean(name, valid)
     return UserError(f"{key}: there is no {name!r} {where}.{near}")
 
 

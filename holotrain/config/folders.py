@@ -30,7 +30,7 @@ def checkpoint_path(given: str, command: str, root: str) -> Path:
         root: folder of all runs.
 
     Raises:
-        UserError: there is no such training.
+        UserError: there is no such training, or it is a folder of several.
     """
     if given in ("best", "last") and not Path(given).exists():
         folder = _latest(Path(root) / "fit", LAST_CHECKPOINT, "run", f"ckpt_path={given}")
@@ -38,9 +38,22 @@ def checkpoint_path(given: str, command: str, root: str) -> Path:
         folder = Path(given).expanduser()
     last = folder / LAST_CHECKPOINT
     if not last.exists():
+        _require_no_runs_in(folder, given)
         return folder
     best = None if given == "last" or (command == "fit" and given != "best") else _best(folder)
     return best or last
+
+
+def _require_no_runs_in(folder: Path, given: str) -> None:
+    """
+    Raises:
+        UserError: this is a folder of runs, of a sweep or of several sweeps.
+    """
+    below = ("*", "*/*", "sweeps/*/*", "fit/sweeps/*/*")  # of a sweep, of all sweeps, of all trainings, of all runs
+    runs = [path.parent.parent for level in below for path in folder.glob(f"{level}/{LAST_CHECKPOINT}")]
+    if runs and not (folder / "config.json").exists():
+        latest = max(runs, key=lambda run: (run / LAST_CHECKPOINT).stat().st_mtime)
+        raise UserError(f"ckpt_path={given}: there are {len(runs)} runs in this folder; choose one, such as ckpt_path={latest}")
 
 
 def _best(folder: Path) -> Path | None:

@@ -19,11 +19,14 @@ from holotrain.config.schema.backward import AUTO, PLAIN, SCHEDULES, BackwardCon
 from holotrain.config.schema.classes import MASKED_LM, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError
+from holotrain.models.layers.residual import ResidualSequence
 from holotrain.models.schedules import listed_blocks, sequences, set_backward
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
-from holotrain.reversible import ReversibleSequence
 from holotrain.sizes import parse_bytes
 from holotrain.tasks.modules import model_of, optimizer_of, training_loss
+
+NO_OPTION = "batch"
+"""What the size of batches is called if the data module has no option for it."""
 
 
 def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> Planner:
@@ -35,7 +38,8 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     """
     option, size = config.batch_option
     unit, first = batch_unit(data), first_batch(data)
-    size = size or samples_in(first)
+    if size is None:
+        option, size = NO_OPTION, samples_in(first)
     backward, (schedules, own, listed) = config.backward, _schedules(config, data)
     return Planner(
         partial(_task, config, data),
@@ -66,7 +70,7 @@ def _schedules(config: RunConfig, data: pl.LightningDataModule) -> tuple[tuple[s
                 return PLAIN[:1], PLAIN[0], 0
             return PLAIN, PLAIN[0], len(listed_blocks(model))
     own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
-    return SCHEDULES if all(isinstance(run, ReversibleSequence) for run in runs) else PLAIN, own, 0
+    return PLAIN if any(isinstance(run, ResidualSequence) for run in runs) else SCHEDULES, own, 0
 
 
 def _depth(config: RunConfig) -> Size | None:

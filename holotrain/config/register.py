@@ -1,4 +1,4 @@
-"""Registers with Hydra what is no file under ``conf``: the options of each command, and resolvers for folders and sweeps."""
+"""Registers with Hydra what is not a file under ``conf``: the options of each command, and resolvers for folders and sweeps."""
 
 from typing import Any
 

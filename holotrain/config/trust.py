@@ -43,7 +43,7 @@ def require_trusted(
     allowed: dict[str, set[tuple[str, str]]] = {}
     for where, target in targets(config):
         if not isinstance(target, str):
-            raise UserError(f"ckpt_path: {path} is damaged: the class in {where} is no name")
+            raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
         if _only_computes(where, target) or is_defined_in(target, packages):
             continue
         group = where.partition(".")[0]

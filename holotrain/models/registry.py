@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from holotrain.targets import TARGET, is_defined_in, made, targets
+from holotrain.targets import TARGET, is_defined_in, made, missing_package, targets
 
 
 def build(
@@ -28,12 +28,14 @@ def build(
     named = {TARGET: target, **arguments}
     for where, each in targets(named):
         if not isinstance(each, str):
-            raise ValueError("a class in it is no name")
+            raise ValueError("the name of a class in it is not a string")
+        if missing := missing_package(each):
+            raise ValueError(f"{each} is needed, and {missing}")
         if (where, each) not in vouched and not _is_ours(each) and not is_defined_in(each, trust):
             raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
     model = made(named)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{target} is no torch.nn.Module but returns a {type(model).__name__}")
+        raise ValueError(f"{target} is not a torch.nn.Module; calling it gives {type(model).__name__}")
     return model
 
 

@@ -34,7 +34,7 @@ def save(
     """Writes a model, whole or not at all as far as a file is concerned.
 
     Args:
-        folder: made where it is not there; what it holds of another saved model is replaced.
+        folder: made if it does not exist; what it holds of another saved model is replaced.
         target, arguments: as :func:`~holotrain.models.registry.build` takes them; what JSON can hold.
         model: built so; with adapters or quantised, where that was done to it.
         extra: what else ``config.json`` says, such as names of classes and how images were normalised.

@@ -1,6 +1,6 @@
 """The sequences of blocks in a model, and the backward schedule of each block. Any model will do."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,20 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.models.layers.residual import ResidualSequence
 from holotrain.models.layers.stages import stored_by_stage
-from holotrain.reversible import ReversibleSequence
+from holotrain.reversible import ReversibleSequence, ReversibleStack, stack_of
+from holotrain.reversible.make_reversible import is_list_of_blocks, outermost
+
+Run = ReversibleSequence | ResidualSequence | ReversibleStack
 
 
-def sequences(model: nn.Module) -> list[ReversibleSequence | ResidualSequence]:
+def sequences(model: nn.Module) -> list[Run]:
     """The model's sequences of blocks, first to last; not those inside a block of another sequence."""
-    return list(_outermost(model, lambda module: isinstance(module, ReversibleSequence | ResidualSequence)))
+    found = (run for _, module in outermost(model, _is_run) if (run := stack_of(module) or module))
+    return list({id(run): run for run in found}.values())
+
+
+def _is_run(module: nn.Module) -> bool:
+    return isinstance(module, ReversibleSequence | ResidualSequence) or stack_of(module) is not None
 
 
 def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
@@ -43,8 +51,8 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
 
 def listed_blocks(model: nn.Module) -> list[nn.Module]:
     """The equal blocks in ModuleLists and Sequentials of a model without sequences, first to last: they can be checkpointed."""
-    lists = _outermost(model, _is_list_of_blocks)
-    return list({id(block): block for found in lists for block in found}.values())  # a block may be in a list twice
+    lists = outermost(model, is_list_of_blocks)
+    return list({id(block): block for _, found in lists for block in found}.values())  # a block may be in a list twice
 
 
 def set_backward(model: nn.Module, backward: str, store: int | Collection[int] = 0, keep: Collection[str] = ()) -> None:
@@ -63,7 +71,7 @@ def set_backward(model: nn.Module, backward: str, store: int | Collection[int] =
     stored = stored_by_stage(store, [len(run.blocks) for run in runs])
     for run, indices in zip(runs, stored, strict=True):
         run.backward = backward
-        if isinstance(run, ReversibleSequence):
+        if isinstance(run, ReversibleSequence | ReversibleStack):
             run.store, run.keep = indices, tuple(keep)
         elif indices or keep:
             raise ValueError(f"the blocks of {type(model).__name__} are not reversible, so they take no store and keep")
@@ -72,7 +80,7 @@ def set_backward(model: nn.Module, backward: str, store: int | Collection[int] =
 def _checkpoint_lists(model: nn.Module, backward: str, more: bool) -> None:
     name = type(model).__name__
     if backward not in ("autograd", "checkpoint") or more:
-        raise ValueError(f"{name} has no ReversibleSequence; only autograd and checkpoint are possible")
+        raise ValueError(f"{name} has no reversible blocks; only autograd and checkpoint are possible")
     blocks = listed_blocks(model)
     if not blocks and backward == "checkpoint":
         raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to checkpoint")
@@ -86,27 +94,11 @@ def _schedule_listed(model: nn.Module, block: nn.Module, backward: str) -> None:
         if isinstance(vars(block).get("forward"), partial):
             del block.forward
     elif backward != "checkpoint":
-        raise ValueError(f"the blocks of {name} are in no ReversibleSequence; only autograd and checkpoint are possible")
+        raise ValueError(f"the blocks of {name} are not reversible; only autograd and checkpoint are possible")
     elif any(isinstance(part, _BatchNorm) and part.track_running_stats for part in block.modules()):
         raise ValueError(f"the blocks of {name} hold BatchNorm, whose statistics a recomputation would change again")
     else:
         block.forward = partial(_recomputed, block)  # which copies and pickles of a block refer to their own block
-
-
-def _is_list_of_blocks(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-        return False
-    kinds = {type(block) for block in module}
-    return len(kinds) == 1 and all(any(block.children()) for block in module)
-
-
-def _outermost(model: nn.Module, wanted: Any) -> Iterator[Any]:
-    """The modules that are wanted, first to last, without those inside another."""
-    within: set[int] = set()
-    for module in model.modules():
-        if id(module) not in within and wanted(module):
-            yield module
-            within |= {id(part) for part in module.modules()}
 
 
 def _recomputed(block: nn.Module, *arguments: Any, **keywords: Any) -> Any:

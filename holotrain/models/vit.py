@@ -6,11 +6,12 @@ the head, which is the only difference in parameters.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Literal
 
 from torch import Tensor, nn
 
-from holotrain.models.layers.branches import Branches, transformer_branches
+from holotrain.models.layers.branches import Branches, LayerScale, transformer_branches
 from holotrain.models.layers.fusion import TwoStreamFusion
 from holotrain.models.layers.patches import PatchEmbedding
 from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
@@ -43,6 +44,7 @@ class ViT(nn.Module):
         dropout: dropout of the embedding, the attention output and the MLP
         attention_dropout: dropout of the attention weights
         drop_path: stochastic depth rate of the last block; it rises linearly from 0 at the first block
+        layer_scale: first value of the learned scales of each branch's channels, such as 1e-4 in deep models; null: no scales
         backward: store the activations of each block, or only its input and recompute them; a list: of each block
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
@@ -65,6 +67,7 @@ class ViT(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
+        layer_scale: float | None = None,
         backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
@@ -78,6 +81,9 @@ class ViT(nn.Module):
         self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout, class_token=pool == "class")
         self.pooled = slice(1) if pool == "class" else slice(None)  # the tokens whose mean the head reads
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
+        if layer_scale is not None:
+            for branch in chain.from_iterable(branches):
+                branch.scale = LayerScale(dim, layer_scale)
         self._assemble(branches, dim, classes, backward)
         _initialise(self)
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.choice import Option, Stage
 from holotrain.planning.clock import clock_of
 from holotrain.planning.ledger import Ledger
-from holotrain.planning.rehearsal import TrainingStep
+from holotrain.planning.rehearsal import Blocks, TrainingStep
 
 CPU = ALLOCATORS["cpu"]
 
@@ -33,7 +34,7 @@ BLOCKS = 2
 class Visit:
     """A sequence of blocks and the arguments of a call."""
 
-    sequence: nn.Module
+    sequence: Blocks
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -42,10 +43,12 @@ def visits_of(step: TrainingStep) -> list[Visit]:
     """The calls of the sequences in a forward of the step, which is run without gradients."""
     visits: list[Visit] = []
 
-    def record(sequence: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(sequence: Blocks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visits.append(Visit(sequence, args, kwargs))
 
-    handles = [sequence.register_forward_pre_hook(record, with_kwargs=True) for sequence in step.sequences]
+    handles = [
+        sequence.ends[0].register_forward_pre_hook(partial(record, sequence), with_kwargs=True) for sequence in step.sequences
+    ]
     with torch.no_grad(), step.autocast():
         step.loss()
     for handle in handles:
@@ -82,10 +85,10 @@ def _held(visit: Visit, name: str, autocast: Callable[[], AbstractContextManager
         ledger = Ledger(allocator)
         args, kwargs = _leaves(visit)
         ledger.label("given", (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
-        block = visit.sequence.blocks[0]
-        ledger.label("parameters", block.parameters())
+        sequence = visit.sequence.again(depth, name)
+        ledger.label("parameters", sequence.parameters())
         with ledger.watching(), autocast():
-            output = type(visit.sequence)([block] * depth, backward=[name] * depth)(*args, **kwargs)
+            output = sequence(*args, **kwargs)
         alive.append(ledger.alive)
         del output
     return alive[1] - alive[0]
@@ -96,7 +99,7 @@ def flops(visit: Visit, names: Sequence[str]) -> dict[str, float]:
     counted = {}
     for name in names:
         with FlopCounterMode(display=False) as counter:
-            _run(type(visit.sequence)([visit.sequence.blocks[0]], backward=[name]), visit)
+            _run(visit.sequence.again(1, name), visit)
         counted[name] = float(counter.get_total_flops())
     return counted
 
@@ -106,8 +109,7 @@ def seconds(
 ) -> dict[str, float]:
     """Seconds of one block's forward and backward on the device of the visit's tensors, as medians."""
     device = visit.args[0].device
-    block = copy.deepcopy(visit.sequence.blocks[0])
-    sequences = {name: type(visit.sequence)([block] * BLOCKS, backward=[name] * BLOCKS) for name in names}
+    sequences = {name: copy.deepcopy(visit.sequence.again(BLOCKS, name)) for name in names}
     clock = clock_of(device)
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,19 @@ from holotrain.planning.footprint import Footprint
 from holotrain.planning.ledger import Ledger
 
 CPU = ALLOCATORS["cpu"]
+
+
+class Blocks(Protocol):
+    """A sequence of blocks whose schedules can be chosen."""
+
+    blocks: Sequence[nn.Module]
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A sequence of ``depth`` blocks like its first, which takes the same arguments."""
 
 
 @dataclass
@@ -43,7 +57,7 @@ class TrainingStep:
     clip_value: bool = False
     rewrite: Callable[[], object] | None = None
     held: dict[str, Iterable[Tensor]] = field(default_factory=dict)
-    sequences: Sequence[nn.Module] = ()
+    sequences: Sequence[Blocks] = ()
 
     def begin(self) -> None:
         """Allocates gradients, as the previous step would have left them."""

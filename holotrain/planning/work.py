@@ -95,8 +95,9 @@ def _flops(step: TrainingStep, between: Callable[[], object] = lambda: None) -> 
             found[number] = found.get(number, 0.0) + sign * counter.get_total_flops()
 
         for number, run in enumerate(step.sequences):
-            run.register_forward_pre_hook(lambda *_, number=number: count(number, -1))
-            run.register_forward_hook(lambda *_, number=number: count(number, 1))
+            first, last = run.ends
+            first.register_forward_pre_hook(lambda *_, number=number: count(number, -1))
+            last.register_forward_hook(lambda *_, number=number: count(number, 1))
         with step.autocast():
             loss = step.loss()
         forward = counter.get_total_flops()

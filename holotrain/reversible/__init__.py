@@ -1,7 +1,10 @@
 """The engine: reversible blocks and their backward schedules. It needs only torch.
 
-block          the coupling of two streams and its inverse
-sequence       a sequence of blocks: the main class
+block          reversible blocks of two streams, and what a coupling is
+sequence       a sequence of them: the main class
+two_step       the coupling that makes any blocks invertible
+stack          the blocks of another model, coupled by two steps
+make_reversible  makes the blocks of another model reversible, and back
 schedules      what each block stores and what it recomputes
 recomputation  branches that run again in the backward, from a stored or from a rebuilt input
 replay         random numbers, autocast and attention kernels, put back for the recomputation
@@ -10,14 +13,24 @@ kept           results that a recomputation reuses
 grid           the fixed-point grid of an exact sequence
 drift          the error of a rebuilt input
 graphs         a training step as one CUDA graph
-convert        makes the blocks of another model reversible
 """
 
 from holotrain.reversible.block import ReversibleBlock
-from holotrain.reversible.convert import convert
 from holotrain.reversible.graphs import GraphedStep
+from holotrain.reversible.make_reversible import make_reversible, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replay import recomputing
 from holotrain.reversible.sequence import ReversibleSequence
+from holotrain.reversible.stack import ReversibleStack, stack_of
 
-__all__ = ["GraphedStep", "ReversibleBlock", "ReversibleSequence", "checkpointed", "convert", "recomputing"]
+__all__ = [
+    "GraphedStep",
+    "ReversibleBlock",
+    "ReversibleSequence",
+    "ReversibleStack",
+    "checkpointed",
+    "make_reversible",
+    "recomputing",
+    "stack_of",
+    "undo",
+]

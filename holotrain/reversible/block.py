@@ -1,6 +1,7 @@
-"""The additive coupling that makes a residual block invertible."""
+"""Reversible blocks, and how their streams are coupled."""
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -10,10 +11,29 @@ Run = Callable[[str, nn.Module, Tensor, Tensor, dict], Tensor]
 """Runs half of a block: (name, branch, target, source, keyword arguments) -> the target coupled with ``branch(source)``."""
 
 
-class Additive:
-    """``target + update`` and its inverse.
+class Coupling(Protocol):
+    """How a block updates its two streams, and how this is undone.
 
-    Another coupling is another class with these two methods, such that ``undo(couple(target, update), update)`` is the target.
+    A branch reads the source, and what it returns updates the target. The inverse knows the coupled target, the source and what
+    the branch returned.
+    """
+
+    def read(self, source: Tensor) -> Tensor:
+        """The source as the branch reads it."""
+
+    def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
+        """Returns the new target.
+
+        Raises:
+            ValueError: the branch's output is not of the right kind or shape.
+        """
+
+    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
+        """Returns the target."""
+
+
+class Additive:
+    """The coupling ``target + branch(source)``.
 
     Args:
         grid: the fixed-point grid to which the updates are rounded; the inverse is then exact.
@@ -22,7 +42,11 @@ class Additive:
     def __init__(self, grid: Grid | None = None) -> None:
         self.grid = grid
 
-    def couple(self, target: Tensor, update: Tensor) -> Tensor:
+    def read(self, source: Tensor) -> Tensor:
+        """The source as it is."""
+        return source
+
+    def couple(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """Returns ``target + update``, which has the target's shape and dtype.
 
         Raises:
@@ -47,7 +71,7 @@ class Additive:
             self.grid.watch(coupled)
         return coupled
 
-    def undo(self, coupled: Tensor, update: Tensor) -> Tensor:
+    def undo(self, coupled: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """Returns the target, up to rounding, or exactly on a grid."""
         if self.grid is not None:
             update = self.grid.round(update.to(coupled.dtype))
@@ -58,14 +82,16 @@ class Storing:
     """Runs halves under plain autograd, which stores every activation.
 
     Args:
-        coupling: how an update is added to its target.
+        coupling: of the streams.
+        forward: what to call instead of the branch.
     """
 
-    def __init__(self, coupling: Additive) -> None:
-        self.coupling = coupling
+    def __init__(self, coupling: Coupling, forward: Callable | None = None) -> None:
+        self._coupling, self._forward = coupling, forward
 
     def __call__(self, name: str, branch: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-        return self.coupling.couple(target, branch(source, **keywords))
+        output = (self._forward or branch)(self._coupling.read(source), **keywords)
+        return self._coupling.couple(target, source, output)
 
 
 class ReversibleBlock(nn.Module):
@@ -133,6 +159,6 @@ class ReversibleBlock(nn.Module):
         """
         coupling = Additive(grid)
         y1, y2 = self.placed(y1, y2)
-        x2 = coupling.undo(y2, self.g(y1, **(g_kwargs or {})))
-        x1 = coupling.undo(y1, self.f(x2, **(f_kwargs or {})))
+        x2 = coupling.undo(y2, y1, self.g(y1, **(g_kwargs or {})))
+        x1 = coupling.undo(y1, x2, self.f(x2, **(f_kwargs or {})))
         return x1, x2

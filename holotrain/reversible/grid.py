@@ -26,8 +26,8 @@ def significand_bits(dtype: torch.dtype) -> int:
 
 class _Round(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, step: Tensor) -> Tensor:
-        return torch.round(x / step).mul_(step)
+    def forward(ctx, x: Tensor, grid: Grid) -> Tensor:
+        return grid.nearest(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
@@ -38,17 +38,21 @@ class Grid:
     """The grid in one call.
 
     Args:
-        step: 0-dim tensor, a power of two 2^-k; the streams are multiples of it.
+        step: 0-dim tensor of the streams' dtype, a power of two 2^-k; the streams are multiples of it.
         largest: 0-dim tensor that is updated with the largest magnitude of the streams.
     """
 
     def __init__(self, step: Tensor, largest: Tensor) -> None:
-        self._step = step
+        self.step = step
         self._largest = largest
 
     def round(self, x: Tensor) -> Tensor:
         """Rounds to multiples of the step; the gradient is unchanged."""
-        return _Round.apply(x, self._step.to(x.dtype))
+        return _Round.apply(x, self)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The nearest multiples of the step, without a gradient."""
+        return torch.round(x / self.step).mul_(self.step)
 
     def entered(self, stream: Tensor) -> Tensor:
         """Rounds an input stream to the grid."""
@@ -80,22 +84,27 @@ class FixedPointGrid(nn.Module):
         self._reported = False
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def choose(self, largest: float, dtype: torch.dtype) -> None:
-        """Chooses the grid for streams of this magnitude; zero leaves the choice to a later batch.
+    def choose(self, largest: float, dtype: torch.dtype, headroom: int = HEADROOM_BITS) -> None:
+        """Chooses the grid for streams of this magnitude, which may grow by a factor of 2^headroom; zero leaves the choice to a
+        later batch.
 
         Raises:
             ValueError: the magnitude is not finite.
         """
         if not math.isfinite(largest):
             raise ValueError(
-                f"the streams of the first batch reach {largest}, so exact=True cannot choose its grid from them; "
-                "check the data, or set exact to a number of bits"
+                f"the streams of the first batch reach {largest}, so that no grid can be chosen from them; check the data"
             )
         if largest == 0:
             return  # sums of zeros are exact without a grid
         exponent = math.ceil(math.log2(largest))
-        self.step.fill_(2.0 ** (exponent + HEADROOM_BITS - significand_bits(dtype)))
+        self.step.fill_(2.0 ** (exponent + headroom - significand_bits(dtype)))
         self.known = True
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of the streams so far."""
+        return self._largest.item()
 
     def in_call(self, dtype: torch.dtype) -> Grid:
         """The grid for one call on streams of ``dtype``.
@@ -105,7 +114,8 @@ class FixedPointGrid(nn.Module):
         """
         if significand_bits(dtype) < 24:
             raise ValueError(f"exact needs streams of fp32 or fp64, not {dtype}; train under torch.autocast")
-        return Grid(self.step.clone(), self._largest)  # of this call: a broadcast may change it before the backward
+        step = self.step.to(dtype, copy=True)  # of this call: a broadcast may change it before the backward
+        return Grid(step, self._largest)
 
     def report(self, dtype: torch.dtype) -> None:
         """Warns if a stream is known to have grown beyond the grid; does not wait for the device."""

@@ -22,9 +22,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.block import Additive, Run
+from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.drift import Witness
 from holotrain.reversible.kept import Keeper
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
@@ -44,15 +45,25 @@ class Branch:
         keywords: its keyword arguments.
         call: what all branches of the forward share.
         keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.kept.Keeper`.
+        forward: what to call instead of the module, without the module's hooks.
 
     Raises:
         ValueError: the branch cannot be repeated.
     """
 
-    def __init__(self, name: str, module: nn.Module, keywords: dict[str, Any], call: Call, keep: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        keywords: dict[str, Any],
+        call: Call,
+        keep: tuple[str, ...] = (),
+        forward: Callable | None = None,
+    ) -> None:
         parts = parts_of(module)
-        require_unwrapped(parts)
+        require_unwrapped(parts if forward is None else parts[1:])
         self.name, self.module, self.call = name, module, call
+        self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
         self._reads = Reads(parts)
         generators = self._arguments.generators if self._arguments else []
@@ -93,10 +104,10 @@ class Branch:
 
         with self._replay.recorded(), saved_tensors_hooks(pack, unpack):
             if self._keeping is None:
-                update = self.module(source, **self._keywords)
+                update = self._forward(source, **self._keywords)
             else:
                 with self.call.uncached(), self._keeping:  # a cached cast would be one operation fewer
-                    update = self.module(source, **self._keywords)
+                    update = self._forward(source, **self._keywords)
         self._differentiable = source.requires_grad
         if source._version != version:
             raise ValueError(
@@ -143,11 +154,11 @@ class Branch:
         source, hooks = source.detach().requires_grad_(self._differentiable), saved_tensors_hooks(pack, _never)
         with in_trace("recompute", self.name), self._reads, self._replay, torch.enable_grad(), suppress(_AllSaved), hooks:
             if self.reusing is None:
-                update = self.module(source, **self._keywords)
+                update = self._forward(source, **self._keywords)
             else:
                 source = source.view_as(source)  # no leaf, as in the forward, since hooks on leaves add operations
                 with self.call.uncached(), self.reusing:  # entered last, because it counts every operation
-                    update = self.module(source, **self._keywords)
+                    update = self._forward(source, **self._keywords)
         saved = packed.copy()
         packed.clear()  # which their graph holds
         name = type(self.module).__name__
@@ -165,10 +176,10 @@ class Branch:
         _verified.add(self.module)
         if any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
-                f"a tensor that {name} reads, and that is none of its parameters, was modified by an inplace operation between "
+                f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "
                 "the forward and its recomputation in the backward"
             )
-        return update.detach() if isinstance(update, Tensor) else update, saved
+        return tree_map_only(Tensor, Tensor.detach, update), saved
 
 
 class _AllSaved(BaseException):
@@ -199,22 +210,22 @@ class Checkpointing:
 
     Args:
         call: what all branches of the forward share.
-        coupling: how an update is added to its target.
     """
 
-    def __init__(self, call: Call, coupling: Additive) -> None:
-        self._call, self._coupling = call, coupling
+    def __init__(self, call: Call) -> None:
+        self._call = call
 
-    def block(self, number: int, schedule: Schedule) -> Run:
-        """How to run the branches of the next block; ``number`` is for a trace."""
-        return partial(self._run, number)
+    def block(self, number: int, schedule: Schedule, coupling: Coupling, forward: Callable | None = None) -> Run:
+        """As :meth:`Tape.block`."""
+
+        def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+            branch = Branch(f"{number}.{name}", module, keywords, self._call, (), forward)
+            return coupling.couple(target, source, _checkpointed(branch, coupling.read(source)))
+
+        return run
 
     def end(self, y1: Tensor, y2: Tensor) -> None:
         """After the last block."""
-
-    def _run(self, number: int, name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-        branch = Branch(f"{number}.{name}", module, keywords, self._call)
-        return self._coupling.couple(target, _checkpointed(branch, source))
 
 
 def checkpointed(module: nn.Module, x: Tensor, *, name: str | None = None, **keywords: Any) -> Any:
@@ -301,6 +312,7 @@ def side_of(stream: Tensor) -> SideStream | _SameStream | None:
 class _Rebuilt(Branch):
     """A branch on a tape, the ``place``-th; ``ahead``: it may run ahead of its turn."""
 
+    coupling: Coupling
     place: int
     ahead: bool
     crossed: bool
@@ -314,13 +326,12 @@ class Tape:
 
     Args:
         call: what all branches of the forward share.
-        coupling: how an update is added to its target, and the inverse.
         x1, x2: the streams before the first branch.
         witness: compares the rebuilt inputs with the true ones.
     """
 
-    def __init__(self, call: Call, coupling: Additive, x1: Tensor, x2: Tensor, witness: Witness | None = None) -> None:
-        self._call, self._coupling, self._witness = call, coupling, witness
+    def __init__(self, call: Call, x1: Tensor, x2: Tensor, witness: Witness | None = None) -> None:
+        self._call, self._witness = call, witness
         self._branches: list[_Rebuilt] = []
         # Forward: the streams after the latest branch, (coupled, source).
         # Backward: those after ``_branches[_position]``, the next to be rebuilt.
@@ -336,20 +347,26 @@ class Tape:
 
     # forward
 
-    def block(self, number: int, schedule: Schedule) -> Run:
-        """How to run the branches of the next block; ``number`` is for a trace."""
-        return partial(self._run, number, schedule)
+    def block(self, number: int, schedule: Schedule, coupling: Coupling, forward: Callable | None = None) -> Run:
+        """How to run the branches of the next block.
 
-    def _run(
-        self, number: int, schedule: Schedule, name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict
-    ) -> Tensor:
-        crossed = self._enter(source, target)
-        branch = _Rebuilt(f"{number}.{name}", module, keywords, self._call, schedule.keep)
-        branch.place, branch.ahead, branch.crossed = len(self._branches), schedule.ahead, crossed
-        coupled = self._coupling.couple(target, branch.run(source, self._supply))
-        self._branches.append(branch)
-        self._leave(coupled, source)
-        return coupled
+        Args:
+            number: for a trace.
+            coupling: of its streams.
+            forward: what to call instead of the branch, without the branch's hooks.
+        """
+
+        def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+            crossed = self._enter(source, target)
+            branch = _Rebuilt(f"{number}.{name}", module, keywords, self._call, schedule.keep, forward)
+            branch.coupling, branch.crossed = coupling, crossed
+            branch.place, branch.ahead = len(self._branches), schedule.ahead
+            coupled = coupling.couple(target, source, branch.run(coupling.read(source), self._supply))
+            self._branches.append(branch)
+            self._leave(coupled, source)
+            return coupled
+
+        return run
 
     def _leave(self, coupled: Tensor, source: Tensor) -> None:
         self._streams, self._versions = (coupled, source), (coupled._version, source._version)
@@ -362,9 +379,9 @@ class Tape:
         """
         # Taken, because the graph of a stream holds the tape: a branch that fails must not leave the two to hold each other.
         streams, self._streams = self._streams, None
-        crossed = first is streams[0] or _same(first, streams[0])
+        crossed = first is streams[0] or same_tensor(first, streams[0])
         pair = (first, second) if crossed else (second, first)
-        if not all(a is b or _same(a, b) for a, b in zip(pair, streams, strict=True)):
+        if not all(a is b or same_tensor(a, b) for a, b in zip(pair, streams, strict=True)):
             raise ValueError(
                 "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
                 "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
@@ -400,7 +417,7 @@ class Tape:
         if self._current is not None:
             current, source = self._current
             if branch is current:  # a function reads its ctx.saved_tensors a second time
-                branch.saved[:] = branch.run_again(source, output=False)[1]
+                branch.saved[:] = branch.run_again(branch.coupling.read(source), output=False)[1]
                 return
             current.saved.clear()
         early, self._early = self._early, None
@@ -439,9 +456,9 @@ class Tape:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self._branches[self._position], self._streams
         inverted = branch.place > 0 or self._witness is not None
-        update, saved = branch.run_again(source, output=inverted)
+        output, saved = branch.run_again(branch.coupling.read(source), output=inverted)
         if inverted:
-            target = self._coupling.undo(coupled, update)
+            target = branch.coupling.undo(coupled, source, output)
             if branch.place == 0:
                 self._witness.compare(target, source)
             self._streams = (source, target) if branch.crossed else (target, source)
@@ -467,6 +484,7 @@ class Tape:
         self._early = branch, saved, streams, done  # the streams too: the side stream reads them until ``done``
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same elements in the same order."""
     same_view = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
     return same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata

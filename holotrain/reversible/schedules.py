@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from holotrain.reversible.kept import Keeper
 
@@ -84,3 +84,18 @@ def keeping(schedule: Schedule, words: Collection[str]) -> Schedule:
 def stores_everything(backward: str | Sequence[str]) -> bool:
     """Whether all blocks store all activations; also where there are no blocks."""
     return all(schedule_of(words).kind == "stored" for words in ([backward] if isinstance(backward, str) else backward))
+
+
+class Shorthand:
+    """``backward``, ``store`` or ``keep`` of an object with blocks. Setting one makes its ``schedules`` anew."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, of: Any, owner: type) -> Any:
+        return of._shorthands[self._name]
+
+    def __set__(self, of: Any, value: Any) -> None:
+        shorthands = of._shorthands | {self._name: value}
+        of.schedules = schedules_of(depth=len(of.blocks), **shorthands)
+        of._shorthands = shorthands

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import count, groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +19,10 @@ from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import buffers_unchanged, is_compiled, is_sharded
 from holotrain.reversible.recomputation import Checkpointing, Tape
 from holotrain.reversible.replay import Call, generators_among, generators_unmoved, in_trace, is_imagined
-from holotrain.reversible.schedules import SCHEDULES, Schedule, schedules_of
+from holotrain.reversible.schedules import SCHEDULES, Schedule, Shorthand
 
 Keywords = dict | Sequence[dict] | None
 """Keyword arguments of f or g: the same for every block, or one dict for each."""
-
-
-class _Shorthand:
-    """An attribute from which the schedules are made."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, sequence: ReversibleSequence, owner: type) -> Any:
-        return sequence._shorthands[self._name]
-
-    def __set__(self, sequence: ReversibleSequence, value: Any) -> None:
-        shorthands = sequence._shorthands | {self._name: value}
-        sequence.schedules = schedules_of(depth=len(sequence.blocks), **shorthands)
-        sequence._shorthands = shorthands
 
 
 class ReversibleSequence(nn.Module):
@@ -71,7 +55,7 @@ class ReversibleSequence(nn.Module):
     rebuilt.
     """
 
-    backward, store, keep = _Shorthand(), _Shorthand(), _Shorthand()
+    backward, store, keep = Shorthand(), Shorthand(), Shorthand()
     schedules: list[Schedule]
 
     def __init__(
@@ -162,13 +146,13 @@ class ReversibleSequence(nn.Module):
                 x1, x2 = self._store(group, x1, x2, coupling)
                 call.present = None
                 continue
-            tape = self._tape(call, coupling, x1, x2) if kind == "rebuilt" else Checkpointing(call, coupling)
+            tape = self._tape(call, x1, x2) if kind == "rebuilt" else Checkpointing(call)
             for number, schedule, block, words in group:
                 if hooked or block._forward_pre_hooks or block._forward_hooks:
                     call.present = None  # a hook may draw random numbers
                 if schedule.ahead and is_sharded(type(block)):
                     schedule = replace(schedule, ahead=False)
-                run = tape.block(number, schedule)
+                run = tape.block(number, schedule, coupling)
                 if is_compiled([block]):
                     run = torch.compiler.disable(run)  # a recomputation runs outside the compiled block
                 with in_trace("forward", number):
@@ -177,7 +161,7 @@ class ReversibleSequence(nn.Module):
         call.end()
         return x1, x2
 
-    def _tape(self, call: Call, coupling: Additive, x1: Tensor, x2: Tensor) -> Tape:
+    def _tape(self, call: Call, x1: Tensor, x2: Tensor) -> Tape:
         if x1.dtype.itemsize < 4:
             warnings.warn(
                 f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
@@ -187,7 +171,7 @@ class ReversibleSequence(nn.Module):
         witness = None
         if self.witnesses is not None:
             self.witnesses.append(witness := Witness())
-        return Tape(call, coupling, x1, x2, witness)
+        return Tape(call, x1, x2, witness)
 
     def _compiled(
         self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
@@ -216,6 +200,15 @@ class ReversibleSequence(nn.Module):
                 streams = block(*streams, *words)
                 largest = torch.maximum(largest, torch.stack(streams).abs().amax())
         self.grid.choose(largest.item(), x1.dtype)
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+        return self, self
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A sequence ``depth`` times the first block, which takes the same arguments."""
+        return type(self)([self.blocks[0]] * depth, backward=[backward] * depth)
 
     def inverse(self, y1: Tensor, y2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""

@@ -88,7 +88,7 @@ class Part:
         self.clear_unwritten()
 
     def clear_unwritten(self) -> None:
-        """Sets the memory to zero where there is no gradient: an update there is not used."""
+        """Sets the memory to zero where there is no gradient; updates at these places are not used."""
         unwritten = [*self.margins, *(span.view for span in self.spans if span.parameter.grad is None)]
         if unwritten:
             torch._foreach_zero_(unwritten)

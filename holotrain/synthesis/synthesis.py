@@ -69,17 +69,12 @@ class HolographicSynthesis:
         self._keys = Keys(model, layers, self._weaver.key_length, like, outputs=mode == "bind")
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes kept between steps; momentum would take as many as the parameters.
+    def state_tensors(self) -> list[Tensor]:
+        """The tensors kept between steps: holograms and running means. Momentum would take as many bytes as the parameters.
 
         A step also needs temporary memory: a few MiB on a CPU; as much as the gradients on a GPU, and where updates change
         layer by layer (``match_norm``, ``mix``, ``cosine_floor``).
         """
-        return sum(tensor.nbytes for tensor in self.state_tensors)
-
-    @property
-    def state_tensors(self) -> list[Tensor]:
-        """The tensors kept between steps: holograms and running means."""
         return list(self._weaver.state().values())
 
     def step(self) -> bool:

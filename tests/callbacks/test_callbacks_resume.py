@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from holotrain.callbacks import ExactCheckpoint, ExactResume, Interrupted, SaveOnSignal, last_checkpoint
 from holotrain.data import ResumableLoader
+from holotrain.reversible import make_reversible
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 EPOCHS, STEPS = 3, 12
@@ -30,13 +31,24 @@ class Numbers(Dataset):
         return torch.tensor([float(key[0]), float(key[1])])
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
 class Noisy(pl.LightningModule):
-    """Draws from every global generator, in the step and on the way to the device, and notes what it saw."""
+    """Draws from every global generator, in the step and on the way to the device, and notes what it saw. The grid of its stack
+    of blocks is chosen in the first batch."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        blocks = make_reversible(nn.Sequential(nn.Sequential(Residual(), Residual(), Residual())), "0", bits=1)
+        self.layers = nn.Sequential(nn.Linear(2, 8), blocks, nn.Dropout(0.5), nn.Linear(8, 1))
         self.seen = []
         self.validated = []
 

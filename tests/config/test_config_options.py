@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
+from holotrain.checks import described_by
 from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of
 from holotrain.config.build_callbacks import build_fit_callbacks
 from holotrain.config.build_loggers import build_loggers
@@ -166,7 +167,7 @@ def test_options_reach_what_they_describe():
     ("overrides", "words"),
     [
         (["trainer.precision=banana"], "trainer.precision: 'banana' is not one of 32-true"),
-        (["data.batch_size=-3"], "data: batch_size must be at least 1, not -3"),
+        (["data.batch_size=-3"], "data.batch_size: must be at least 1, not -3"),
         (["trainer.limit_train_batches=1.5"], "1.5 is not valid; give a whole number of batches or a fraction"),
         (["trainer.val_check_interval=often"], "'often' is not valid; give a whole number"),
         (["model=vit_tiny", "backward=reversible"], "not reversible; use backward=autograd"),
@@ -195,8 +196,8 @@ def test_options_reach_what_they_describe():
         (["logger.tensorbord.prefix=x"], "logger.tensorbord: there is no 'tensorbord' in logger"),
         (["logger.tensorboard.save_dir=x"], "logger.tensorboard.save_dir: there is no 'save_dir' in logger.tensorboard"),
         (["data=imagefolder", "data.root=x", "data.on_corrupt=shrug"], "data.on_corrupt: 'shrug' is not one of error, skip"),
-        (["task.label_smoothing=2"], "task: label_smoothing must be in [0, 1), not 2"),
-        (["model.drop_path=1"], "model: drop_path must be in [0, 1), not 1"),
+        (["task.label_smoothing=2"], "task.label_smoothing: must be in [0, 1), not 2"),
+        (["model.drop_path=1"], "model.drop_path: must be in [0, 1), not 1"),
         (["seed=-1"], "seed: -1 is out of range"),
         (
             ["task=causal_lm", "model=rev_vit_tiny"],
@@ -214,14 +215,14 @@ def test_options_reach_what_they_describe():
             "model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64",
         ),
         (["model.trained=heads"], "model.trained: 'heads' is not one of all, head, adapters. Did you mean 'head'?"),
-        (["model=swin_tiny", "model.depths=[]"], "model: depths"),
-        (["model=swin_tiny", "model.heads=[3,0,3,3]"], "model: heads must be at least 1, not 0"),
-        (["model=mvit_tiny", "model.kv_stride=0"], "model: kv_stride must be at least 1, not 0"),
+        (["model=swin_tiny", "model.depths=[]"], "model: depths and heads need one number"),
+        (["model=swin_tiny", "model.heads=[3,0,3,3]"], "model.heads: must be at least 1, not 0"),
+        (["model=mvit_tiny", "model.kv_stride=0"], "model.kv_stride: must be at least 1, not 0"),
         (["task=causal_lm", "model.positions=none"], "model.positions: 'none' is not one of rotary, learned"),
-        (["task=masked_lm", "task.mask_probability=0"], "task: mask_probability must be in"),
+        (["task=masked_lm", "task.mask_probability=0"], "task.mask_probability: must be in"),
         (["task=masked_lm", "model=roberta_tiny", "model.norm=middle"], "model.norm: 'middle' is not one of pre, post"),
         (["task=masked_lm", "backward.cuda_graph=true"], "backward.cuda_graph: needs batches of one shape"),
-        (["task=masked_lm", "data.max_tokens=100"], "data: max_tokens must be at least context, 256, not 100"),
+        (["task=masked_lm", "data.max_tokens=100"], "data.max_tokens: must be at least context, 256, not 100"),
         (["task=causal_lm", "data.unit=word"], "data.unit: 'word' is not one of file, paragraph, line"),
         (["seed=99999999999999"], "seed: 99999999999999 is out of range"),
     ],
@@ -245,10 +246,10 @@ def test_values_out_of_range_are_named(overrides, words):
             ["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"],
             "optimizer: Nesterov momentum requires a momentum",
         ),
-        (["optimizer=muon", "optimizer.momentum=1"], "optimizer: momentum 1.0 is out of range; it must be in [0, 1)"),
-        (["scheduler.warmup=1"], "scheduler: warmup 1.0 is out of range; it must be in [0, 1)"),
-        (["scheduler.final=2"], "scheduler: final 2.0 is out of range; it must be in [0, 1]"),
-        (["scheduler=multistep", "scheduler.milestones=[2]"], "scheduler: milestones 2.0 is out of range"),
+        (["optimizer=muon", "optimizer.momentum=1"], "optimizer.momentum: 1.0 is out of range; it must be in [0, 1)"),
+        (["scheduler.warmup=1"], "scheduler.warmup: 1.0 is out of range; it must be in [0, 1)"),
+        (["scheduler.final=2"], "scheduler.final: 2.0 is out of range; it must be in [0, 1]"),
+        (["scheduler=multistep", "scheduler.milestones=[2]"], "scheduler.milestones: 2.0 is out of range"),
         (
             ["optimizer._target_=torch.optim.NAdaam"],
             "optimizer._target_: there is no 'NAdaam' in torch.optim. Did you mean 'NAdam'?",
@@ -405,12 +406,12 @@ def test_the_order_of_callbacks(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["callbacks.drift.threshold=-1"], "callbacks.drift: threshold -1.0 is out of range"),
-        (["callbacks.memory.every_n_steps=-1"], "callbacks.memory: every_n_steps -1 is out of range"),
-        (["callbacks=ema", "callbacks.ema.decay=1"], "callbacks.ema: decay 1.0 is out of range; it must be in [0, 1)"),
-        (["callbacks.checkpoint.save_top_k=0"], "callbacks.checkpoint: save_top_k 0 is out of range"),
+        (["callbacks.drift.threshold=-1"], "callbacks.drift.threshold: -1.0 is out of range"),
+        (["callbacks.memory.every_n_steps=-1"], "callbacks.memory.every_n_steps: -1 is out of range"),
+        (["callbacks=ema", "callbacks.ema.decay=1"], "callbacks.ema.decay: 1.0 is out of range; it must be in [0, 1)"),
+        (["callbacks.checkpoint.save_top_k=0"], "callbacks.checkpoint.save_top_k: 0 is out of range"),
         (["callbacks.checkpoint.monitor=val/los"], "Did you mean 'val/loss'?"),
-        (["callbacks.predictions.count=0"], "callbacks.predictions: count must be at least 1"),
+        (["callbacks.predictions.count=0"], "callbacks.predictions.count: must be at least 1"),
     ],
 )
 def test_what_a_callback_refuses_is_named(overrides, words, tmp_path):
@@ -451,22 +452,22 @@ def test_the_options_of_a_synthesis_reach_it():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["synthesis=associative", "synthesis.mix=2"], r"synthesis: mix=2.0: it must be in \[0, 1\]"),
-        (["synthesis=associative", "synthesis.decay_warmup=-1"], "synthesis: decay_warmup=-1: it must be at least 0"),
-        (["synthesis=associative", "synthesis.seed=99999999999999999999999"], "synthesis: seed=99999999999999999999999: it"),
-        (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis: decay=1.5: it must be in"),
-        (["synthesis=bind", "synthesis.offload=true"], "synthesis: offload has no effect with mode='bind'"),
-        (["synthesis=shared", "synthesis.module=modle"], "synthesis: module='modle': "),
+        (["synthesis=associative", "synthesis.mix=2"], r"synthesis.mix=2.0: it must be in \[0, 1\]"),
+        (["synthesis=associative", "synthesis.decay_warmup=-1"], "synthesis.decay_warmup=-1: it must be at least 0"),
+        (["synthesis=associative", "synthesis.seed=99999999999999999999999"], "synthesis.seed=99999999999999999999999: it"),
+        (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis.decay=1.5: it must be in"),
+        (["synthesis=bind", "synthesis.offload=true"], "synthesis.offload: has no effect with mode='bind'"),
+        (["synthesis=shared", "synthesis.module=modle"], "synthesis.module='modle': "),
         (["synthesis._target_=torch.nn.Identity"], "synthesis: torch.nn.Identity is not a SynthesisCallback but a Identity"),
         (
             ["synthesis=bind", "synthesis.cover=[nothing]"],
-            "synthesis: cover: 'nothing' matches no parameter; names look like model.",
+            "synthesis.cover: 'nothing' matches no parameter; names look like model.",
         ),
-        (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis: exclude: 'haed' matches no parameter"),
+        (["synthesis=shared", "synthesis.exclude=['*head*','haed']"], "synthesis.exclude: 'haed' matches no parameter"),
         (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis: cover and exclude leave no parameter"),
-        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis: subsample=0.0001 selects nothing"),
-        (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis: block_length=100000000: it is longer"),
-        (["synthesis=shared", "synthesis.compile=true"], "synthesis: compile has no effect with mode='shared'"),
+        (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis.subsample=0.0001 selects nothing"),
+        (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis.block_length=100000000: it is longer"),
+        (["synthesis=shared", "synthesis.compile=true"], "synthesis.compile: has no effect with mode='shared'"),
     ],
 )
 def test_a_synthesis_that_cannot_be_is_named(overrides, words):
@@ -474,9 +475,27 @@ def test_a_synthesis_that_cannot_be_is_named(overrides, words):
         synthesis(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("width must be at least 1", "model.width: must be at least 1"),
+        ("width 3 is not even", "model.width: 3 is not even"),
+        ("width=3: it must be even", "model.width=3: it must be even"),
+        ("width: it must be even", "model.width: it must be even"),
+        ("width and depth leave nothing", "model: width and depth leave nothing"),
+        ("widths must be even", "model: widths must be even"),
+        ("Invalid width: 3", "model: Invalid width: 3"),
+    ],
+)
+def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
+    with pytest.raises(UserError) as error, described_by("model", ["width", "depth"]):
+        raise ValueError(text)
+    assert str(error.value) == expected
+
+
 def test_sizes_that_do_not_divide_are_named():
     config = configuration("fit", "model.heads=5")
-    with pytest.raises(UserError, match="model: dim must be a multiple of heads, but 96 is not a multiple of 5"):
+    with pytest.raises(UserError, match="model.dim: must be a multiple of heads, but 96 is not a multiple of 5"):
         build_model(config, facts_of(build_data(config)))
 
 

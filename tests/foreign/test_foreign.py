@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
-from left_by_runs import assert_same_weights, only, summary
+from left_by_runs import assert_same_weights, summary
 from made_once import made_once
 from small_run import fit_in
 
@@ -265,7 +265,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
         ([*TINY[:2], "model.arguments={checkpoint_path: x}"], "arguments.checkpoint_path is not passed to timm"),
         ([*TINY[:2], "model.arguments={dept: 2}"], "model: timm: "),
         ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
-        ([*TINY, "model.blocks=blocks"], "model: blocks names the blocks to make reversible; give reversible=2bit too"),
+        ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=2bit too"),
         ([*TINY, "backward=reversible"], "only autograd and checkpoint are possible"),
         ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
         (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
@@ -322,18 +322,29 @@ def test_memory_is_saved_without_a_reversible_model(holotrain, trained, backward
     assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
 
 
-def test_reversible_blocks_train(holotrain, trained):
-    try:
-        from holotrain.reversible import make_reversible  # noqa: F401
-    except ImportError:
-        pytest.skip("make_reversible is not there yet")
-    words = [*SHORT, *TINY, "model.reversible=2bit", "hydra.run.dir=run"]
-    assert holotrain("fit", *words)[::2] == (0, "")
-    assert holotrain("plan", "ckpt_path=run", "hydra.run.dir=plan")[::2] == (0, "")
-    plan = json.loads(Path("plan/plan.json").read_text())
-    assert plan["footprints"]["reversible"]["peak"] < plan["footprints"]["autograd"]["peak"]
-    assert holotrain("export", "ckpt_path=run", "to=export")[::2] == (0, "")
-    assert only(Path("runs/export"))
+@pytest.mark.parametrize(("kind", "task"), [("timm", "image_classification"), ("gpt2", "causal_lm")])
+def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
+    """They need less memory, and the export is a plain model of its library."""
+    write_texts(tmp_path)
+    write_network(Path("network"), "gpt2", n_layer=6)
+    small = [word.replace("depth: 2", "depth: 6") for word in words_of(kind, task)]
+    words = [*SHORT, *small, "model.reversible=2bit", "test=false"]
+    assert holotrain("fit", *words, "hydra.run.dir=run")[::2] == (0, "")
+    status, _, err = holotrain("plan", "ckpt_path=run", "memory=1GiB", "hydra.run.dir=plan")
+    assert (status, err) == (0, "")
+    peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
+    assert peaks["reversible"] < peaks["autograd"]
+    assert holotrain("fit", *words, "backward=pareprop", "hydra.run.dir=ahead")[::2] == (0, "")
+    assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("ahead/checkpoints/last.ckpt"))
+    status, _, err = holotrain("export", "ckpt_path=run", "to=export")
+    assert (status, err) == (0, "")
+    model, given = package.load("run"), example(task, Path("run"))
+    if kind == "timm":
+        back = timm.create_model("local-dir:export", pretrained=True).eval()
+        assert_equal(back(given), model(given))
+    else:
+        back = transformers.AutoModelForCausalLM.from_pretrained("export").eval()
+        assert_equal(back(given).logits, model(given))
 
 
 def test_lora_is_trained_and_merged(holotrain):

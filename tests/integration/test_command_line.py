@@ -298,6 +298,11 @@ MISTAKES = [
     (["test"], "give ckpt_path="),
     (["predict", "ckpt_path=text.ckpt"], "not a readable checkpoint"),
     (["fit", "--experimental-rerun", "x"], "not a flag"),
+    (["fit", "--lr", "3"], "'--lr' is not a flag; options are written key=value. Did you mean 'optimizer.lr=3'?"),
+    (["fit", "task=causal_lm", "--batch-size=8"], "Did you mean 'data.batch_size=8'?"),
+    (["fit", "--epochs", "-m"], "Did you mean 'trainer.max_epochs=...'?"),
+    (["fit", "--optimizer.lr", "3"], "Did you mean 'optimizer.lr=3'?"),
+    (["fit", "--model", "vit_tiny"], "Did you mean 'model=vit_tiny'?"),
 ]
 
 
@@ -312,6 +317,25 @@ def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
     assert not list(Path(".").glob("runs/fit/20*"))  # a run that did not begin leaves no folder
 
 
+def test_an_option_needs_only_its_line_in_the_signature(holotrain):
+    """Help, checks, checkpoints and the commands that start from one know it by the signature of the model."""
+    assert "model.layer_scale=null" in " ".join(holotrain("fit", "--help")[1].split())
+    for words, expected in [
+        ("model.layer_scale=-1", "model.layer_scale: must be at least 0, not -1"),
+        ("model.layer_scale=small", "model.layer_scale: 'small' is not a number or null"),
+        ("model.layer_scal=1", "Did you mean 'layer_scale'?"),
+    ]:
+        status, _, err = holotrain("fit", words)
+        assert status == 2 and expected in err
+    assert holotrain("fit", *SMALL, "model.layer_scale=0.5", "test=false", "hydra.run.dir=run")[0] == 0
+    kept = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    assert kept["holotrain"]["config"]["model"]["layer_scale"] == 0.5
+    assert "model.blocks.blocks.1.g.scale.weight" in kept["state_dict"]
+    assert holotrain("test", "ckpt_path=run")[0] == 0
+    status, _, err = holotrain("test", "ckpt_path=run", "model.layer_scale=null")
+    assert status == 2 and "holds another model" in err
+
+
 def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
     folder, checkpoint = trained
     truncated = Path("truncated.ckpt")
@@ -324,7 +348,7 @@ def test_checkpoints_that_do_not_fit_are_refused(holotrain, trained):
         (["test", "ckpt_path=foreign.ckpt"], "not written by holotrain"),
         (["fit", f"ckpt_path={checkpoint}", "model.dim=32"], "another model"),
         (["fit", f"ckpt_path={checkpoint}", "model=vit_tiny"], "another model"),
-        (["test", f"ckpt_path={checkpoint}", "data=fake", "data.num_classes=3"], "has other classes"),
+        (["test", f"ckpt_path={checkpoint}", "data=fake", "data.num_classes=3"], "was trained on other classes"),
         (["fit", f"ckpt_path={checkpoint}", "optimizer=adamw"], "trained with holotrain.tasks.optimizers.sgd and can only"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis=none"], "trained with synthesis=associative"),
         (["fit", f"ckpt_path={checkpoint}", "synthesis.ema=0.5"], "synthesis: the state belongs to another synthesis: ema"),

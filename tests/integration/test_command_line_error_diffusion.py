@@ -97,7 +97,7 @@ def test_a_plan_and_its_depth(holotrain):
         (["model.rule=kanek"], "Did you mean 'kaneko'?"),
         (["model=rev_vit_tiny"], "model: ErrorDiffusionClassifier trains ImageErrorDiffusion, not RevViT"),
         (["data.classes=[1]"], "1 is the only class"),
-        (["model.depth=0"], "model: depth must be at least 1, not 0"),
+        (["model.depth=0"], "model.depth: must be at least 1, not 0"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(holotrain, words, expected):

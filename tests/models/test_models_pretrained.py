@@ -94,6 +94,14 @@ def test_vit_is_timms_at_every_image_size(pool, size):
 
 
 @torch.no_grad()
+def test_a_vit_with_layer_scale_is_timms():
+    reference = randomised(timm_vit(**POOLS["class"], init_values=0.1))
+    model = ViT(**IMAGE, pool="class", layer_scale=0.1).eval()
+    assert load_pretrained(model, reference.state_dict()).missing == ()
+    assert_same(model(images(8)), reference(images(8)))
+
+
+@torch.no_grad()
 def test_swin_is_timms():
     reference = randomised(timm.create_model("swin_tiny_patch4_window7_224"))
     model = Swin().eval()
@@ -270,7 +278,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
         ("model.safetensors.index.json", "is not an index of weights"),
         ("cut.safetensors", "not a readable safetensors file"),
         ("program.bin", "or holds more than tensors"),
-        ("empty.pt", "holds no weights by name"),
+        ("empty.pt", "is not a mapping from names to weights"),
         ("folder", "holds none of model.safetensors"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -137,7 +137,7 @@ def cut(name, length):
         (cut("config.json", 30), "config.json is damaged, or of another program"),
         (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
         (changed_config(format=1), "is of format 1; this version of holotrain reads format 2"),
-        (changed_config(target="cnn.Net"), "describes no model that can be built: cnn.Net is not a model .*trust='cnn'"),
+        (changed_config(target="cnn.Net"), "describes no model that can be built: cnn.Net is needed, .* no package 'cnn' here"),
         (changed_config(arguments={"depht": 3}), "describes no model that can be built: .*depht"),
         (
             changed_config(arguments=IMAGE | {"dim": 8}),

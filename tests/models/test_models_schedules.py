@@ -76,7 +76,7 @@ def test_a_block_that_is_in_the_list_twice():
 @pytest.mark.parametrize(
     ("model", "backward", "words"),
     [
-        (Tower([Block(), Block()]), "reversible", "Tower has no ReversibleSequence; only autograd and checkpoint are possible"),
+        (Tower([Block(), Block()]), "reversible", "Tower has no reversible blocks; only autograd and checkpoint are possible"),
         (nn.Linear(2, 2), "checkpoint", "Linear has no ModuleList or Sequential of equal blocks to checkpoint"),
         (Tower([nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4))]), "checkpoint", "Tower hold BatchNorm"),
     ],

@@ -105,3 +105,35 @@ def test_a_class_token_alone_is_read_by_the_head(model_class):
 def test_an_image_of_another_size_is_refused():
     with pytest.raises(ValueError, match="224x224 pixels, not 32x32"):
         on_meta(RevViT, "tiny")(torch.empty(1, 3, 32, 32, device="meta"))
+
+
+@pytest.mark.parametrize("model_class", [ViT, RevViT])
+def test_layer_scale_begins_with_its_value(model_class):
+    arguments = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
+    without, with_scales = model_class(**arguments).state_dict(), model_class(**arguments, layer_scale=0.5).state_dict()
+    added = {name: with_scales[name] for name in with_scales.keys() - without.keys()}
+    assert {*added} == {f"blocks.blocks.{block}.{branch}.scale.weight" for block in (0, 1) for branch in "fg"}
+    assert all(torch.equal(scale, torch.full((16,), 0.5)) for scale in added.values())
+    with pytest.raises(ValueError, match="layer_scale must be at least 0, not -1"):
+        model_class(**arguments, layer_scale=-1)
+
+
+def test_blocks_of_scale_zero_do_nothing():
+    model = ViT(image_size=8, patch_size=2, channels=1, classes=5, dim=16, depth=2, heads=2, layer_scale=0)
+    tokens = torch.randn(2, 16, 16)
+    assert_equal(model.blocks(tokens), tokens)
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
+def test_scales_have_the_gradients_of_every_schedule(backward):
+    grads = []
+    for schedule in ("autograd", backward):
+        torch.manual_seed(0)
+        arguments = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 3, "heads": 2}
+        model = RevViT(**arguments, layer_scale=0.3, backward=schedule)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(2, 1, 8, 8)).float().square().sum().backward()
+        grads.append([parameter.grad for name, parameter in model.named_parameters() if ".scale." in name])
+    assert len(grads[0]) == 6 and all(grad.abs().sum() > 0 for grad in grads[0])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)

@@ -1,10 +1,15 @@
-"""A package of a user's: models, data, tasks, an optimizer, a schedule and a callback that holotrain has never heard of."""
+"""A package of a user's: models, data, tasks, an optimizer, a schedule, a callback and a logger that holotrain has never
+heard of."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -75,6 +80,41 @@ class Diary(pl.Callback):
         self.count = state["count"]
 
 
+class Journal(Logger):
+    """Metrics as lines of JSON. A resumed run appends, so that the last line of a step counts.
+
+    Args:
+        file: name of the file in the folder of the run
+        digits: decimals of a number
+    """
+
+    def __init__(self, save_dir: str, file: str = "journal.jsonl", digits: int = 6) -> None:
+        super().__init__()
+        if digits < 0:
+            raise ValueError(f"digits must be at least 0, not {digits}")
+        self.path, self.digits = Path(save_dir, file), digits
+
+    @property
+    def name(self) -> str:
+        return "journal"
+
+    @property
+    def version(self) -> None:
+        return None
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict, *others, **more) -> None:
+        self._write({"options": params})
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self._write({"step": step} | {name: round(float(value), self.digits) for name, value in metrics.items()})
+
+    def _write(self, line: dict) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
+
 class Stripes(pl.LightningDataModule):
     """Images with horizontal or vertical stripes, 8 x 8 pixels, one channel.
 
@@ -108,6 +148,17 @@ class Stripes(pl.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader:
         return self.test_dataloader()
+
+
+class Trays(Stripes):
+    """Stripes whose option for the size of batches has a name of its own.
+
+    Args:
+        tray: images in a batch
+    """
+
+    def __init__(self, tray: int = 12) -> None:
+        super().__init__(batch_size=tray)
 
 
 class Numbered(Dataset):

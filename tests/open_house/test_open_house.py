@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_close
+from forked import Forked
 from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
 
@@ -90,6 +91,30 @@ def test_a_killed_run_resumes_to_the_same_weights(house, tmp_path):
     assert scalars(only(Path("killed/fit")))["diary/count"][-1] == 10
 
 
+def test_a_logger_goes_on_in_a_new_process(house, tmp_path):
+    """A checkpoint holds no loggers, so the command that resumes names it again."""
+    words = [*GUEST, "logger=journal", "logger.journal.digits=3"]
+    assert house("fit", *words, "output_dir=whole")[::2] == (0, "")
+    fit_and_kill(tmp_path, *words, "output_dir=killed", "callbacks.checkpoint.every_n_train_steps=2")
+    killed = only(Path("killed/fit"))
+    before = journal(killed)
+    resume = ["fit", "--config-dir", "conf", "resume=true", "output_dir=killed", *words[-2:]]
+    subprocess.run([sys.executable, "-m", "holotrain", *resume], check=True, timeout=120)
+    lines, whole = journal(killed), journal(only(Path("whole/fit")))
+    assert lines[: len(before)] == before and {"model._target_", "logger.journal.digits"} <= lines[0]["options"].keys()
+    for tag in ("train/loss", "val/accuracy", "diary/count"):
+        curve, expected = ({line["step"]: line[tag] for line in each if tag in line} for each in (lines, whole))
+        assert curve == expected and len(curve) >= 2
+    assert [line["test/accuracy"] for line in lines if "test/accuracy" in line] == [
+        round(summary(killed)["metrics"]["test/accuracy"], 3)
+    ]
+    assert len(scalars(killed)["diary/count"]) == 2  # TensorBoard's, which the option keeps
+
+
+def journal(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
 def test_a_sweep_varies_its_options(house):
     status, out, err = house("fit", "-m", *GUEST, "model.width=4,8", "test=false")
     assert (status, err) == (0, "")
@@ -155,6 +180,35 @@ def test_a_checkpoint_names_classes_only_where_the_user_does_too(house):
         assert (status, err) == (0, "")
 
 
+WITHOUT_THE_PACKAGE = """
+import sys
+from holotrain import UserError, load
+from holotrain.cli import main
+for path in sys.argv[1:]:
+    assert main(["test", f"ckpt_path={path}", "trust=house_guest"]) == 2
+    try:
+        load(path, trust="house_guest")
+    except UserError as error:
+        print(error, file=sys.stderr)
+"""
+
+
+def test_a_checkpoint_whose_package_is_not_here(house, tmp_path, monkeypatch):
+    assert house("fit", *GUEST, "hydra.run.dir=run", "test=false", "trainer.max_epochs=1")[0] == 0
+    assert house("export", "--config-dir", "conf", "ckpt_path=run", "to=exported")[0] == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path)])
+    paths = [f"../run/{LAST}", "../exported"]
+    assert Forked(WITHOUT_THE_PACKAGE, *paths, folder=tmp_path / "elsewhere", errors=tmp_path / "said").wait() == 0
+    said = Path("said").read_text().splitlines()
+    assert len(said) == 4
+    for line, path in zip(said, [paths[0], paths[0], paths[1], paths[1]], strict=True):
+        assert (
+            path in line and "there is no package 'house_guest' here; install it, or start in the folder that holds it" in line
+        )
+    assert said[0].startswith(f"holotrain: ckpt_path: {paths[0]} names 'house_guest.") and "trust=house_guest" in said[0]
+
+
 def test_trust_in_a_class_or_package_is_no_trust_in_what_it_holds(house):
     """Attributes of a trusted class, what a trusted module imports, and another class in the place of the trusted one."""
     from holotrain import UserError, load
@@ -195,7 +249,7 @@ class Payload:
     [
         (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
         (["optimizer.lr=fast"], "optimizer.lr: 'fast' is not a number"),
-        (["optimizer.lr=0"], "optimizer: lr 0.0 must be above 0"),
+        (["optimizer.lr=0"], "optimizer.lr: 0.0 must be above 0"),
         (["scheduler.times=0.5"], "scheduler.times: 0.5 is not a whole number"),
         (
             ["callbacks.diary.kind=batch"],
@@ -206,13 +260,16 @@ class Payload:
             "there is no 'Lyon' in house_guest. Did you mean 'Lion'?",
         ),
         (["optimizer._target_=house_guests.Lion"], "optimizer._target_: there is no package 'house_guests'"),
-        (["model=net", "model.width=0"], "model: width must be at least 1, not 0"),
+        (["model=net", "model.width=0"], "model.width: must be at least 1, not 0"),
         (["model=net", "model.widht=3"], "model.widht: there is no 'widht' in model. Did you mean 'width'?"),
         (["model=net", "model.classes=3"], "model.classes: 3 does not fit the data, which have 10; leave it out"),
         (
             ["model=tower", "backward=pareprop"],
-            "backward=pareprop: Tower has no ReversibleSequence; only autograd and checkpoint",
+            "backward=pareprop: Tower has no reversible blocks; only autograd and checkpoint",
         ),
+        (["logger=journal", "logger.journal.digits=-1"], "logger.journal.digits: must be at least 0, not -1"),
+        (["logger=journal", "logger.journal.digit=2"], "there is no 'digit' in logger.journal. Did you mean 'digits'?"),
+        (["logger.journal._target_=house_guest.Diary"], "logger.journal: house_guest.Diary is not a logger of Lightning"),
         (["task=denoising", "optimizer=sgd"], "optimizer=sgd: house_guest.Denoising takes no optimizer"),
         (["data._target_=house_guest.Net"], "data.classes: a value is needed"),
     ],
@@ -220,6 +277,25 @@ class Payload:
 def test_mistakes_are_answered_in_a_line(house, words, expected):
     status, _, err = house("fit", *OWN, *([] if "task=denoising" in words else ["experiment=guest"]), *words)
     assert status == 2 and expected in err and err.count("\n") == 1
+
+
+FAULTY = """
+from house_guest import Net
+
+
+class Faulty(Net):
+    def forward(self, images):
+        raise ValueError("width must be at least 1")
+"""
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+def test_an_error_of_a_model_in_use_keeps_its_traceback(house, command):
+    """It is a bug of the model, whatever its words: no option is blamed for it, and nothing is advised."""
+    Path("faulty.py").write_text(FAULTY)
+    status, _, err = house(command, *GUEST, "model._target_=faulty.Faulty")
+    assert status == 1 and err.startswith("Traceback") and 'faulty.py", line 7, in forward' in err
+    assert err.endswith("\nValueError: width must be at least 1\n") and "holotrain: " not in err
 
 
 def test_an_option_with_the_name_of_another_is_refused(house):
@@ -231,6 +307,21 @@ def test_an_option_with_the_name_of_another_is_refused(house):
 def test_the_batch_size_is_chosen_by_the_plan(house):
     status, out, err = house("fit", *GUEST, "data.batch_size=auto", "memory=1MiB", "test=false")
     assert (status, err) == (0, "") and "data.batch_size=60 is the largest that fits into 1 MiB" in out
+
+
+def test_a_plan_names_the_options_that_the_data_have(house):
+    from holotrain import compose
+    from holotrain.commands.advice import rules
+
+    words = [*GUEST[:-2], "data._target_=house_guest.Trays", "data.tray=60", "model.width=64"]
+    status, out, err = house("plan", *words, "memory=1MiB", "hydra.run.dir=run")
+    assert (status, err) == (0, "") and "data.batch_size" not in out
+    plan = json.loads(Path("run/plan.json").read_text())
+    most = plan["largest"]["batch"]
+    assert f"batch=60: up to {most} under backward=reversible" in out
+    assert f"batches of {most} samples (options: data.tray)" in plan["remedies"] and 0 < most < 60
+    config = compose("fit", ["experiment=guest", "model=net", *words[-3:]], "conf")
+    assert "smaller batches (options: data.tray)" in rules(config)
 
 
 def test_its_options_are_in_the_help(house):

@@ -23,6 +23,11 @@ def test_gradients_equal_those_of_one_process(found, backward):
     assert max(errors.values()) <= 1e-12, errors
 
 
+def test_gradients_of_a_stack_equal_those_of_its_recurrence(found):
+    assert len(found["stacks"]) == 9
+    assert set(found["stacks"].values()) == {0.0}, found["stacks"]
+
+
 @pytest.mark.parametrize("backward", ["reversible", "pareprop"])
 @pytest.mark.parametrize(("kind", "collective"), [("ddp", "all-reduce"), ("fsdp2", "reduce-scatter")])
 def test_each_block_is_reduced_before_the_backward_ends(found, backward, kind, collective):

@@ -123,10 +123,10 @@ def watcher(monkeypatch):
         watcher.writes(*made, *(tensor for tensor in saved if tensor.data_ptr() not in own | {source.data_ptr()}))
         return update, saved
 
-    def watched_undo(self, coupled, update):
+    def watched_undo(self, coupled, source, update):
         watcher.reads("an inversion", coupled, update)
         watcher.reading = [weakref.ref(coupled.untyped_storage())] if watcher.current is side else None
-        target = undo(self, coupled, update)
+        target = undo(self, coupled, source, update)
         watcher.writes(target)
         return target
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputing
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputing
 
 WIDTH, DEPTH, BATCH = 16, 4, 4
 events: list[str] = []
@@ -181,9 +181,59 @@ def refusal(name: str) -> str:
     return "not refused"
 
 
+class Residual(Branch):
+    def forward(self, x, bias=None):
+        return x + super().forward(x, bias)
+
+
+class Stacked(nn.Module):
+    """Blocks that make_reversible takes as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Residual() for _ in range(DEPTH))
+        for number, block in enumerate(self.blocks):
+            block.number = number
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def shard_blocks(net):
+    for block in net.blocks:
+        fully_shard(block)
+    return fully_shard(net)
+
+
+def stacked(wrap, backward: str, rank: int) -> list[torch.Tensor]:
+    """Two steps' gradients of a stack; the signs of its samples are drawn anew in each process."""
+    torch.manual_seed(0)
+    net = wrap(make_reversible(Stacked().double(), "blocks", backward=backward))
+    for seed in range(2):
+        net.zero_grad()
+        torch.manual_seed(10 * rank + seed)
+        step(net, batch()[rank * BATCH : (rank + 1) * BATCH])
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in net.parameters()]
+
+
+def stack_errors(rank: int) -> dict[str, float]:
+    """The largest differences to the same recurrence under plain autograd, in the same wrapper."""
+    found = {}
+    for name, wrap in {"ddp": ddp, "fsdp2": shard_blocks, "fsdp2, root alone": fully_shard}.items():
+        true = stacked(wrap, "autograd", rank)
+        for backward in ("checkpoint", "reversible", "pareprop"):
+            pairs = zip(stacked(wrap, backward, rank), true, strict=True)
+            found[f"{name}, {backward}"] = max((a - b).abs().max().item() for a, b in pairs)
+    return found
+
+
 def find(rank: int) -> dict:
     init_device_mesh("cpu", (2,))
-    found = {"errors": {}, "orders": {}, "refused": {}}
+    found = {"errors": {}, "orders": {}, "refused": {}, "stacks": stack_errors(rank)}
     for backward in ("checkpoint", "reversible", "pareprop"):
         found["errors"][backward] = {name: error(backward, name, rank) for name in CASES}
         if backward != "checkpoint":

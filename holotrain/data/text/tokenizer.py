@@ -67,10 +67,6 @@ class Tokenizer(ABC):
         Bits per byte of a text are the sum of its tokens' losses (nats) divided by ``ln 2 * byte_lengths[targets].sum()``.
         """
 
-    def bytes_of(self, ids: Sequence[int] | np.ndarray) -> int:
-        """The number of UTF-8 bytes that ids stand for; special tokens count as 0."""
-        return int(self.byte_lengths[np.asarray(ids, dtype=np.int64)].sum())
-
     @abstractmethod
     def to_json(self) -> str:
         """The tokenizer as JSON, for a file or a checkpoint; :func:`~holotrain.data.text.tokenizer_from_json` reads it."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from holotrain.models.pretrained.files import read_weights
 from holotrain.models.pretrained.loading import Loaded
+from holotrain.reversible import make_reversible
 
 OURS = "model.model."
 """Before the names of the weights in a checkpoint of holotrain: the task's model, and the adapter's."""
@@ -38,10 +39,6 @@ class Foreign(nn.Module):
             if blocks is not None:
                 raise ValueError("blocks names the blocks to make reversible; give reversible=2bit too")
             return
-        try:
-            from holotrain.reversible import make_reversible
-        except ImportError as error:
-            raise ValueError(f"reversible={reversible} needs a newer holotrain") from error
         make_reversible(model, blocks, bits=int(reversible.removesuffix("bit")))
 
     @property

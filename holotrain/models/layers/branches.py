@@ -6,11 +6,12 @@ Shapes: B batch, T tokens, C channels.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import Attention
-from holotrain.ranges import require_within
+from holotrain.ranges import require_at_least, require_within
 
 
 class DropPath(nn.Module):
@@ -36,8 +37,24 @@ class DropPath(nn.Module):
         return f"probability={self.probability}"
 
 
+class LayerScale(nn.Module):
+    """A learned factor for each channel (Touvron et al., "Going deeper with Image Transformers", 2021). (..., C) -> (..., C).
+
+    Args:
+        value: that all C factors begin with.
+    """
+
+    def __init__(self, dim: int, value: float) -> None:
+        super().__init__()
+        require_at_least(0, layer_scale=value)
+        self.weight = nn.Parameter(torch.full((dim,), float(value)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)  # under autocast the update keeps its precision
+
+
 class AttentionBranch(nn.Module):
-    """F of a block: norm, attention, drop-path. (B, T, C) -> (B, T, C).
+    """F of a block: norm, attention, scale (none, unless a model sets it), drop-path. (B, T, C) -> (B, T, C).
 
     Args:
         norm: of C channels.
@@ -48,6 +65,7 @@ class AttentionBranch(nn.Module):
         super().__init__()
         self.norm = norm
         self.attention = attention
+        self.scale = nn.Identity()
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, **context: Any) -> Tensor:
@@ -55,11 +73,11 @@ class AttentionBranch(nn.Module):
 
     def update(self, x: Tensor, **context: Any) -> Tensor:
         """The branch without its norm, for blocks that have it elsewhere."""
-        return self.drop_path(self.attention(x, **context))
+        return self.drop_path(self.scale(self.attention(x, **context)))
 
 
 class MLPBranch(nn.Module):
-    """G of a block: LayerNorm, Linear, GELU, Linear, drop-path. (..., C) -> (..., C).
+    """G of a block: LayerNorm, Linear, GELU, Linear, scale, drop-path. (..., C) -> (..., C).
 
     Args:
         dim, hidden: C, and the width between the two layers.
@@ -76,6 +94,7 @@ class MLPBranch(nn.Module):
         self.narrow = nn.Linear(hidden, dim)
         self.gelu = gelu
         self.dropout = nn.Dropout(dropout)
+        self.scale = nn.Identity()
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +103,7 @@ class MLPBranch(nn.Module):
     def update(self, x: Tensor) -> Tensor:
         """The branch without its norm, for blocks that have it elsewhere."""
         x = self.dropout(F.gelu(self.widen(x), approximate=self.gelu))
-        return self.drop_path(self.dropout(self.narrow(x)))
+        return self.drop_path(self.scale(self.dropout(self.narrow(x))))
 
 
 Branches = list[tuple[AttentionBranch, MLPBranch]]

@@ -55,7 +55,7 @@ def _sharded(path: Path) -> dict[str, Tensor]:
     try:
         shards = set(json.loads(path.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of weights: it maps no names to files") from error
+        raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
     weights = {}
     for shard in sorted(shards):
         if not (path.parent / shard).is_file():
@@ -78,5 +78,5 @@ def _weights(held: Any, path: Path) -> dict[str, Tensor | Sharded]:
             held = held[key]
     weights = {name: x for name, x in held.items() if isinstance(x, Tensor | Sharded)} if isinstance(held, dict) else {}
     if not weights:
-        raise ValueError(f"{path} holds no weights by name")
+        raise ValueError(f"{path} is not a mapping from names to weights")
     return weights

@@ -13,9 +13,11 @@ _RENAMED = (
     (r"\.norm1\.", ".f.norm."),
     (r"\.attn\.qkv\.", ".f.attention.qkv."),
     (r"\.attn\.proj\.", ".f.attention.project."),
+    (r"\.ls1\.gamma$", ".f.scale.weight"),
     (r"\.norm2\.", ".g.norm."),
     (r"\.mlp\.fc1\.", ".g.widen."),
     (r"\.mlp\.fc2\.", ".g.narrow."),
+    (r"\.ls2\.gamma$", ".g.scale.weight"),
     (r"^fc_norm\.", "norm."),
 )
 

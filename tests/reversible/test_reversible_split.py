@@ -1,4 +1,4 @@
-"""Blocks of other libraries made reversible."""
+"""Blocks of other libraries as two streams."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from compared import assert_close
 from torch import nn
 
-from holotrain.reversible import ReversibleSequence, convert
+from holotrain.reversible import ReversibleSequence, make_reversible, undo
 
 timm = pytest.importorskip("timm")
 
@@ -29,8 +29,8 @@ def vit():
 def test_a_timm_vit_trains_with_the_same_gradients_under_every_schedule():
     model = vit()
     parameters = sum(p.numel() for p in model.parameters())
-    sequence = convert(model, "blocks", branches_of, backward="autograd")
-    assert isinstance(sequence, ReversibleSequence)
+    assert make_reversible(model, "blocks", split=branches_of, backward="autograd") is model
+    sequence = next(module for module in model.modules() if isinstance(module, ReversibleSequence))
     assert sum(p.numel() for p in model.parameters()) == parameters
     images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     grads = {}
@@ -42,24 +42,23 @@ def test_a_timm_vit_trains_with_the_same_gradients_under_every_schedule():
         assert_close(grads[backward], grads["autograd"], rtol=1e-9, atol=1e-12)
 
 
-def test_a_list_that_is_looped_over_stays_a_list():
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(copy.deepcopy(block) for block in vit().blocks)
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(copy.deepcopy(block) for block in vit().blocks)
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
-    model = nn.Sequential(Encoder())
-    convert(model, "0.layers", branches_of)
-    x = torch.randn(2, 5, 48, dtype=torch.float64)
+
+def test_a_list_that_is_looped_over_stays_a_list_and_comes_back():
+    model, x = nn.Sequential(Encoder()).eval(), torch.randn(2, 5, 48, dtype=torch.float64)
+    before, names = model(x), list(model.state_dict())
+    make_reversible(model, "0.layers", split=branches_of)
     assert model(x).shape == x.shape
     assert len(model[0].layers) == 1
-
-
-def test_an_unknown_stack_is_answered_with_those_that_exist():
-    with pytest.raises(ValueError, match="'block' is not a stack of blocks; the model has blocks"):
-        convert(vit(), "block", branches_of)
+    assert not torch.equal(model(x), before)
+    assert undo(model) is model
+    assert torch.equal(model(x), before) and list(model.state_dict()) == names

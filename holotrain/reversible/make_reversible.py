@@ -1,0 +1,141 @@
+"""Makes the blocks of any model reversible, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from holotrain.reversible.block import ReversibleBlock
+from holotrain.reversible.sequence import ReversibleSequence
+from holotrain.reversible.stack import ReversibleStack, stack_of
+
+Split = Callable[[nn.Module], tuple[nn.Module, nn.Module]]
+
+
+def make_reversible(
+    model: nn.Module,
+    blocks: str | Sequence[str] | None = None,
+    *,
+    bits: int | Sequence[int] = 2,
+    split: Split | None = None,
+    backward: str | Sequence[str] = "reversible",
+    store: int | Collection[int] = 0,
+    keep: str | Collection[str] = (),
+) -> nn.Module:
+    """Makes a stack of blocks reversible, in place, so that training keeps almost nothing between them.
+
+    The model stays what it is: its parameters, its ``state_dict`` and what it computes in ``eval()`` do not change. In training
+    each block's step is disturbed a little, with a random sign for each sample, such that its input can be rebuilt from its
+    output (:mod:`holotrain.reversible.two_step`)::
+
+        model = make_reversible(AutoModelForCausalLM.from_pretrained("gpt2"), "transformer.h")
+
+    Args:
+        model: any module.
+        blocks: dotted name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the blocks, or several names. None: the one
+            list of equal blocks that the model has, or all of them if all hold blocks of one class. A block takes the stream
+            (batch, ...) as its first argument and returns a tensor of this shape, or a tuple that begins with one; other
+            arguments are passed on.
+        bits: bits that are kept for each element and block, 1 to 8; towards both ends of the stack up to 4. A list: for each
+            block but the first.
+        split: returns the two residual branches of a block (attention and MLP, each with its norm) as modules of one argument.
+            The blocks are then replaced by a :class:`ReversibleSequence` of two streams, which keeps nothing at all. That is
+            another network with the same weights, to be trained anew.
+        backward, store, keep: as :class:`ReversibleSequence` takes them, with the blocks of each list counted by themselves;
+            ``backward="autograd"`` stores everything and computes the same.
+
+    Returns:
+        the model.
+
+    Raises:
+        ValueError: the model has no such list of blocks, or several lists and none is named, or the blocks are reversible
+            already. At the call in training: a block changes the shape, or the model does more between the blocks than to pass
+            on the stream.
+    """
+    names = [blocks] if isinstance(blocks, str) else blocks or list(_the_lists(model))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    options = {"backward": backward, "store": store, "keep": keep}
+    for name in names:
+        _require_blocks(name, modules)
+    for name in names:
+        if split is None:
+            ReversibleStack(modules[name], bits, **options)
+        else:
+            sequence = ReversibleSequence([ReversibleBlock(*split(block)) for block in modules[name]], **options)
+            _replace(modules, name, TwoStream(sequence, modules[name]))
+    return model
+
+
+def undo(model: nn.Module) -> nn.Module:
+    """Takes back what :func:`make_reversible` did to a model, in place. The weights stay as they are trained."""
+    for stack in {id(stack): stack for part in model.modules() if (stack := stack_of(part))}.values():
+        stack.remove()
+    for part in list(model.modules()):
+        for child, module in list(part.named_children()):
+            two = module[0] if isinstance(module, nn.ModuleList) and len(module) == 1 else module
+            if isinstance(two, TwoStream):
+                setattr(part, child, two.replaced[0])
+    return model
+
+
+class TwoStream(nn.Module):
+    """A reversible sequence with one input and one output: both streams start as the input, the output is their mean.
+
+    Keyword arguments are passed to every f. Shapes: (...) -> the same.
+
+    Args:
+        replaced: the list of blocks in whose place it stands.
+    """
+
+    def __init__(self, sequence: ReversibleSequence, replaced: nn.Module) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.replaced = (replaced,)  # no submodule
+
+    def forward(self, x: Tensor, **f_kwargs: Any) -> Tensor:
+        y1, y2 = self.sequence(x, x, f_kwargs=f_kwargs)
+        return (y1 + y2) / 2
+
+
+def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are wanted with their names, first to last, without those inside another."""
+    within: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) not in within and wanted(module):
+            yield name, module
+            within |= {id(part) for part in module.modules()}
+
+
+def is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of at least two blocks of one class, which have parts of their own."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    kinds = {type(block) for block in module}
+    return len(kinds) == 1 and all(any(block.children()) for block in module)
+
+
+def _the_lists(model: nn.Module) -> list[str]:
+    found = dict(outermost(model, is_list_of_blocks))
+    if len({type(module[0]) for module in found.values()}) != 1:
+        several = f"several lists of blocks: {', '.join(found)}; name one" if found else "no list of equal blocks; name one"
+        raise ValueError(f"{type(model).__name__} has {several}")
+    return list(found)
+
+
+def _require_blocks(name: str, modules: dict[str, nn.Module]) -> None:
+    found = modules.get(name)
+    if not isinstance(found, nn.Sequential | nn.ModuleList):
+        lists = [name for name, part in modules.items() if name and isinstance(part, nn.Sequential | nn.ModuleList)]
+        raise ValueError(f"{name!r} is not a list of blocks; the model has {', '.join(lists) or 'none'}")
+    if any(stack_of(block) for block in found) or isinstance(next(iter(found), None), TwoStream):
+        raise ValueError(f"the blocks {name!r} are reversible already; undo(model) takes that back")
+    if len({id(block) for block in found}) != len(found):
+        raise ValueError(f"a block stands in {name!r} twice, and one block cannot have two places in a stack")
+
+
+def _replace(modules: dict[str, nn.Module], name: str, stream: TwoStream) -> None:
+    parent, _, last = name.rpartition(".")
+    # A model that loops over a ModuleList still does, over one element.
+    setattr(modules[parent], last, nn.ModuleList([stream]) if isinstance(modules[name], nn.ModuleList) else stream)

@@ -1,0 +1,365 @@
+"""Blocks of any model, trained through the two-step coupling. The model itself stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holotrain.reversible.block import Storing
+from holotrain.reversible.drift import Witness
+from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.reads import is_sharded, version_of
+from holotrain.reversible.recomputation import Checkpointing, Tape, same_tensor
+from holotrain.reversible.replay import Call, in_trace, is_imagined
+from holotrain.reversible.schedules import SCHEDULES, Schedule, Shorthand
+from holotrain.reversible.two_step import TwoStep, tapered
+
+FIRST_HEADROOM_BITS = 20
+"""In the first batch, when only the first stream is known, the streams may grow by a factor of 2^20."""
+
+FINENESS_BITS = 10
+"""Streams stay in fp32 if its grid resolves a typical element to 2^-10 of its magnitude. Otherwise they are kept in fp64."""
+
+
+class ReversibleStack:
+    """The blocks of a model that are coupled by two steps in training. In evaluation they run as they are.
+
+    It is no module, and the model does not hold it. Each block's ``forward`` leads to it.
+
+    Args:
+        blocks: in the order in which the model runs them.
+        bits: bits kept for each element and block, as :func:`~holotrain.reversible.two_step.tapered` takes them.
+        backward, store, keep: as :class:`~holotrain.reversible.ReversibleSequence` takes them; they can be changed between
+            calls.
+
+    Attributes:
+        schedules: the schedule of each block.
+        grid: the fixed-point grid of the streams, chosen in the first batch in training.
+
+    Raises:
+        ValueError: an unknown schedule or number of bits.
+    """
+
+    backward, store, keep = Shorthand(), Shorthand(), Shorthand()
+    schedules: list[Schedule]
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        bits: int | Sequence[int] = 2,
+        backward: str | Sequence[str] = "reversible",
+        store: int | Collection[int] = 0,
+        keep: str | Collection[str] = (),
+    ) -> None:
+        self.blocks = list(blocks)
+        self.bits = tapered(bits, len(self.blocks))
+        self._shorthands = {"backward": backward, "store": store}
+        self.keep = keep
+        self.grid = FixedPointGrid()
+        self.stream_dtype: torch.dtype | None = None
+        self.witnesses: list[Witness] | None = None
+        self._forwards = [vars(block).get("forward") for block in self.blocks]
+        self._compiled: dict[int, Callable] = {}
+        self._pass: _Pass | None = None
+        for index, block in enumerate(self.blocks):
+            block.forward = CoupledForward(self, index)
+
+    def remove(self) -> None:
+        """Gives the blocks their own forward back."""
+        for block, forward in zip(self.blocks, self._forwards, strict=True):
+            del block.forward
+            if forward is not None:
+                block.forward = forward
+
+    def own_forward(self, index: int) -> Callable:
+        """The forward that a block had before, compiled if ``block.compile()`` was called."""
+        block = self.blocks[index]
+        if block._compiled_call_impl is None:
+            return self._forwards[index] or type(block).forward.__get__(block)
+        if index not in self._compiled:
+            self._compiled[index] = torch.compile(self._forwards[index] or type(block).forward.__get__(block))
+        return self._compiled[index]
+
+    def grid_state(self) -> dict[str, Any] | None:
+        """What a resumed training needs to compute the same, in plain values; None before the first batch."""
+        if not self.grid.known:
+            return None
+        return {"step": self.grid.step.item(), "dtype": str(self.stream_dtype).removeprefix("torch.")}
+
+    def load_grid_state(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`grid_state` returned.
+
+        Raises:
+            ValueError: it is not such a state.
+        """
+        step, dtype = state.get("step"), {"float32": torch.float32, "float64": torch.float64}.get(state.get("dtype"))
+        if dtype is None or not isinstance(step, float) or not 0 < step < math.inf or math.frexp(step)[0] != 0.5:
+            raise ValueError(f"{state} is not the grid of a reversible stack")
+        self.grid.step.fill_(step)
+        self.grid.known, self.stream_dtype = True, dtype
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+        return self.blocks[0], self.blocks[-1]
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A stack of ``depth`` blocks with the weights of the first, and with as many bits as in the middle of this one.
+
+        Returns:
+            a module that takes the arguments of the first block and passes all but the stream on to each.
+        """
+        blocks = [copy.copy(self.blocks[0]) for _ in range(depth)]
+        for block in blocks:
+            del block.forward
+            if self._forwards[0] is not None:
+                block.forward = self._forwards[0]
+        ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
+        return _Chain(blocks)
+
+    def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """Runs a block in training.
+
+        Raises:
+            ValueError: the model does not run its blocks one after another, each on what the block before it returned.
+        """
+        try:
+            if index == 0:
+                self._pass = _Pass(self)
+            if self._pass is None or self._pass.following != index:
+                came = "no block before it" if self._pass is None else f"block {self._pass.following - 1} before it"
+                raise ValueError(
+                    f"block {index} ran with {came}; make_reversible takes blocks that a model runs one after another, each "
+                    "once (without gradient checkpointing of their own, layer drop or an early exit)"
+                )
+            returned = self._pass.run(index, arguments, keywords)
+        except BaseException:
+            self._pass = None  # which holds a graph
+            raise
+        if index == len(self.blocks) - 1:
+            self._pass = None
+        return returned
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pass": None, "_compiled": {}}
+
+
+class _Chain(nn.Module):
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
+        name = None if arguments else next(iter(inspect.signature(self.blocks[0].forward).parameters))
+        for block in self.blocks:
+            output = block(*arguments, **keywords)
+            x = output[0] if isinstance(output, tuple) else output
+            arguments, keywords = ((x, *arguments[1:]), keywords) if name is None else ((), {**keywords, name: x})
+        return x
+
+
+class CoupledForward:
+    """The ``forward`` of a block that belongs to a stack.
+
+    Args:
+        stack: to which it belongs.
+        index: the block's place in it.
+    """
+
+    def __init__(self, stack: ReversibleStack, index: int) -> None:
+        self.stack, self._index = stack, index
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.stack.blocks[self._index].training:
+            return self._train(arguments, keywords)
+        return self.stack.own_forward(self._index)(*arguments, **keywords)
+
+    @torch.compiler.disable
+    def _train(self, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        return self.stack.run(self._index, arguments, keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.stack.own_forward(self._index))
+
+
+def stack_of(block: nn.Module) -> ReversibleStack | None:
+    """The stack to which a block belongs; None: it belongs to none."""
+    forward = vars(block).get("forward")
+    return forward.stack if isinstance(forward, CoupledForward) else None
+
+
+class _Pass:
+    """One forward of a stack in training."""
+
+    def __init__(self, stack: ReversibleStack) -> None:
+        self._stack = stack
+        self.following = 0
+        self._schedules = stack.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(stack.blocks)
+        self._kind: str | None = None
+        self._run: Tape | Checkpointing | None = None
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+        return self.blocks[0], self.blocks[-1]
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A stack of copies of the first block, with as many bits as in the middle of this one.
+
+        Returns:
+            a module that takes the arguments of the first block and passes all but the stream on to each.
+        """
+        first = stack_of(self.blocks[0])
+        first.remove()
+        try:
+            blocks = [copy.deepcopy(self.blocks[0]) for _ in range(depth)]
+        finally:
+            for index, block in enumerate(self.blocks):
+                block.forward = CoupledForward(self, index)
+        ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
+        return _Chain(blocks)
+
+    def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """Runs the next block."""
+        x, forward, words = _call(self._stack.own_forward(index), arguments, keywords)
+        if index == 0:
+            self._begin(x)
+        elif not (x is self._returned or same_tensor(x, self._returned)) or version_of(x) != self._version:
+            raise ValueError(
+                f"the model changes the stream between block {index - 1} and block {index}; make_reversible takes blocks that "
+                "read what the block before them returned"
+            )
+        schedule = self._schedules[index]
+        if schedule.kind != self._kind:
+            self._end_run()
+            self._begin_run(schedule.kind)
+        block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else 0
+        coupling = TwoStep(self._grid, x, self._gain(bits) if index else None, bits, rebuilt=schedule.kind == "rebuilt")
+        if schedule.ahead and is_sharded(type(block)):
+            schedule = replace(schedule, ahead=False)
+        run = Storing(coupling, forward) if self._run is None else self._run.block(index, schedule, coupling, forward)
+        self._call.present = None  # what the model does between its blocks may draw random numbers
+        with in_trace("forward", index):
+            coupled = run("block", block, self._before, self._stream, words)
+        self._before, self._stream, self.following = self._stream, coupled, index + 1
+        if self._choice is not None:
+            self._choice.see(coupled)
+        if self.following == len(self._schedules):
+            self._end_run()
+            self._end()
+        self._returned = coupled.to(coupling.written_as)
+        self._version = version_of(self._returned)
+        return self._returned if coupling.others is None else (self._returned, *coupling.others)
+
+    def _begin(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
+            raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
+        stack, self._choice = self._stack, None
+        grid, dtype = stack.grid, torch.promote_types(x.dtype, stack.stream_dtype or torch.float32)
+        if is_imagined(x):
+            grid = FixedPointGrid(bits=0).to(x.device)
+        elif not grid.known and x.numel():
+            self._choice = _Choice(x)
+            grid, dtype = self._choice.grid, torch.float64
+        elif grid.step.device != x.device:
+            grid.to(x.device)
+        self._grid = grid.in_call(dtype)
+        self._stream = self._before = self._grid.entered(x.to(dtype))
+        self._call = Call(x.device)
+        sign = torch.randint(0, 2, (len(x),) + (1,) * (x.dim() - 1), device=x.device)
+        self._sign, self._gains = sign.to(dtype).mul_(2).sub_(1), {}
+
+    def _gain(self, bits: int) -> Tensor:
+        if bits not in self._gains:
+            self._gains[bits] = self._sign * 2.0**-bits
+        return self._gains[bits]
+
+    def _begin_run(self, kind: str) -> None:
+        self._kind, self._run = kind, None
+        if kind == "checkpointed":
+            self._run = Checkpointing(self._call)
+        elif kind == "rebuilt":
+            witness = None
+            if self._stack.witnesses is not None:
+                self._stack.witnesses.append(witness := Witness())
+            self._run = Tape(self._call, self._stream, self._before, witness)
+
+    def _end_run(self) -> None:
+        if self._run is not None:
+            self._run.end(self._stream, self._before)
+
+    def _end(self) -> None:
+        self._call.end()
+        if self._choice is not None:
+            self._stack.stream_dtype = self._choice.settle(self._stack.grid)
+        elif not is_imagined(self._stream):
+            self._stack.grid.report(self._stream.dtype)
+
+
+class _Choice:
+    """Chooses the grid from the streams of the first batch, which are kept in fp64.
+
+    Args:
+        x: the first of them.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._least = torch.promote_types(x.dtype, torch.float32)
+        self.grid = FixedPointGrid().to(x.device)
+        self.grid.choose(max(x.detach().abs().amax().item(), 1e-6), torch.float64, FIRST_HEADROOM_BITS)
+        self._typical = math.inf
+        self.see(x)
+
+    def see(self, stream: Tensor) -> None:
+        """Notes how large a typical element of a stream is. A few may be a thousand times as large."""
+        size = stream.detach().abs()
+        median = size[size > 0].double().median().item()
+        self._typical = min(self._typical, median) if median > 0 else self._typical
+
+    def settle(self, grid: FixedPointGrid) -> torch.dtype:
+        """Chooses ``grid`` and returns the dtype of later streams."""
+        dtype, largest = self._least, self.grid.largest
+        grid.to(self.grid.step.device)
+        grid.choose(largest, dtype)
+        if grid.known and grid.step.item() > self._typical * 2.0**-FINENESS_BITS:
+            dtype = torch.float64
+            grid.choose(largest, dtype)
+        return dtype
+
+
+def _call(forward: Callable, arguments: tuple, keywords: dict[str, Any]) -> tuple[Tensor, Callable, dict[str, Any]]:
+    """A block's stream, its forward as a function of the stream, and the keyword arguments of that function."""
+    name = None if arguments else next(iter(inspect.signature(forward).parameters), None)
+    if not arguments and name not in keywords:
+        raise ValueError("a block was called without its first argument, the stream")
+    x, rest = (arguments[0], arguments[1:]) if arguments else (keywords[name], ())
+    named = {key: value for key, value in keywords.items() if key != name}
+    if torch.is_grad_enabled():
+        rest, named = tuple(map(_no_cache, rest)), {key: _no_cache(value) for key, value in named.items()}
+
+    def run(source: Tensor, rest: tuple = (), named: dict[str, Any] | None = None) -> Any:
+        named = named or {}
+        return forward(source, *rest, **named) if name is None else forward(**{name: source}, **named)
+
+    return x, run, {key: value for key, value in (("rest", rest), ("named", named)) if value}
+
+
+def _no_cache(value: Any) -> Any:
+    """None for an empty cache of keys and values, to which a recomputation would add a second time.
+
+    Raises:
+        ValueError: the cache is not empty.
+    """
+    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        return value
+    if value.get_seq_length():
+        raise ValueError("a block got past keys and values in training, to which its recomputation would add a second time")
+    return None

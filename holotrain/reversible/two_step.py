@@ -1,0 +1,191 @@
+"""The two-step coupling, which makes any stack of blocks ``x -> block(x)`` invertible without a change to the blocks.
+
+    x[k+1] = g x[k-1] - 2g x[k] + (1 + g) block(x[k])        g = +-2^-m, the sign drawn for each sample
+
+With ``g = 0`` this is the model itself. All x are multiples of one step (:mod:`holotrain.reversible.grid`). The division of
+x[k-1] by 2^m drops its last m bits. They are kept, packed, so that the backward rebuilds x[k-1] from x[k] and x[k+1] bit for
+bit.
+
+The idea of an exact inverse with a random sign is that of BDIA-transformer (arXiv 2407.09093), which draws a sign for each
+sample and block. Here one sign holds for all blocks of a sample. To first order a step differs from the model's own by
+``g (h[k] - h[k-1])``, where ``h[k] = block(x[k]) - x[k]``; with one sign these differences telescope, and what is left stands
+at both ends of the stack, where m is larger (:func:`tapered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holotrain.reversible.grid import Grid
+
+LARGEST_BITS = 4
+"""More bits at the ends of a stack do not change what the training reaches."""
+
+
+def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
+    """The bits m of each block but the first, which has no block before it.
+
+    Args:
+        bits: m in the middle of the stack; towards both ends it grows to 4, by one a block. A list: of each block.
+        depth: number of blocks.
+
+    Raises:
+        ValueError: a number of bits outside 1 to 8, or a list of another length.
+    """
+    steps = max(0, depth - 1)
+    each = [max(bits, LARGEST_BITS - min(k, steps - 1 - k)) for k in range(steps)] if isinstance(bits, int) else list(bits)
+    if len(each) != steps:
+        raise ValueError(f"bits lists {len(each)} numbers; {depth} blocks take {steps}, since the first keeps none")
+    wrong = [m for m in (bits, *each) if not isinstance(m, Sequence) and m not in range(1, 9)]
+    if wrong:
+        raise ValueError(f"bits must be 1 to 8, not {wrong[0]!r}")
+    return each
+
+
+def packed(low: Tensor, bits: int) -> Tensor:
+    """Packs ``bits`` bits of each element, 1 to 8 of them, into as few bytes.
+
+    Args:
+        low: uint8, any shape, below 2^bits.
+
+    Returns:
+        uint8 (n,), with n = bits / 8 bytes an element, rounded up.
+    """
+    flat, parts, shift = low.reshape(-1), [], 0
+    for width in _widths(bits):
+        many = 8 // width
+        part = (flat >> shift) & (2**width - 1) if width < bits else flat
+        part = torch.nn.functional.pad(part, (0, -len(part) % many)).view(many, -1)
+        byte = part[0].clone()
+        for place in range(1, many):
+            byte |= part[place] << (place * width)
+        parts.append(byte)
+        shift += width
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unpacked(kept: Tensor, bits: int, count: int) -> Tensor:
+    """Reverses :func:`packed`. Returns uint8 (count,)."""
+    low, start, shift = None, 0, 0
+    for width in _widths(bits):
+        many = 8 // width
+        size = -(-count // many)
+        byte = kept[start : start + size]
+        part = torch.stack([(byte >> (place * width)) & (2**width - 1) for place in range(many)]).view(-1)[:count]
+        low = part if low is None else low | (part << shift)
+        start, shift = start + size, shift + width
+    return low
+
+
+def _widths(bits: int) -> list[int]:
+    """Parts of 8, 4, 2 and 1 bits, of which whole numbers fill a byte."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+class TwoStep:
+    """The coupling of one block. The target is x[k-1] and becomes x[k+1]; the source is x[k].
+
+    Args:
+        grid: of the streams.
+        x: the source as the model hands it to the block, maybe in a narrower dtype.
+        gain: g, of shape (B, 1, ...); None for the first block: ``x[1] = block(x[0])``.
+        bits: m.
+        rebuilt: the bits that the division drops are kept for :meth:`undo`.
+    """
+
+    def __init__(self, grid: Grid, x: Tensor, gain: Tensor | None, bits: int, rebuilt: bool) -> None:
+        self._grid, self._gain, self._bits, self._rebuilt = grid, gain, bits, rebuilt
+        self._x: Tensor | None = None if gain is None else x  # the first is not on the grid yet
+        self._read_as = x.dtype
+        self._low: Tensor | None = None
+        self.others: tuple[Any, ...] | None = None
+        """What the block returned behind its stream; None: it returned one tensor."""
+
+    def read(self, source: Tensor) -> Tensor:
+        """The source in the dtype of the block. In the forward it is the very tensor of the model, whose hooks may want the
+        gradient."""
+        x, self._x = self._x, None
+        return source.to(self._read_as) if x is None else x
+
+    def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
+        """
+        Raises:
+            ValueError: the block returns no tensor of the shape of its input, or a second one that carries a gradient.
+        """
+        update = _stream(output)
+        if not isinstance(update, Tensor):
+            raise ValueError(
+                f"a block must return a tensor, or a tuple whose first entry is one, not {type(output).__name__}; "
+                "make_reversible cannot take this model"
+            )
+        if update.shape != source.shape:
+            raise ValueError(f"a block must keep the shape of its input: {tuple(source.shape)} became {tuple(update.shape)}")
+        self.others = None if output is update else tuple(output[1:])
+        if any(isinstance(other, Tensor) and other.requires_grad for other in self.others or ()):
+            raise ValueError(
+                "a block returns a second tensor that carries a gradient, which make_reversible cannot rebuild "
+                "(attention weights, for example: do not ask for them in training)"
+            )
+        self.written_as = update.dtype
+        coupled = _TwoStep.apply(target, source, update, self)
+        self._grid.watch(coupled)
+        return coupled
+
+    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
+        """Rebuilds x[k-1], bit for bit."""
+        if self._gain is None:
+            return source
+        target = (coupled - self.step(source, _stream(output))).mul_(self._gain.sign() * 2**self._bits)
+        low = unpacked(self._low, self._bits, target.numel()).view(target.shape)
+        target.addcmul_(low.to(target.dtype), self._grid.step)
+        if target.stride() != self._strides:  # a block may compute otherwise on another layout
+            target = torch.empty_strided(target.shape, self._strides, dtype=target.dtype, device=target.device).copy_(target)
+        return target
+
+    def step(self, source: Tensor, update: Tensor) -> Tensor:
+        """``(1 + g) update - 2g source`` on the grid.
+
+        A product with g is exact, so the result does not depend on whether a kernel rounds it before it adds.
+        """
+        update = update.to(source.dtype)
+        if self._gain is not None:
+            update = torch.addcmul(update, torch.sub(update, source, alpha=2), self._gain)
+        return self._grid.nearest(update)
+
+    def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
+        """x[k+1]; keeps the bits that it drops of the target."""
+        coupled = self.step(source, update)
+        if self._gain is None:
+            return coupled
+        units = target / self._grid.step
+        whole = torch.floor(units * 2**-self._bits)
+        if self._rebuilt:
+            self._low = packed(units.sub_(whole, alpha=2**self._bits).to(torch.uint8), self._bits)
+            self._strides = target.stride()
+        return coupled.addcmul_(whole.mul_(self._grid.step), self._gain.sign())
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Those of target, source and update."""
+        if self._gain is None:
+            return None, None, grad.to(self.written_as)
+        target = grad * self._gain
+        return target, target * -2, (grad + target).to(self.written_as)
+
+
+class _TwoStep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, target: Tensor, source: Tensor, update: Tensor, coupling: TwoStep) -> Tensor:
+        ctx.coupling = coupling
+        return coupling.merged(target, source, update)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
+        return *ctx.coupling.gradients(grad), None
+
+
+def _stream(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) and output else output

@@ -1,0 +1,78 @@
+"""Plans of models whose blocks make_reversible coupled."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from tracked_memory import check_plan
+
+from holotrain.models.schedules import sequences
+from holotrain.planning import TrainingStep, imagine, imagined, rehearse
+from holotrain.planning.costs import flops, stage_of, visits_of
+from holotrain.reversible import make_reversible
+
+CPU, WIDTH = torch.device("cpu"), 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.outer = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x, scale=1.0):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.outer(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)) * scale
+        return x + self.mlp(self.norm2(x))
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(8, WIDTH), nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x
+
+
+def training_step(backward, imaginary=False):
+    with torch.device("meta" if imaginary else "cpu"):
+        model = make_reversible(Tower(), backward=backward)
+    if imaginary:
+        model = imagine(model, CPU)
+    given = (torch.zeros(16, 50, 8) if imaginary else torch.randn(16, 50, 8),)
+    return TrainingStep(
+        model=model,
+        loss=lambda: model(*given).square().mean(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        held={"batch": given},
+        sequences=sequences(model),
+    )
+
+
+@pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible"])
+def test_a_plan_is_what_the_tensors_take(backward):
+    with imagined():
+        planned = rehearse(training_step(backward, imaginary=True))
+    step = training_step(backward)
+    step.loss()  # chooses the grid
+    check_plan(planned, step)
+
+
+def test_each_schedule_has_its_memory_and_its_work():
+    with imagined():
+        visits = visits_of(training_step("autograd", imaginary=True))
+        assert len(visits) == 1 and visits[0].kwargs == {"scale": 0.5}
+        work = flops(visits[0], ("autograd", "checkpoint", "reversible"))
+        stage = stage_of(visits[0], work)
+    assert work["autograd"] * 4 / 3 >= work["reversible"] >= work["checkpoint"] > 1.2 * work["autograd"]
+    held = {option.name: option.held for option in stage.options}
+    stream = 16 * 50 * WIDTH * 4
+    assert stage.depth == 6
+    assert held["autograd"] > 8 * stream
+    assert held["checkpoint"] == pytest.approx(stream, rel=0.01)
+    assert held["reversible"] == pytest.approx(stream / 16, rel=0.01)

@@ -1,0 +1,175 @@
+"""Small models of timm and Hugging Face, as their authors wrote them, with reversible blocks."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from compared import assert_equal
+from torch import nn
+
+from holotrain.reversible import make_reversible, stack_of
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+IMAGE = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}
+TIMM = {
+    "vit": ("vit_tiny_patch16_224", IMAGE | {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
+    "deit": ("deit_tiny_distilled_patch16_224", IMAGE),
+    "eva02": ("eva02_tiny_patch14_224", IMAGE | {"img_size": 28, "patch_size": 14}),
+    "beit": ("beit_base_patch16_224", IMAGE),
+    "convnext": ("convnext_atto", {"depths": (2, 2, 4, 2), "dims": (8, 16, 24, 32), "num_classes": 5}),
+}
+STAGES = {"convnext": [f"stages.{stage}.blocks" for stage in range(4)]}
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+TEXT = SIZES | {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = TEXT | {"num_key_value_heads": 1}
+PIXELS = SIZES | {"image_size": 32, "patch_size": 8}
+HUGGING_FACE = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", TEXT | {"n_embd": 32, "n_layer": 4, "n_head": 2}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 16}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED),
+    "bert": ("BertForMaskedLM", "BertConfig", TEXT),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", TEXT),
+    "vit-hf": ("ViTForImageClassification", "ViTConfig", PIXELS | {"hidden_dropout_prob": 0.1}),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", PIXELS | {"mlp_ratio": 2}),
+}
+NAMES = [*TIMM, *HUGGING_FACE]
+
+
+def made(name):
+    """A model and what its forward takes."""
+    torch.manual_seed(0)
+    if name in TIMM:
+        model = timm.create_model(TIMM[name][0], **TIMM[name][1])
+        return model, {"x": torch.randn(3, 3, *[TIMM[name][1].get("img_size", 64)] * 2)}
+    cls, config, options = HUGGING_FACE[name]
+    if "Dinov2" in cls:
+        options = {key: value for key, value in options.items() if key != "intermediate_size"}
+    model = getattr(transformers, cls)(getattr(transformers, config)(**options))
+    if "pixel" in model.main_input_name:
+        return model, {"pixel_values": torch.randn(3, 3, 32, 32), "labels": torch.tensor([0, 1, 1])}
+    tokens = torch.randint(5, 50, (3, 12))
+    mask = torch.ones_like(tokens)
+    mask[0, 9:] = 0  # padding
+    return model, {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def run(model, batch):
+    return model(*batch.values()) if "x" in batch else model(**batch)
+
+
+def gradients(model, batch, amp=False):
+    model.train()
+    for step in range(2):  # the first chooses the grid
+        model.zero_grad()
+        torch.manual_seed(step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            out = run(model, batch)
+            loss = out.square().mean() if "x" in batch else out.loss
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reversible(model, name, **options):
+    return make_reversible(copy.deepcopy(model), STAGES.get(name), **options)
+
+
+def logits(out):
+    return getattr(out, "logits", out)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("amp", [False, True])
+def test_gradients_equal_those_of_autograd(name, amp):
+    model, batch = made(name)
+    expected = gradients(reversible(model, name, backward="autograd"), batch, amp)
+    assert len(expected) > 20
+    assert_equal(gradients(reversible(model, name), batch, amp), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_evaluation_the_model_is_itself(name):
+    model, batch = made(name)
+    net = reversible(model, name)
+    assert any(stack_of(part) for part in net.modules())
+    assert_equal(logits(run(net.eval(), batch)), logits(run(model.eval(), batch)))
+    assert_equal(net.state_dict(), model.state_dict())
+
+
+class LoRA(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.down, self.up = linear, nn.Linear(32, 2, bias=False), nn.Linear(2, linear.weight.shape[0], bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+def test_adapters_of_frozen_weights():
+    model, batch = made("llama")
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
+    expected = gradients(reversible(model, "llama", backward="autograd"), batch)
+    assert len(expected) == 8
+    assert_equal(gradients(reversible(model, "llama"), batch), expected)
+
+
+def test_hidden_states_carry_gradients():
+    """Each is a stream, of which a loss may be taken."""
+    model, batch = made("llama")
+
+    def loss(net):
+        out = net(**batch, output_hidden_states=True)
+        return out.loss + sum(state.square().mean() for state in out.hidden_states)
+
+    found = {}
+    for backward in ("autograd", "reversible"):
+        net = reversible(model, "llama", backward=backward).train()
+        for step in range(2):
+            torch.manual_seed(step)
+            net.zero_grad()
+            loss(net).backward()
+        found[backward] = {name: p.grad for name, p in net.named_parameters()}
+    assert_equal(found["reversible"], found["autograd"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_text_is_generated_as_before(name):
+    model, batch = made(name)
+    net = reversible(model, name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    texts = [each.eval().generate(batch["input_ids"][1:], **options) for each in (model, net)]
+    assert texts[0].shape == (2, 20)
+    assert_equal(texts[1], texts[0])
+
+
+LOADING = """
+import sys, torch, transformers
+sys.modules["holotrain"] = None
+folder, cls = sys.argv[1:]
+batch = torch.load(f"{folder}/batch.pt")
+net = getattr(transformers, cls).from_pretrained(folder).eval()
+assert torch.equal(net(**batch).logits, torch.load(f"{folder}/logits.pt"))
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_a_trained_model_is_saved_and_loaded_without_holotrain(name, tmp_path):
+    model, batch = made(name)
+    net = reversible(model, name)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    gradients(net, batch)
+    optimizer.step()
+    net.eval().save_pretrained(tmp_path)
+    torch.save(batch, tmp_path / "batch.pt")
+    torch.save(net(**batch).logits.detach(), tmp_path / "logits.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, tmp_path, HUGGING_FACE[name][0]], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

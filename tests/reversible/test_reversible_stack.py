@@ -1,0 +1,420 @@
+"""Stacks of blocks that make_reversible found in a model: schedules, what passes through, what is refused."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from compared import assert_equal
+from torch import nn
+from torch.nn import functional as F
+from tracked_memory import TrackedMemory
+
+from holotrain.reversible import make_reversible, recomputing, stack_of, undo
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A pre-norm block of a transformer; ``after``: normed after each branch, as in BERT."""
+
+    def __init__(self, after=False, dropout=0.1):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.outer = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * WIDTH, WIDTH))
+        self.after = after
+
+    def attention(self, x, mask):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return self.outer(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(-2))
+
+    def forward(self, x, mask=None):
+        if self.after:
+            x = self.norm1(x + self.attention(x, mask))
+            return self.norm2(x + self.mlp(x))
+        x = x + self.attention(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, depth=6, **options):
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(Block(**options) for _ in range(depth))
+        self.mask = nn.Parameter(torch.zeros(5, 5))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x, mask=self.mask)
+        return self.head(x)
+
+
+def model(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return Model(**options).to(dtype)
+
+
+def inputs(dtype=torch.float32):
+    return torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def gradients(net, steps=2, amp=False, x=None):
+    x = inputs(next(net.parameters()).dtype) if x is None else x
+    for step in range(steps):  # the first chooses the grid
+        net.zero_grad()
+        torch.manual_seed(step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = net(x).float().sin().sum()
+        loss.backward()
+    return {name: p.grad for name, p in net.named_parameters() if p.requires_grad}
+
+
+MIXED = ["reversible", "reversible", "checkpoint", "autograd", "pareprop", "reversible"]
+
+
+@pytest.mark.parametrize("options", [{}, {"after": True}], ids=["pre-norm", "post-norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop", MIXED], ids=lambda given: str(given)[:10])
+def test_gradients_equal_those_of_autograd(backward, dtype, amp, options):
+    expected = gradients(make_reversible(model(dtype, **options), backward="autograd"), amp=amp)
+    assert_equal(gradients(make_reversible(model(dtype, **options), backward=backward), amp=amp), expected)
+
+
+def test_attention_is_kept():
+    """Without autocast: kept results are not cast from its cache, so that gradients of a shared mask round otherwise."""
+    expected = gradients(make_reversible(model(), backward="autograd"))
+    net = make_reversible(model(), keep="attention")
+    assert stack_of(net.layers[0]).schedules[2].keep == ("attention",)
+    assert_equal(gradients(net), expected)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8, [1, 2, 3, 4, 5]])
+def test_any_number_of_bits(bits):
+    expected = gradients(make_reversible(model(), bits=bits, backward="autograd"))
+    assert_equal(gradients(make_reversible(model(), bits=bits)), expected)
+
+
+def test_the_model_stays_what_it_is():
+    plain = model()
+    names, before = list(plain.state_dict()), plain.eval()(inputs())
+    net = make_reversible(model(), "layers")
+    gradients(net)
+    assert list(net.state_dict()) == names
+    assert [type(part) for part in net.modules()] == [type(part) for part in plain.modules()]
+    assert_equal(net.eval()(inputs()), before)
+    plain.load_state_dict(net.state_dict())
+
+
+def test_training_without_gradients_computes_the_same():
+    net = make_reversible(model())
+    gradients(net)
+    outputs = []
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        torch.manual_seed(5)
+        with context():
+            outputs.append(net(inputs()).clone())
+    assert_equal(outputs[1:], outputs[:1] * 2)
+
+
+def test_undo_gives_the_plain_forward_back():
+    plain = model(dropout=0.0)
+    net = undo(make_reversible(model(dropout=0.0)))
+    assert all("forward" not in vars(layer) for layer in net.layers)
+    assert_equal(gradients(net), gradients(plain))
+
+
+def test_a_forward_of_a_block_s_own_comes_back():
+    net = model(dropout=0.0)
+
+    def twice(x, mask=None):
+        return Block.forward(net.layers[0], x, mask) * 2
+
+    net.layers[0].forward = twice
+    expected = net(inputs())
+    assert_equal(make_reversible(net).eval()(inputs()), expected)
+    assert undo(net).layers[0].forward is twice
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"])
+def test_a_copy_has_blocks_of_its_own(copied):
+    net = make_reversible(model())
+    gradients(net)
+    twin = copied(net)
+    assert stack_of(twin.layers[0]) is not stack_of(net.layers[0])
+    assert stack_of(twin.layers[0]).blocks == list(twin.layers)
+    assert_equal(gradients(twin, steps=1), gradients(net, steps=1))
+    assert_equal(gradients(undo(twin)), gradients(undo(net)))
+
+
+def test_the_grid_of_a_training_can_be_taken_over():
+    net, other = make_reversible(model()), make_reversible(model())
+    x = inputs() * 3
+    gradients(net)
+    stack_of(other.layers[0]).load_grid_state(stack_of(net.layers[0]).grid_state())
+    assert_equal(gradients(other, steps=1, x=x), gradients(net, steps=1, x=x))
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"step": 0.3, "dtype": "float32"}, {"step": 0.5, "dtype": "int8"}, {"step": -1.0, "dtype": "float32"}]
+)
+def test_no_grid_of_a_training(state):
+    with pytest.raises(ValueError, match="not the grid"):
+        stack_of(make_reversible(model()).layers[0]).load_grid_state(state)
+
+
+def test_streams_with_few_very_large_elements_are_kept_in_fp64():
+    """As in Llama: a few channels are 10,000 times as large as the others."""
+
+    def large():
+        net = model()
+        with torch.no_grad():
+            net.stem.bias[3] = 1e4
+        return make_reversible(net)
+
+    net = large()
+    expected = gradients(net)
+    stack = stack_of(net.layers[0])
+    assert stack.stream_dtype == torch.float64
+    assert stack.grid.step.item() < 1e-6
+    plain = large()
+    stack_of(plain.layers[0]).backward = "autograd"
+    assert_equal(gradients(plain), expected)
+    assert net(inputs()).dtype == torch.float32
+
+
+def test_a_stream_beyond_its_grid_is_reported():
+    net = make_reversible(model())
+    gradients(net)
+    with torch.no_grad():
+        net.stem.bias.fill_(1e5)
+    with pytest.warns(UserWarning, match="beyond .* the inverse is no longer exact"):
+        net(inputs())
+
+
+def test_adapters_and_frozen_weights():
+    def adapted():
+        net = model()
+        net.requires_grad_(False)
+        for layer in net.layers:
+            layer.outer = nn.Sequential(layer.outer, nn.Linear(WIDTH, WIDTH))
+            layer.outer[1].requires_grad_(True)
+        return net
+
+    expected = gradients(make_reversible(adapted(), backward="autograd"))
+    assert len(expected) == 12
+    assert_equal(gradients(make_reversible(adapted())), expected)
+
+
+def test_compiled_blocks():
+    expected = gradients(make_reversible(model(dropout=0.0)))
+    for when in ("before", "after"):
+        net = model(dropout=0.0)
+        net = make_reversible(net) if when == "after" else net
+        for layer in net.layers:
+            layer.compile(backend="aot_eager")
+        net = net if when == "after" else make_reversible(net)
+        found = gradients(net)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Tuples(Block):
+    """Returns more than its stream, and is called with a cache."""
+
+    def forward(self, hidden, mask=None, cache=None):
+        if cache is not None:
+            cache.update(hidden)
+        return super().forward(hidden, mask), {"seen": hidden.shape}
+
+
+class Cache:
+    def __init__(self):
+        self.held = []
+
+    def update(self, keys):
+        self.held.append(keys)
+
+    def get_seq_length(self):
+        return sum(keys.shape[1] for keys in self.held)
+
+
+class TupleModel(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Tuples() for _ in range(4))
+        self.cache = None
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x, others = layer(hidden=x, cache=self.cache)
+            assert others == {"seen": x.shape}
+        return self.head(x)
+
+
+def test_tuples_streams_by_name_and_empty_caches():
+    torch.manual_seed(0)
+    net = TupleModel()
+    expected = gradients(make_reversible(copy.deepcopy(net), backward="autograd"))
+    net.cache = Cache()
+    assert_equal(gradients(make_reversible(net)), expected)
+    assert not net.cache.held
+    net.cache.update(torch.zeros(1, 2, 3))
+    with pytest.raises(ValueError, match="past keys and values in training"):
+        net(inputs())
+    with torch.no_grad():
+        net(inputs())
+    assert len(net.cache.held) == 5
+
+
+def test_blocks_run_again_once():
+    net, calls = make_reversible(model()), []
+    net.layers[2].norm1.register_forward_hook(lambda *_: calls.append(recomputing()))
+    gradients(net, steps=1)
+    assert calls == [False, True]
+
+
+def growth(bits, depths=(12, 24)):
+    """Bytes kept between forward and backward, for each element of a stream and block in the middle."""
+    alive = []
+    for depth in depths:
+        torch.manual_seed(0)
+        net = make_reversible(Model(depth, dropout=0.0), bits=bits)
+        x = torch.randn(64, 5, 4)
+        net(x).sum().backward()
+        with TrackedMemory(net) as memory:
+            loss = net(x).sum()
+            alive.append(memory.alive)
+        del loss
+    return (alive[1] - alive[0]) / (depths[1] - depths[0]) / (64 * 5 * WIDTH)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_a_block_keeps_its_bits_and_nothing_else(bits):
+    assert growth(bits) == pytest.approx(bits / 8, rel=0.1)
+
+
+def test_memory_is_freed_with_the_graph():
+    net = make_reversible(model())
+    gradients(net)
+    with TrackedMemory(net) as memory:
+        net(inputs())
+        before = memory.alive  # the largest magnitude of the streams, which the grid holds
+        loss = net(inputs()).sum()
+        assert memory.alive > before
+        del loss
+        assert memory.alive == before
+
+
+class Changing(Model):
+    """Does something that a stack cannot rebuild."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        x = first = self.stem(x)
+        for index, layer in enumerate(self.layers):
+            if self.what == "skips" and index == 2:
+                continue
+            if self.what == "adds" and index == 3:
+                x = x + first
+            if self.what == "writes" and index == 3:
+                x.add_(1)
+            if self.what == "repeats" and index == 3:
+                x = self.layers[2](x)
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("skips", "block 3 ran with block 1 before it"),
+        ("repeats", "block 2 ran with block 2 before it"),
+        ("adds", "changes the stream between block 2 and block 3"),
+        ("writes", "changes the stream between block 2 and block 3"),
+    ],
+)
+def test_models_that_do_more_between_their_blocks_are_refused(what, words):
+    net = make_reversible(Changing(what))
+    with pytest.raises(ValueError, match=words):
+        net(inputs())
+    assert net.eval()(inputs()).shape == (3, 5, 3)
+
+
+class Odd(Block):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x, mask=None):
+        y = super().forward(x, mask)
+        return {"shorter": y[:, 1:], "attention": (y, y.softmax(-1)), "mapping": {"stream": y}}[self.what]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shorter", r"must keep the shape of its input: \(3, 5, 16\) became \(3, 4, 16\)"),
+        ("attention", "a second tensor that carries a gradient"),
+        ("mapping", "a tuple whose first entry is one, not dict"),
+    ],
+)
+def test_blocks_that_cannot_be_coupled_are_refused(what, words):
+    net = model()
+    net.layers = nn.ModuleList(Odd(what) for _ in range(3))
+    with pytest.raises(ValueError, match=words):
+        make_reversible(net)(inputs())
+
+
+def test_an_optimizer_step_before_the_backward_is_refused():
+    net = make_reversible(model())
+    loss = net(inputs()).sum()
+    with torch.no_grad():
+        net.layers[1].qkv.weight.add_(1)
+    with pytest.raises(RuntimeError, match="changed between the forward and its recomputation"):
+        loss.backward()
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.ModuleList([Block(), Block()]), nn.ModuleList([Tuples(), Tuples()])
+
+
+def shared():
+    net = model()
+    net.layers[1] = net.layers[0]
+    return net
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "words"),
+    [
+        (model, "layer", "'layer' is not a list of blocks; the model has layers"),
+        (lambda: nn.Linear(2, 2), None, "Linear has no list of equal blocks"),
+        (Two, None, "several lists of blocks: encoder, decoder; name one"),
+        (shared, "layers", "a block stands in 'layers' twice"),
+        (lambda: make_reversible(model()), None, "reversible already"),
+    ],
+)
+def test_lists_that_are_not_there(made, name, words):
+    with pytest.raises(ValueError, match=words):
+        make_reversible(made(), name)
+
+
+def test_several_lists_are_several_stacks():
+    net = make_reversible(Two(), ["encoder", "decoder"])
+    assert stack_of(net.encoder[0]) is stack_of(net.encoder[1]) is not stack_of(net.decoder[0])
+
+
+def test_nothing_is_said_of_a_usual_training():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(make_reversible(model()))

@@ -1,0 +1,125 @@
+"""The two-step coupling against its formula, written down once more."""
+
+import pytest
+import torch
+from compared import assert_equal
+from torch import nn
+
+from holotrain.reversible import ReversibleStack
+from holotrain.reversible.grid import FixedPointGrid
+from holotrain.reversible.two_step import TwoStep, packed, tapered, unpacked
+
+WIDTH = 6
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1001])
+def test_bits_are_packed_and_come_back(bits, count):
+    low = torch.randint(0, 2**bits, (count,), dtype=torch.uint8)
+    kept = packed(low, bits)
+    assert_equal(unpacked(kept, bits, count), low)
+    assert bits * count / 8 <= kept.numel() <= bits * count / 8 + 3
+
+
+def test_more_bits_at_both_ends():
+    assert tapered(2, 9) == [4, 3, 2, 2, 2, 2, 3, 4]
+    assert tapered(1, 10) == [4, 3, 2, 1, 1, 1, 2, 3, 4]
+    assert tapered(4, 5) == [4, 4, 4, 4]
+    assert tapered(6, 3) == [6, 6]
+    assert tapered(2, 3) == [4, 4]
+    assert tapered(2, 1) == tapered([], 1) == []
+    assert tapered([1, 5], 3) == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [(0, "bits must be 1 to 8, not 0"), (9, "not 9"), ([2, 0], "not 0"), ([2], "bits lists 1 numbers; 3 blocks take 2")],
+)
+def test_other_numbers_of_bits_are_refused(bits, words):
+    with pytest.raises(ValueError, match=words):
+        tapered(bits, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_the_inverse_is_exact(dtype, bits):
+    grid = FixedPointGrid(12).in_call(dtype)
+    target, source = (grid.nearest(torch.randn(64, 5, WIDTH, dtype=dtype)) for _ in range(2))
+    update = torch.randn(64, 5, WIDTH, dtype=dtype)
+    gain = (torch.randint(0, 2, (64, 1, 1)) * 2 - 1).to(dtype) * 2.0**-bits
+    coupling = TwoStep(grid, source, gain, bits, rebuilt=True)
+    coupled = coupling.couple(target.t().contiguous().t() if target.dim() == 2 else target, source, update)
+    assert_equal(coupling.undo(coupled, source, update), target)
+
+
+class Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, step):
+        return torch.round(x / step) * step
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Halving(torch.autograd.Function):
+    """Rounds g x towards the multiple below |g| x, and takes the gradient of g x."""
+
+    @staticmethod
+    def forward(ctx, x, gain, step):
+        ctx.gain = gain
+        return gain.sign() * torch.floor(x / step * gain.abs()) * step
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.gain, None, None
+
+
+def by_hand(blocks, bits, x, step):
+    """The recurrence under plain autograd."""
+    sign = (torch.randint(0, 2, (len(x), 1, 1)) * 2 - 1).to(x)
+    before = Rounding.apply(x, step)
+    now = Rounding.apply(blocks[0](before), step)
+    for block, m in zip(blocks[1:], bits, strict=True):
+        g = sign * 2.0**-m
+        before, now = now, Halving.apply(before, g, step) + Rounding.apply((1 + g) * block(now) - 2 * g * now, step)
+    return now
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+@pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible", "pareprop"])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_gradients_are_those_of_the_recurrence(backward, bits):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(7)).double()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    stack = ReversibleStack(blocks, bits, backward)
+    plain = [stack.own_forward(index) for index in range(7)]
+    nn.Sequential(*blocks)(x)  # chooses the grid
+    gradients = {}
+    for way in ("by hand", "stack"):
+        source = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        y = by_hand(plain, stack.bits, source, stack.grid.step.double()) if way == "by hand" else nn.Sequential(*blocks)(source)
+        gradients[way] = [y.detach(), *torch.autograd.grad(y.sin().sum(), [source, *blocks.parameters()])]
+    for a, b in zip(gradients["stack"], gradients["by hand"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_in_evaluation_and_with_many_bits_the_stack_is_the_model():
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block() for _ in range(5)))
+    x = torch.randn(3, 5, WIDTH)
+    plain = blocks(x)
+    ReversibleStack(blocks, 8)
+    torch.testing.assert_close(blocks(x), plain, rtol=0, atol=0.05)
+    assert not torch.equal(blocks(x), plain)
+    assert_equal(blocks.eval()(x), plain)
