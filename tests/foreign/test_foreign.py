@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import assert_equal
+from data_files import write_folder
 from left_by_runs import assert_same_weights, summary
 from made_once import made_once
 from small_run import fit_in
@@ -114,7 +115,7 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
         assert (status, err) == (0, "")
     if (kind, task) not in PLANNED:
         return
-    status, _, err = holotrain("plan", f"ckpt_path={run}", "memory=1GiB", "hydra.run.dir=plan")
+    status, _, err = holotrain("plan", f"ckpt_path={run}", "memory=8MiB", "hydra.run.dir=plan")
     assert (status, err) == (0, "")
     assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
 
@@ -326,16 +327,18 @@ def test_memory_is_saved_without_a_reversible_model(holotrain, trained, backward
 def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
     """They need less memory, and the export is a plain model of its library."""
     write_texts(tmp_path)
-    write_network(Path("network"), "gpt2", n_layer=6)
-    small = [word.replace("depth: 2", "depth: 6") for word in words_of(kind, task)]
+    write_network(Path("network"), "gpt2", n_layer=4)
+    small = [word.replace("depth: 2", "depth: 4") for word in words_of(kind, task)]
     words = [*SHORT, *small, "model.reversible=2bit", "test=false"]
     assert holotrain("fit", *words, "hydra.run.dir=run")[::2] == (0, "")
-    status, _, err = holotrain("plan", "ckpt_path=run", "memory=1GiB", "hydra.run.dir=plan")
-    assert (status, err) == (0, "")
-    peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
-    assert peaks["reversible"] < peaks["autograd"]
-    assert holotrain("fit", *words, "backward=pareprop", "hydra.run.dir=ahead")[::2] == (0, "")
-    assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("ahead/checkpoints/last.ckpt"))
+    if kind == "gpt2":
+        assert holotrain("fit", *words, "backward=pareprop", "hydra.run.dir=ahead")[::2] == (0, "")
+        assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("ahead/checkpoints/last.ckpt"))
+    else:
+        status, _, err = holotrain("plan", "ckpt_path=run", "memory=8MiB", "hydra.run.dir=plan")
+        assert (status, err) == (0, "")
+        peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
+        assert peaks["reversible"] < peaks["autograd"]
     status, _, err = holotrain("export", "ckpt_path=run", "to=export")
     assert (status, err) == (0, "")
     model, given = package.load("run"), example(task, Path("run"))
@@ -372,3 +375,21 @@ def test_a_configuration_of_adapters_is_one_of_pefts(holotrain, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={_target_: holotrain.models.Sampling}")
     assert (status, err) == (2, "holotrain: model: these adapters need peft: pip install 'holotrain[peft]'\n")
+
+
+def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path):
+    write_folder(tmp_path / "photos", size=16)
+    data = ["data=imagefolder", "data.root=photos", "data.image_size=16", "data.batch_size=4", "data.num_workers=0"]
+    words = [*SHORT, *TINY, *data, "test=false"]
+    assert holotrain("fit", *words, "data.processor=vit_small_patch16_224", "hydra.run.dir=run")[::2] == (0, "")
+    assert holotrain("export", "ckpt_path=run", "to=export")[0] == 0
+    published = timm.get_pretrained_cfg("vit_small_patch16_224")
+    assert json.loads(Path("export/config.json").read_text())["pretrained_cfg"]["mean"] == list(published.mean)
+    Path("normal").mkdir()
+    Path("normal/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}))
+    assert holotrain("fit", *words, "data.processor=normal", "hydra.run.dir=other")[::2] == (0, "")
+    checkpoint = torch.load("other/checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["holotrain"]["description"]["statistics"] == [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]]
+    for wrong, said in (("nowhere", "there is no folder nowhere"), ("photos", "holds neither preprocessor_config.json nor")):
+        status, _, err = holotrain("fit", *words, f"data.processor={wrong}")
+        assert status == 2 and err.startswith(f"holotrain: data.processor: {'photos ' * (wrong == 'photos')}{said}")
