@@ -36,6 +36,8 @@ MODELS = {
     "swin": ["model.dim=8", "model.depths=[1,1]", "model.heads=[1,2]", "model.window=4"],
     "mvit": ["model.dim=8", "model.depths=[1,1]", "model.heads=1"],
     "error_diffusion": ["model.width=4"],
+    "timm": ["model.arguments={depth: 1, embed_dim: 32, num_heads: 2}"],
+    "huggingface": [],
 }
 DATA = {
     "digits": ["data.batch_size=8"],
@@ -48,6 +50,12 @@ DATA = {
     "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
 }
 """Options that make a model or data set small. Where the line has a value of its own, it keeps it."""
+
+NETWORK = {
+    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "vocab_size": 260, "max_position_embeddings": 128,
+}  # fmt: skip
+"""The config.json of a Hugging Face model."""
 
 LIMITS = {
     "fit": {"trainer.max_epochs": "1", "trainer.max_steps": "2", "trainer.limit_train_batches": "2"},
@@ -197,6 +205,9 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
             shutil.copy(folder / "pictures/a/b/1.jpg", folder / path)
         else:
             shutil.copytree(folder / "pictures/a/b", folder / path)
+    if value("model") == "huggingface":
+        (folder / value("model.name")).mkdir()
+        (folder / value("model.name") / "config.json").write_text(json.dumps(NETWORK))
     data = value("data") or EXPERIMENTS.get(value("experiment"), ("", ""))[1]
     root = folder / (value("data.root") or "data")
     if data == "imagefolder":

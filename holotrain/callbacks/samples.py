@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from holotrain.callbacks.media import log_text
 from holotrain.models import Sampling, generate
+from holotrain.models.generation import can_generate
 
 TAG = "val/samples"
 
@@ -60,7 +61,7 @@ class Samples(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = model_of(pl_module)
         self.tokenizer = self.tokenizer or getattr(trainer.datamodule, "tokenizer", None)
-        if self.tokenizer is None or not (hasattr(model, "cache") and hasattr(model, "context")):
+        if self.tokenizer is None or not can_generate(model):
             return
         if self.prompts is not None:
             self._starts = [torch.from_numpy(self.tokenizer.encode(text).astype("int64")) for text in self.prompts]

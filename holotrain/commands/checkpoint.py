@@ -12,12 +12,13 @@ from torch import nn
 from holotrain.checks import described_by
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names, synthesis_of
+from holotrain.config.build_weights import with_adapters
 from holotrain.config.given import GIVEN
-from holotrain.config.schema.classes import TEXT, is_a
+from holotrain.config.schema.classes import HUGGING_FACE, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
-from holotrain.models.adapters import add_adapters
+from holotrain.models.foreign.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.ranks.shards import read_all
 from holotrain.targets import TARGET, first_line, targets
@@ -81,7 +82,12 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
         if asked != there:
             raise UserError(f"data.tokenizer={asked}: {path} was trained with {there or 'byte'}; leave the option out")
         return kept["description"]["tokenizer"]
-    if config.data.tokenizer is not None or not getattr(config.model, "pretrained", None):
+    if config.data.tokenizer is not None:
+        return None
+    if is_a(config.model, HUGGING_FACE):
+        with described_by("model.name"):
+            return tokenizer_of(config.model.arguments["name"], config.model.download)
+    if not getattr(config.model, "pretrained", None):
         return None
     begun_with = Path(config.model.pretrained)
     if (begun_with / "tokenizer.json").is_file():
@@ -130,8 +136,7 @@ def _built(kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Co
         )
     try:
         model = registry.build(described["target"], described["arguments"], trust, vouched)
-        if width := (kept["config"]["model"] or {}).get("adapters"):
-            add_adapters(model, width)
+        with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     return model

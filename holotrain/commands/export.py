@@ -15,19 +15,28 @@ from holotrain.config.schema.commands import ExportConfig
 from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import saved
+from holotrain.models.adapters import merge_peft
+from holotrain.models.foreign import Foreign
 from holotrain.models.int8 import storage_bytes
 from holotrain.models.programs import export_onnx, export_program
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
-WRITTEN = (saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER, PROGRAM, ONNX)
 
 
 def run(config: ExportConfig, run: Run) -> int:
-    """Writes model.safetensors, config.json, tokenizer.json (text models) and, with ``format``, a program."""
+    """Writes model.safetensors, config.json, tokenizer.json (text models) and, with ``format``, a program.
+
+    A model of another library is written as that library reads it.
+    """
     started = time.monotonic()
     path = Path(config.ckpt_path)
     model, described = described_model(path)
     model.eval()
+    merge_peft(model)
+    if config.int8 and isinstance(model, Foreign):
+        raise UserError(
+            f"int8: a {type(model).__name__} is written for its own library, which has its own int8; use int8=false"
+        )
     in_int8(model, config.int8)
     folder = Path(config.to) if config.to else run.folder / "export"
     described = dict(described)
@@ -39,7 +48,12 @@ def run(config: ExportConfig, run: Run) -> int:
         for program in (PROGRAM, ONNX):  # left by an earlier export
             (folder / program).unlink(missing_ok=True)
         with described_by("to"):
-            saved.save(folder, target, arguments, model, extra=extra, tokenizer=tokenizer)
+            if isinstance(model, Foreign):
+                folder.mkdir(parents=True, exist_ok=True)
+                names = model.save(folder, described.get("class_names"), described.get("statistics"), tokenizer)
+            else:
+                saved.save(folder, target, arguments, model, extra=extra, tokenizer=tokenizer)
+                names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER]
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
             with described_by(f"format={config.format}"):
@@ -52,7 +66,7 @@ def run(config: ExportConfig, run: Run) -> int:
 
     summary = Summary.of(run, config, model)
     summary.checkpoint = str(path)
-    written = [folder / name for name in WRITTEN if (folder / name).is_file()]
+    written = [folder / name for name in (*names, PROGRAM, ONNX) if (folder / name).is_file()]
     summary.metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": storage_bytes(model)}
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)

@@ -1,6 +1,5 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,27 @@ from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import described_by
 from holotrain.config.build_optimizer import optimizer_maker, scheduler_maker
+from holotrain.config.build_weights import prepare_weights
 from holotrain.config.chosen import Chosen
 from holotrain.config.given import GIVEN
 from holotrain.config.schema.backward import AUTO
 from holotrain.config.schema.beside import BEGINNING
-from holotrain.config.schema.classes import CAUSAL_LM, CLASSIFIER, SEQUENCE_CLASSIFIER, TEXT, default_backward, is_a, takes
+from holotrain.config.schema.classes import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    HEADS,
+    HUGGING_FACE,
+    SEQUENCE_CLASSIFIER,
+    TEXT,
+    default_backward,
+    is_a,
+    takes,
+)
 from holotrain.config.schema.run import OPEN, RunConfig
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks
-from holotrain.models.adapters import add_adapters, freeze
-from holotrain.models.pretrained import load_pretrained, read_weights
 from holotrain.models.schedules import schedule_blocks, set_backward
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import is_of
@@ -59,6 +67,8 @@ def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
     for attribute, other in (("num_classes", "classes"), ("vocab_size", "vocab"), ("context", "context")):
         if value := getattr(data, attribute, None):
             facts |= {other: value, attribute: value}
+    if isinstance(data, datasets.TextDataModule):
+        facts["pad_id"] = data.tokenizer.pad_id
     return facts
 
 
@@ -84,6 +94,8 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     Args:
         facts: from :func:`facts_of`.
     """
+    if is_a(config.model, HUGGING_FACE) and (task := next((task for task in HEADS if is_a(config.task, task)), None)):
+        facts = facts | {"head": HEADS[task]}
     arguments, backward = filled("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
@@ -135,14 +147,7 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     if config.model is None:
         return task_of(None, config, described)
     model = build_model(config, described["facts"])
-    if begin and config.model.pretrained:
-        with described_by("model.pretrained"):
-            print(load_pretrained(model, read_weights(config.model.pretrained)), file=sys.stderr)
-    with described_by("model"):
-        if config.model.adapters:
-            add_adapters(model, config.model.adapters)
-        if config.model.trained != "all":
-            freeze(model, config.model.trained)
+    prepare_weights(model, config.model, begin)
     if config.compile:
         compile_blocks(model)
     return task_of(model, config, described)

@@ -80,6 +80,8 @@ def primary(arguments: Arguments, start: Origin) -> str:
         logger = start.choices["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
         kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESSES}
+    if "model.name" in given and kept["model"]:  # the configuration of another network
+        kept["model"] = {name: value for name, value in kept["model"].items() if name != "config"}
     for group in (*OPEN, "callbacks"):
         if group in given and group != "trainer":  # the option replaces what the checkpoint has
             del kept[group]

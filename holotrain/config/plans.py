@@ -19,7 +19,7 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError
 from holotrain.models.layers.residual import ResidualSequence
-from holotrain.models.schedules import sequences
+from holotrain.models.schedules import listed_blocks, sequences, set_backward
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
 from holotrain.sizes import parse_bytes
 from holotrain.tasks.modules import model_of, optimizer_of, training_loss
@@ -39,7 +39,7 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
     unit, first = batch_unit(data), first_batch(data)
     if size is None:
         option, size = NO_OPTION, samples_in(first)
-    backward, (schedules, own) = config.backward, _schedules(config, data)
+    backward, (schedules, own, listed) = config.backward, _schedules(config, data)
     return Planner(
         partial(_task, config, data),
         partial(_step, config, data, device, first),
@@ -50,17 +50,26 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         (backward.blocks or None) if backward.kind == AUTO else backward.kind or own,
         keeps_attention=not config.compile,  # compiled blocks cannot keep results
         selected=config.task.mask_probability if is_a(config.task, MASKED_LM) else None,
+        listed=listed,
     )
 
 
-def _schedules(config: RunConfig, data: pl.LightningDataModule) -> tuple[tuple[str, ...], str]:
-    """The schedules that all blocks of the model can have, and the one that they have when the model is built."""
+def _schedules(config: RunConfig, data: pl.LightningDataModule) -> tuple[tuple[str, ...], str, int]:
+    """The schedules that all blocks of the model can have, the one that they have when the model is built, and the number of
+    blocks that are in no sequence."""
+    if config.model is None:
+        return PLAIN[:1], PLAIN[0], 0
     with torch.device("meta"):
-        runs = sequences(build_model(replace(config, backward=BackwardConfig()), facts_of(data))) if config.model else []
-    if not runs:
-        return PLAIN[:1], PLAIN[0]
+        model = build_model(replace(config, backward=BackwardConfig()), facts_of(data))
+        runs = sequences(model)
+        if not runs:
+            try:
+                set_backward(model, PLAIN[1])
+            except ValueError:
+                return PLAIN[:1], PLAIN[0], 0
+            return PLAIN, PLAIN[0], len(listed_blocks(model))
     own = runs[0].backward if isinstance(runs[0].backward, str) else PLAIN[0]
-    return PLAIN if any(isinstance(run, ResidualSequence) for run in runs) else SCHEDULES, own
+    return PLAIN if any(isinstance(run, ResidualSequence) for run in runs) else SCHEDULES, own, 0
 
 
 def _depth(config: RunConfig) -> Size | None:

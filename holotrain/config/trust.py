@@ -63,6 +63,8 @@ def require_trusted(
 
 def _only_computes(where: str, target: str) -> bool:
     """Whether it is an optimizer or schedule of torch's or holotrain's, by the name that will be imported."""
+    if (where, target) in DATA:
+        return True
     module, base = COMPUTING.get(where, (None, None))
     if module is None:
         return False
@@ -80,6 +82,9 @@ def _named_by(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         if key.endswith(f".{TARGET}"):
             yield key.removesuffix(f".{TARGET}"), target
 
+
+DATA = {("model.adapters", "peft.LoraConfig")}
+"""Places and classes that only hold values."""
 
 OF_ANY_GROUP = ("experiment", "debug", "sweep", "task")
 """Groups whose files change others."""

@@ -11,6 +11,7 @@ from holotrain.data.augment import IMAGENET, coloured, cropped_at_random, resize
 from holotrain.data.classes import chosen_classes
 from holotrain.data.files import LabelledFiles, image_paths
 from holotrain.data.images import ImageDataModule
+from holotrain.data.processor import statistics_of
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of
 
@@ -23,12 +24,14 @@ class ImageFolder(ImageDataModule):
         image_size: height and width of an image after augmentation, in pixels
         on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn and leave it out)
         classes: classes to keep, by name or number, such as [0, 1]; []: all
+        processor: normalise as a published model does: its folder, with preprocessor_config.json or timm's config.json, or its
+            name in timm; null: as for ImageNet
         options: those of :class:`ImageDataModule`
 
     Raises:
         ValueError: a value out of range.
-        UserError: a folder is missing, a class is empty, there is only one class, or val or test has a class that train does
-            not have.
+        UserError: the processor says no mean and deviation, a folder is missing, a class is empty, there is only one class, or
+            val or test has a class that train does not have.
     """
 
     statistics = IMAGENET
@@ -39,12 +42,15 @@ class ImageFolder(ImageDataModule):
         image_size: int = 224,
         on_corrupt: Literal["error", "skip"] = "error",
         classes: Sequence[int | str] = (),
+        processor: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         require_at_least(1, image_size=image_size)
         require_one_of(("error", "skip"), on_corrupt=on_corrupt)
         self.root = Path(root)
+        if processor is not None:
+            self.statistics = statistics_of(processor)
         self.on_corrupt = on_corrupt
         self.image_shape = (3, image_size, image_size)
         self._known = self._classes(self._folder("train"))

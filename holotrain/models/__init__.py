@@ -6,6 +6,8 @@ vit, swin, mvit, gpt, roberta
 
 Without a backward pass: error_diffusion
 
+Of other libraries: foreign
+
 Parts of the models: layers
 
 What can be done with a model:
@@ -25,6 +27,7 @@ divided         the part of a model that one tensor parallel rank has, for plans
 from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.compiling import compile_blocks
 from holotrain.models.error_diffusion import ImageErrorDiffusion
+from holotrain.models.foreign import HuggingFace, Timm
 from holotrain.models.generation import generate
 from holotrain.models.gpt import GPT, GPT_SIZES, RevGPT
 from holotrain.models.int8 import quantise
@@ -42,6 +45,7 @@ __all__ = [
     "ROBERTA_SIZES",
     "SWIN_SIZES",
     "VIT_SIZES",
+    "HuggingFace",
     "ImageErrorDiffusion",
     "MViT",
     "RevGPT",
@@ -52,6 +56,7 @@ __all__ = [
     "RoBERTa",
     "Sampling",
     "Swin",
+    "Timm",
     "ViT",
     "add_adapters",
     "compile_blocks",

@@ -1,4 +1,5 @@
-"""Fine-tuning a part: bottleneck adapters (Houlsby et al., "Parameter-Efficient Transfer Learning for NLP", 2019), freezing.
+"""Fine-tuning a part: bottleneck adapters (Houlsby et al., "Parameter-Efficient Transfer Learning for NLP", 2019), those of
+peft, such as LoRA (Hu et al., 2021), and freezing.
 
 Shapes: B batch, C channels, W width of the bottleneck.
 """
@@ -72,6 +73,46 @@ def add_adapters(model: nn.Module, width: int) -> None:
 def adapter_width(model: nn.Module) -> int | None:
     """W of the model's adapters; None if it has none."""
     return next((module.down.out_features for module in model.modules() if isinstance(module, Adapted)), None)
+
+
+def add_peft(model: nn.Module, config: Any) -> None:
+    """Adds the layers of a configuration of peft, such as ``peft.LoraConfig``, in place. They and the head are trained.
+
+    Raises:
+        ValueError: peft is not installed, the configuration is none of peft's, or the model has no layer that it names.
+    """
+    peft = _peft()
+    if not isinstance(config, peft.PeftConfig):
+        raise ValueError(f"adapters: a {type(config).__name__} is no configuration of peft, such as peft.LoraConfig")
+    try:
+        peft.inject_adapter_in_model(config, model)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"adapters: {str(error).strip().splitlines()[0]}") from error
+    head = getattr(model, "head", None)
+    if head is not None:
+        head.requires_grad_()
+
+
+def merge_peft(model: nn.Module) -> None:
+    """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place."""
+    if not any(hasattr(module, "base_layer") for module in model.modules()):
+        return
+    _peft()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, BaseTunerLayer):
+                child.merge()
+                setattr(module, name, child.get_base_layer())
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("these adapters need peft: pip install 'holotrain[peft]'") from error
+    return peft
 
 
 def freeze(model: nn.Module, trained: str = "all") -> None:

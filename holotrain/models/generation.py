@@ -9,6 +9,11 @@ from holotrain.models.layers.kv_cache import KVCache
 from holotrain.models.sampling import Sampling
 
 
+def can_generate(model: nn.Module) -> bool:
+    """Whether :func:`generate` can continue texts with this model."""
+    return hasattr(model, "context") and (hasattr(model, "cache") or hasattr(model, "reader"))
+
+
 def generate(
     model: nn.Module,
     prompts: Sequence[Tensor],
@@ -36,8 +41,11 @@ def generate(
         the next token of every prompt, (B,), an ordinary tensor that the caller may change. Ends when all texts have ended.
 
     Raises:
-        ValueError: an empty prompt, or one that fills the context (both at the call); the model gives NaN (at that token).
+        ValueError: an empty prompt, one that fills the context, or a compiled model of another library (all at the call); the
+            model gives NaN (at that token).
     """
+    if compiled and hasattr(model, "reader"):
+        raise ValueError(f"a {type(model).__name__} is not compiled; use compile=false")
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) < 1:
         raise ValueError("a prompt needs at least one token")
@@ -57,14 +65,10 @@ def _generated(
     compiled: bool,
 ) -> Iterator[Tensor]:
     """Like :func:`generate`, for checked arguments and ``room`` new tokens. It never yields within inference mode."""
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
     with torch.inference_mode():
-        # Compiled code needs fixed shapes, so it reads the whole cache; otherwise empty places are left out.
-        cache = model.cache(len(prompts), longest + room, static=compiled)
-        logits, positions = _read(model, prompts, lengths, cache, model.norm.weight.device)
-        ended = torch.zeros_like(positions, dtype=torch.bool)
+        reader = model.reader(prompts) if hasattr(model, "reader") else Reader(model, prompts, room, compiled)
+        logits = reader.read()
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=logits.device)
     for count in range(1, room + 1):
         with torch.inference_mode():
             tokens = sampling.draw(logits, generator)
@@ -77,22 +81,44 @@ def _generated(
         if count == room or (end_id is not None and bool(ended.all())):
             return
         with torch.inference_mode():
-            end = cache.length if compiled else longest + count
-            logits = step(model, tokens[:, None], cache, positions[:, None], end)
-            positions = positions + 1
+            logits = reader.read(tokens)
 
 
-def _read(
-    model: nn.Module, prompts: Sequence[Tensor], lengths: list[int], cache: KVCache, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Reads the prompts. Returns the logits after each last token, (B, V), and the positions of the next tokens, (B,)."""
-    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.long, device=device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    places = torch.arange(max(lengths), device=device).expand_as(tokens)
-    hidden = model.hidden(tokens, cache=cache, positions=places, end=max(lengths))
-    positions = torch.tensor(lengths, device=device)
-    return model.logits(hidden[torch.arange(len(prompts), device=device), positions - 1]), positions
+class Reader:
+    """Reads prompts of different lengths, and then token by token, with a cache of keys and values.
+
+    Args:
+        model, prompts, compiled: see :func:`generate`.
+        room: number of tokens to read after the prompts.
+    """
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Tensor], room: int, compiled: bool) -> None:
+        self._model, self._prompts, self._compiled = model, prompts, compiled
+        self._step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
+        lengths = [len(prompt) for prompt in prompts]
+        self._end = max(lengths)
+        # Compiled code needs fixed shapes, so it reads the whole cache; otherwise empty places are left out.
+        self._cache: KVCache = model.cache(len(prompts), self._end + room, static=compiled)
+        self._positions = torch.tensor(lengths, device=model.norm.weight.device)  # of the next tokens, (B,)
+
+    def read(self, tokens: Tensor | None = None) -> Tensor:
+        """The logits (B, V) of the token after ``tokens`` (B,); None: after the prompts."""
+        if tokens is None:
+            return self._read_prompts()
+        self._end += 1
+        end = self._cache.length if self._compiled else self._end
+        logits = self._step(self._model, tokens[:, None], self._cache, self._positions[:, None], end)
+        self._positions = self._positions + 1
+        return logits
+
+    def _read_prompts(self) -> Tensor:
+        device = self._positions.device
+        tokens = torch.zeros(len(self._prompts), self._end, dtype=torch.long, device=device)
+        for row, prompt in enumerate(self._prompts):
+            tokens[row, : len(prompt)] = prompt
+        places = torch.arange(self._end, device=device).expand_as(tokens)
+        hidden = self._model.hidden(tokens, cache=self._cache, positions=places, end=self._end)
+        return self._model.logits(hidden[torch.arange(len(tokens), device=device), self._positions - 1])
 
 
 def _step(model: nn.Module, tokens: Tensor, cache: KVCache, positions: Tensor, end: int) -> Tensor:

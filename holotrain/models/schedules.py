@@ -31,19 +31,28 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
     """Sets the schedule of every block.
 
     Args:
-        schedules: one for each block, over all sequences, first to last.
+        schedules: one for each block, over all sequences, first to last; in a model without any, over :func:`listed_blocks`.
 
     Raises:
         ValueError: the number of schedules is not that of the blocks, or a block cannot have its schedule.
     """
     runs = sequences(model)
-    depth = sum(len(run.blocks) for run in runs)
+    listed = [] if runs else listed_blocks(model)
+    depth = sum(len(run.blocks) for run in runs) + len(listed)
     if len(schedules) != depth:
         raise ValueError(f"there are {len(schedules)} schedules for {depth} blocks")
     start = 0
     for run in runs:
         run.backward = list(schedules[start : start + len(run.blocks)])
         start += len(run.blocks)
+    for block, schedule in zip(listed, schedules, strict=bool(listed)):
+        _schedule_listed(model, block, schedule)
+
+
+def listed_blocks(model: nn.Module) -> list[nn.Module]:
+    """The equal blocks in ModuleLists and Sequentials of a model without sequences, first to last: they can be checkpointed."""
+    lists = outermost(model, is_list_of_blocks)
+    return list({id(block): block for _, found in lists for block in found}.values())  # a block may be in a list twice
 
 
 def set_backward(model: nn.Module, backward: str, store: int | Collection[int] = 0, keep: Collection[str] = ()) -> None:
@@ -72,18 +81,23 @@ def _checkpoint_lists(model: nn.Module, backward: str, more: bool) -> None:
     name = type(model).__name__
     if backward not in ("autograd", "checkpoint") or more:
         raise ValueError(f"{name} has no reversible blocks; only autograd and checkpoint are possible")
-    lists = outermost(model, is_list_of_blocks)
-    blocks = list({id(block): block for _, found in lists for block in found}.values())  # a block may be in a list twice
-    if backward == "autograd":
-        for block in blocks:
-            if isinstance(vars(block).get("forward"), partial):
-                del block.forward
-        return
-    if not blocks:
+    blocks = listed_blocks(model)
+    if not blocks and backward == "checkpoint":
         raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to checkpoint")
     for block in blocks:
-        if any(isinstance(part, _BatchNorm) and part.track_running_stats for part in block.modules()):
-            raise ValueError(f"the blocks of {name} hold BatchNorm, whose statistics a recomputation would change again")
+        _schedule_listed(model, block, backward)
+
+
+def _schedule_listed(model: nn.Module, block: nn.Module, backward: str) -> None:
+    name = type(model).__name__
+    if backward == "autograd":
+        if isinstance(vars(block).get("forward"), partial):
+            del block.forward
+    elif backward != "checkpoint":
+        raise ValueError(f"the blocks of {name} are not reversible; only autograd and checkpoint are possible")
+    elif any(isinstance(part, _BatchNorm) and part.track_running_stats for part in block.modules()):
+        raise ValueError(f"the blocks of {name} hold BatchNorm, whose statistics a recomputation would change again")
+    else:
         block.forward = partial(_recomputed, block)  # which copies and pickles of a block refer to their own block
 
 

@@ -26,6 +26,8 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
     least = planner.footprint(least_memory(planner)).bound
     if least > budget:  # before anything is timed
         raise TooSmall(least)
+    if planner.listed:
+        return _choose_checkpointed(planner, budget)
     costs = _seconds(planner, names) if measure else None
     with planner.imagined_step(planner.imagined_model(names[0])) as step:
         visits = visits_of(step)
@@ -34,6 +36,27 @@ def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Cho
         allocator = ALLOCATORS[planner.device]
         stages = [stage_of(visit, each, step.autocast, allocator) for visit, each in zip(visits, costs, strict=True)]
     return choose(stages, lambda blocks: planner.footprint(blocks).bound, budget)
+
+
+def _choose_checkpointed(planner: Planner, budget: int) -> Choice:
+    """The fewest blocks to checkpoint, first to last, with which the training fits, for blocks that are in no sequence.
+
+    The last ones store their activations, because that memory is free again when the others recompute.
+    """
+
+    def blocks(count: int) -> list[str]:
+        return ["checkpoint"] * count + ["autograd"] * (planner.listed - count)
+
+    fewest, most = 0, planner.listed  # with `most` it fits
+    while fewest < most:
+        count = (fewest + most) // 2
+        if planner.footprint(blocks(count)).bound <= budget * (1 - MARGIN):
+            most = count
+        else:
+            fewest = count + 1
+    # A forward is a third of a block's computation, and checkpointing runs it twice.
+    cost = 3 * planner.listed + most
+    return Choice(blocks(most), planner.footprint(blocks(most)).bound, cost, 4 * planner.listed)
 
 
 def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None = None) -> int:

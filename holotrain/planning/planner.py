@@ -42,6 +42,7 @@ class Planner:
         backward: the configured schedules; None: they are to be chosen.
         keeps_attention: whether blocks that are recomputed can keep the output of attention.
         selected: the share of its entries that a boolean mask is assumed to select; None: the step uses no such mask.
+        listed: number of equal blocks in lists of a model without sequences; they can be checkpointed.
     """
 
     make_model: Callable[[Backward, int | None], nn.Module]
@@ -53,6 +54,7 @@ class Planner:
     backward: Backward | None = None
     keeps_attention: bool = True
     selected: float | None = None
+    listed: int = 0
     _updates: dict[int | None, Update] = field(default_factory=dict, init=False, repr=False)
     _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
 

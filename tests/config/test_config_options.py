@@ -49,6 +49,11 @@ def needs(group, option):
         return NEEDS.get((group, option), [])
     if option == "error_diffusion":
         return ["task=error_diffusion"]
+    if option == "timm":
+        return ["model.name=vit_tiny_patch16_224", "data=fake"]
+    if option == "huggingface":
+        network = "{model_type: vit, hidden_size: 32, num_attention_heads: 2, num_hidden_layers: 1}"
+        return ["model.name=vit", f"model.config={network}", "data=fake"]
     family, _, size = option.removeprefix("rev_").partition("_")
     if family in ("gpt", "roberta"):
         return ["task=causal_lm" if family == "gpt" else "task=masked_lm"]
@@ -192,9 +197,9 @@ def test_options_reach_what_they_describe():
         (["seed=-1"], "seed must be in [0, 4294967296), not -1"),
         (
             ["task=causal_lm", "model=rev_vit_tiny"],
-            "model: CausalLM trains GPT, not RevViT; use another model, or the task of ImageClassifier",
+            "model: CausalLM trains GPT or HuggingFace, not RevViT; use another model, or the task of ImageClassifier",
         ),
-        (["model=gpt_tiny"], "model: ImageClassifier trains ViT or Swin or MViT, not GPT"),
+        (["model=gpt_tiny"], "model: ImageClassifier trains ViT or Swin or MViT or Timm or HuggingFace, not GPT"),
         (["task=masked_lm", "data=digits"], "data: MaskedLM learns from text, which Digits does not have"),
         (
             ["task=sequence_classification", "data=text_files", "data.files=x"],

@@ -13,15 +13,28 @@ ERROR_DIFFUSION = "holotrain.tasks.error_diffusion.ErrorDiffusionClassifier"
 CAUSAL_LM = "holotrain.tasks.causal_lm.CausalLM"
 MASKED_LM = "holotrain.tasks.masked_lm.MaskedLM"
 
+TIMM = "holotrain.models.foreign.timm.Timm"
+HUGGING_FACE = "holotrain.models.foreign.huggingface.HuggingFace"
+
 _ROBERTA = "holotrain.models.roberta.RoBERTa"
+_IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
 FIT = {
     ERROR_DIFFUSION: (("holotrain.models.error_diffusion.ImageErrorDiffusion",), IMAGES),  # an image classifier too, so first
-    IMAGE_CLASSIFIER: (("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT"), IMAGES),
-    SEQUENCE_CLASSIFIER: ((_ROBERTA,), TEXT),
-    CAUSAL_LM: (("holotrain.models.gpt.GPT",), TEXT),
-    MASKED_LM: ((_ROBERTA,), TEXT),
+    IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
+    SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
+    CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),
+    MASKED_LM: ((_ROBERTA, HUGGING_FACE), TEXT),
 }
 """The models and the data of each of our tasks."""
+
+
+HEADS = {
+    IMAGE_CLASSIFIER: "image_classification",
+    SEQUENCE_CLASSIFIER: "sequence_classification",
+    CAUSAL_LM: "causal_lm",
+    MASKED_LM: "masked_lm",
+}
+"""The head of a Hugging Face model for each of our tasks."""
 
 
 def is_a(chosen: Chosen | str | None, *bases: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen, Filled
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig
-from holotrain.config.schema.beside import BEGINNING, Beginning, check_trainer
+from holotrain.config.schema.beside import BEGINNING, Beginning, check_trainer, with_network
 from holotrain.config.schema.classes import (
     CAUSAL_LM,
     ERROR_DIFFUSION,
@@ -23,13 +23,15 @@ from holotrain.errors import UserError
 from holotrain.ranges import require_within
 from holotrain.sizes import parse_bytes
 
-FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context")
+FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
 """Parameters of models and tasks that the data module tells, if it can."""
 
 OPEN = {
     "task": Filled(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
     "data": Filled(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
-    "model": Filled(("backward", "store", "exact", "keep"), known=FACTS, also="holotrain.config.schema.beside.Beginning"),
+    "model": Filled(
+        ("backward", "store", "exact", "keep"), known=(*FACTS, "head"), also="holotrain.config.schema.beside.Beginning"
+    ),
     "synthesis": Filled(),
     "optimizer": Filled(("model", "params"), also="holotrain.config.schema.optimizer.Stepping"),
     "scheduler": Filled(("optimizer", "steps", "total_steps")),
@@ -102,6 +104,7 @@ class RunConfig:
         if self.model is not None:
             with described_by("model"):
                 Beginning(**{name: self.model.arguments[name] for name in BEGINNING})
+            self.model = with_network(self.model)
         require_within(0, 2**32, seed=self.seed)
         if self.memory is not None:
             with described_by("memory"):

@@ -1,0 +1,50 @@
+"""How a published model wants its images normalised, from the files beside its weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from holotrain.data.augment import Statistics
+from holotrain.errors import UserError
+
+FILES = ("preprocessor_config.json", "config.json")
+"""Of Hugging Face, and of timm."""
+
+
+def statistics_of(processor: str) -> Statistics:
+    """Mean and standard deviation of the channels.
+
+    Args:
+        processor: a folder with preprocessor_config.json (Hugging Face) or config.json (timm), or a name of timm's.
+
+    Raises:
+        UserError: there is no such folder or name, or its file does not say it.
+    """
+    folder = Path(processor).expanduser()
+    found = _of_folder(folder) if folder.is_dir() else _of_timm(processor)
+    mean, std = (found.get(name) or found.get(f"image_{name}") for name in ("mean", "std"))
+    if not all(isinstance(each, list | tuple) and len(each) == 3 for each in (mean, std)):
+        raise UserError(f"data.processor: {processor} does not say mean and deviation of three channels")
+    return tuple(map(float, mean)), tuple(map(float, std))
+
+
+def _of_folder(folder: Path) -> dict[str, Any]:
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise UserError(f"data.processor: {folder} holds neither {' nor '.join(FILES)}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found.get("pretrained_cfg", found)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"data.processor: {path} cannot be read: it is damaged") from error
+
+
+def _of_timm(name: str) -> dict[str, Any]:
+    try:
+        import timm
+    except ImportError:
+        timm = None
+    published = timm and timm.get_pretrained_cfg(name)
+    if not published:
+        raise UserError(f"data.processor: there is no folder {name}, and no model of timm's with this name")
+    return published.to_dict()

@@ -1,0 +1,376 @@
+"""Models of Hugging Face's transformers."""
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from holotrain.models.foreign.adapter import Foreign, foreign_weights, take_over
+from holotrain.models.foreign.network import CONFIG, OF_A_FILE, folder_of, has_weights, network_of
+from holotrain.models.pretrained.fitting import image_positions
+
+HEADS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+LANGUAGE = ("causal_lm", "masked_lm")
+
+FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+"""Types of models whose positions start after the number of the padding token, which is 1."""
+
+SAVED = ("config.", "generation_config.", "model.", "model-", "preprocessor_config.", "special_tokens", "tokenizer")
+"""What the names of the files begin with that a model and its tokenizer are saved in."""
+
+POSITIONS = "embeddings.position_embeddings"
+"""The end of the name of a vision transformer's learned positions."""
+
+
+class HuggingFace(Foreign):
+    """A model of transformers with the head of a task. Code beside the weights is never run (``trust_remote_code=False``).
+
+    Args:
+        name: a folder with config.json and, optionally, weights; config.json itself, for random weights; or a name on the
+            Hugging Face Hub, whose files are taken from its cache
+        head: what the model is for: causal_lm, masked_lm, sequence_classification or image_classification; the task tells it
+        config: entries that replace those of config.json, such as {attn_implementation: sdpa}; a checkpoint holds all
+        classes: number of classes
+        vocab: words of the data; a smaller embedding is enlarged
+        context: the longest sequence, in tokens
+        image_size: height and width of the images, in pixels
+        channels: colour channels of the images
+        pad_id: the token of padding
+        download: download the files of name from the Hugging Face Hub when a training starts, if they are not in the cache
+        reversible: make the blocks reversible, and keep so many bits of each number that they add; null: leave them
+        blocks: name of the list of blocks to make reversible, such as model.layers, or several names; null: the only one
+
+    Raises:
+        ValueError: transformers is not installed, the files are missing, or the model has no such head or cannot read the data.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        head: Literal["causal_lm", "masked_lm", "sequence_classification", "image_classification"],
+        config: dict[str, Any] | None = None,
+        classes: int | None = None,
+        vocab: int | None = None,
+        context: int | None = None,
+        image_size: int | None = None,
+        channels: int | None = None,
+        pad_id: int | None = None,
+        download: bool = False,
+        reversible: Literal["1bit", "2bit", "3bit", "4bit"] | None = None,
+        blocks: str | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        transformers = _transformers()
+        if head not in HEADS:
+            raise ValueError(f"head must be {', '.join(HEADS)}, not {head!r}")
+        self.name, self.kind, self.download, self.words = name, head, download, vocab
+        network = _network(transformers, network_of(name, config))
+        self.theirs = getattr(network, "vocab_size", None)
+        _fit_to_data(network, head, classes, vocab, image_size, channels, pad_id)
+        self.context = _context(network, context)
+        self._auto = getattr(transformers, HEADS[head])
+        if type(network) not in self._auto._model_mapping:
+            raise ValueError(f"transformers has no {HEADS[head]} of type {network.model_type}; choose another task or model")
+        with quiet(transformers):
+            # The Trainer's precision decides, not that of the weights.
+            model = self._auto.from_config(network, trust_remote_code=False, dtype=torch.float32)
+        self.wrap(model, reversible, blocks)
+
+    def forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor:
+        """
+        Args:
+            inputs: tokens (B, T), or images (B, channels, image_size, image_size).
+            others: of a causal model: the targets (B, T). Of a masked model: a mask (B, T), False for padding, and the targets.
+                Of a classifier of texts: a mask. All may be left out. Targets of -100 are ignored.
+
+        Returns:
+            logits, (B, T, V) or (B, classes); with targets their mean cross-entropy.
+        """
+        if self.kind == "image_classification":
+            return self.model(pixel_values=inputs).logits
+        mask, targets = (None, *others, None)[:2] if self.kind == "causal_lm" else (*others, None, None)[:2]
+        attended = {} if mask is None else {"attention_mask": mask.to(inputs.dtype)}
+        logits = self.model(input_ids=inputs, use_cache=False, **attended).logits
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @property
+    def head(self) -> nn.Module | None:
+        found = [getattr(self.model, name, None) for name in ("classifier", "score")] if self.kind not in LANGUAGE else []
+        return next((each for each in found if isinstance(each, nn.Module)), None)
+
+    def start_from(self, pretrained: str | None) -> str | None:
+        remark = self._vocabulary()
+        loaded = None
+        if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
+            head = [] if self.head is None else list(self.head.parameters())
+            names = [name for name, tensor in self.model.named_parameters() if any(tensor is each for each in head)]
+            loaded = str(take_over(self.model, foreign_weights(pretrained), pretrained, names))
+        elif pretrained is not None:
+            loaded = self._from_folder(Path(pretrained), pretrained)
+        elif Path(self.name).name != CONFIG:
+            folder = folder_of(self.name, self.download)
+            loaded = self._from_folder(folder, self.name) if has_weights(folder) else None
+        return "\n".join(filter(None, (loaded, remark))) or None
+
+    def _vocabulary(self) -> str | None:
+        if self.words is None or self.theirs is None or self.words == self.theirs:
+            return None
+        grown = f"{self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
+        return (
+            f"the data have {self.words} words and the model has {self.theirs}"
+            + (f"; {grown}" if grown else "")
+            + "; data.tokenizer=FOLDER/tokenizer.json is the tokenizer of a model"
+        )
+
+    def _from_folder(self, folder: Path, source: str) -> str:
+        """Loads weights as ``from_pretrained`` does, with the sizes that they have."""
+        theirs, own = network_of(str(folder)), self.model.config
+        if theirs["model_type"] != own.model_type:
+            raise ValueError(f"{source} is of type {theirs['model_type']}, not {own.model_type}")
+        network = copy.deepcopy(own)
+        for name in ("vocab_size", "image_size"):
+            if name in theirs and hasattr(network, name):
+                setattr(network, name, theirs[name])
+        with quiet(_transformers()):
+            try:
+                model, report = self._auto.from_pretrained(
+                    folder,
+                    config=network,
+                    dtype=torch.float32,
+                    ignore_mismatched_sizes=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    weights_only=True,
+                    output_loading_info=True,
+                )
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ValueError(f"{source}: {str(error).strip().splitlines()[0]}") from error
+            if (rows := getattr(own, "vocab_size", None)) != getattr(network, "vocab_size", None):
+                model.resize_token_embeddings(rows, mean_resizing=False)
+        new = {*report["missing_keys"], *(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])}
+        weights, here = model.state_dict(), self.model.state_dict()
+        resized = []
+        for name, tensor in weights.items():
+            if name.endswith(POSITIONS) and tensor.shape != here[name].shape:
+                fitted = image_positions(tensor, here[name], True, True)
+                (new.add if fitted.shape != here[name].shape else resized.append)(name)
+                weights[name] = here[name] if name in new else fitted
+        if 2 * len(new) > len(here):
+            raise ValueError(
+                f"{source} is of another model: it has {len(here) - len(new)} of the {len(here)} tensors of this one"
+            )
+        loaded = take_over(self.model, weights, source)
+        kept = tuple(name for name in loaded.loaded if name not in new)
+        strange = tuple(report["unexpected_keys"])
+        return str(replace(loaded, loaded=kept, missing=tuple(new), unexpected=strange, resized=tuple(resized)))
+
+    def reader(self, prompts: Sequence[Tensor]) -> "Reader":
+        """Reads prompts for :func:`~holotrain.models.generate`.
+
+        Raises:
+            ValueError: the model is not for causal language modelling.
+        """
+        if self.kind != "causal_lm":
+            raise ValueError(f"a model for {self.kind} does not generate text")
+        return Reader(self.model, prompts)
+
+    def save(
+        self,
+        folder: Path,
+        class_names: Sequence[str] | None = None,
+        statistics: Sequence[Sequence[float]] | None = None,
+        tokenizer: str | None = None,
+    ) -> list[str]:
+        """Writes the folder that ``AutoModelFor...from_pretrained(FOLDER)`` reads, with AutoTokenizer's files for text and
+        AutoImageProcessor's for images."""
+        if class_names is not None:
+            self.model.config.id2label = dict(enumerate(class_names))
+            self.model.config.label2id = {name: index for index, name in enumerate(class_names)}
+        with quiet(_transformers()):
+            self.model.save_pretrained(folder)
+        if tokenizer is not None:
+            _save_tokenizer(folder, tokenizer, self.context)
+        if statistics is not None:
+            size = getattr(self.model.config, "image_size", None)
+            processor = {
+                "image_processor_type": "ViTImageProcessor",
+                "do_rescale": True,
+                "rescale_factor": 1 / 255,
+                "do_normalize": True,
+                "image_mean": list(statistics[0]),
+                "image_std": list(statistics[1]),
+                **({"do_resize": True, "size": {"height": size, "width": size}} if isinstance(size, int) else {}),
+            }
+            (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
+        return sorted(path.name for path in folder.iterdir() if path.name.startswith(SAVED))
+
+
+class Reader:
+    """Reads prompts of different lengths, and then token by token. Keys and values are kept by transformers.
+
+    Args:
+        model: causal, in eval mode.
+        prompts: (T,) tokens each, padded on the left.
+    """
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Tensor]) -> None:
+        device, longest = next(model.parameters()).device, max(map(len, prompts))
+        self._tokens = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
+        self._mask = torch.zeros_like(self._tokens)
+        for row, prompt in enumerate(prompts):
+            self._tokens[row, longest - len(prompt) :] = prompt
+            self._mask[row, longest - len(prompt) :] = 1
+        self._model, self._cache = model, None
+
+    def read(self, tokens: Tensor | None = None) -> Tensor:
+        """The logits (B, V) of the token after ``tokens`` (B,); None: after the prompts."""
+        if tokens is not None:
+            self._tokens = tokens[:, None]
+            self._mask = torch.cat((self._mask, torch.ones_like(self._tokens)), dim=1)
+        positions = (self._mask.cumsum(1) - 1).clamp_min(0)[:, -self._tokens.shape[1] :]
+        found = self._model(
+            input_ids=self._tokens,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._cache = found.past_key_values
+        return found.logits[:, -1]
+
+
+def tokenizer_of(name: str, download: bool = False) -> str | None:
+    """The content of the tokenizer.json of a model; None: it has none.
+
+    Args:
+        name, download: see :func:`~holotrain.models.foreign.network.folder_of`.
+    """
+    folder = folder_of(name, download)
+    if (folder / "tokenizer.json").is_file():
+        return (folder / "tokenizer.json").read_text(encoding="utf-8")
+    if not any((folder / name).is_file() for name in ("vocab.txt", "vocab.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    try:
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return tokenizer.backend_tokenizer.to_str()
+    except Exception as error:  # tokenizers raise many kinds
+        raise ValueError(f"{folder} has a tokenizer that cannot be read ({str(error).strip().splitlines()[0]})") from error
+
+
+def _network(transformers: ModuleType, plain: dict[str, Any]) -> Any:
+    """The configuration object."""
+    plain = {key: value for key, value in plain.items() if key not in OF_A_FILE}
+    kind = plain.pop("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"transformers has no model of type {kind!r}, and code beside its weights is not run")
+    try:
+        return transformers.AutoConfig.for_model(kind, **plain)
+    except Exception as error:  # of many kinds
+        raise ValueError(f"config: {str(error).strip().splitlines()[0]}") from error
+
+
+def _fit_to_data(
+    network: Any,
+    head: str,
+    classes: int | None,
+    vocab: int | None,
+    image_size: int | None,
+    channels: int | None,
+    pad_id: int | None,
+) -> None:
+    if head not in LANGUAGE:
+        if not classes:
+            raise ValueError("classes: the data do not tell it; give classes=...")
+        if network.num_labels != classes:
+            network.num_labels = classes
+        network.problem_type = "single_label_classification"
+    if (
+        head == "causal_lm"
+        and getattr(network, "is_decoder", None) is False
+        and not getattr(network, "is_encoder_decoder", False)
+    ):
+        network.is_decoder = True  # an encoder would see the words that it is to predict
+    if vocab is not None and vocab > (getattr(network, "vocab_size", None) or vocab):
+        network.vocab_size = vocab
+    if pad_id is not None and head == "sequence_classification" and network.model_type not in FROM_PADDING:
+        network.pad_token_id = pad_id  # models without a first token for the class look for the last word
+    for name, value in (("image_size", image_size), ("num_channels", channels)):
+        if value is not None and hasattr(network, name):
+            setattr(network, name, value)
+
+
+def _context(network: Any, wanted: int | None) -> int | None:
+    """The longest sequence, in tokens.
+
+    Raises:
+        ValueError: the model has fewer positions.
+    """
+    limit = getattr(network, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return wanted
+    if network.model_type in FROM_PADDING:
+        limit -= 2
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"it reads at most {limit} tokens, not {wanted}; use data.context={limit}")
+    return wanted or limit
+
+
+def _save_tokenizer(folder: Path, text: str, context: int | None) -> None:
+    """Writes AutoTokenizer's files; none for bytes, which it does not know."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception:  # the library raises Exception itself
+        return
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    roles = {
+        "pad_token": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
+        "bos_token": ("<s>", "[CLS]", "<bos>", "<|begin_of_text|>", "<|startoftext|>"),
+        "eos_token": ("</s>", "[SEP]", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
+        "mask_token": ("<mask>", "[MASK]", "<|mask|>"),
+        "cls_token": ("[CLS]",),
+        "sep_token": ("[SEP]",),
+    }
+    found = {role: next((name for name in names if name in known), None) for role, names in roles.items()}
+    tokens = {role: name for role, name in found.items() if name is not None}
+    limit = {} if context is None else {"model_max_length": context}
+    _transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **limit).save_pretrained(folder)
+
+
+def _transformers() -> ModuleType:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("this model needs transformers: pip install 'holotrain[huggingface]'") from error
+    return transformers
+
+
+@contextmanager
+def quiet(transformers: ModuleType) -> Iterator[None]:
+    """Without the library's warnings and progress bars: what matters is reported in one line."""
+    logging = transformers.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,151 @@
+"""Image classifiers of timm."""
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from holotrain.models.foreign.adapter import Foreign, foreign_weights, save_tensors, take_over
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+NOT_OURS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+"""Arguments of ``timm.create_model`` that load something."""
+
+GIVEN = {"num_classes": "classes", "in_chans": "channels", "img_size": "image_size"}
+"""Arguments of ``timm.create_model`` for which the adapter has its own."""
+
+KEPT = ("interpolation", "crop_pct", "crop_mode", "mean", "std", "first_conv", "classifier", "pool_size", "fixed_input_size")
+"""What the configuration of timm's published weights says that holds for trained ones too."""
+
+
+class Timm(Foreign):
+    """An image classifier of timm: images (B, channels, image_size, image_size) -> logits (B, classes).
+
+    Args:
+        name: a name in timm.list_models(), such as vit_small_patch16_224
+        classes: number of classes
+        image_size: height and width of the images, in pixels
+        channels: colour channels of the images
+        arguments: further arguments of timm.create_model, such as {drop_path_rate: 0.1}
+        download: start from the published weights of this name, and download them if they are not in timm's cache
+        reversible: make the blocks reversible, and keep so many bits of each number that they add; null: leave them
+        blocks: name of the list of blocks to make reversible, such as blocks, or several names; null: the only one
+
+    Raises:
+        ValueError: timm is not installed, has no such model, or refuses an argument.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        classes: int,
+        image_size: int,
+        channels: int = 3,
+        arguments: dict[str, Any] | None = None,
+        download: bool = False,
+        reversible: Literal["1bit", "2bit", "3bit", "4bit"] | None = None,
+        blocks: str | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        timm, arguments = _timm(), dict(arguments or {})
+        if not timm.is_model(name.partition(".")[0]):
+            near = timm.list_models(f"*{name.partition('_')[0]}*")[:3]
+            raise ValueError(
+                f"timm has no model {name!r}; timm.list_models() lists them{near and ', such as '}{', '.join(near)}"
+            )
+        for key in (*NOT_OURS, *GIVEN):
+            if key in arguments:
+                instead = GIVEN.get(key, "pretrained or download")
+                raise ValueError(f"arguments.{key} is not passed to timm; use {instead}")
+        self.name, self.image_size, self.download = name, image_size, download
+        self.arguments = {"num_classes": classes, "in_chans": channels, **arguments}
+        self.wrap(self._made(timm), reversible, blocks)
+
+    def _made(self, timm: ModuleType) -> nn.Module:
+        try:
+            model = timm.create_model(self.name, img_size=self.image_size, **self.arguments)
+        except TypeError as error:  # convolutions take images of any size
+            if "img_size" not in str(error):
+                raise ValueError(f"timm: {error}") from error
+        except (AssertionError, RuntimeError) as error:  # an assertion is how timm refuses a size
+            raise ValueError(f"timm: {str(error).splitlines()[0] if str(error) else 'it refuses an argument'}") from error
+        else:
+            self.arguments["img_size"] = self.image_size
+            return model
+        return timm.create_model(self.name, **self.arguments)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)
+
+    @property
+    def head(self) -> nn.Module | None:
+        head = self.model.get_classifier()
+        return head if isinstance(head, nn.Module) else None
+
+    def start_from(self, pretrained: str | None) -> str | None:
+        if pretrained is not None:
+            weights, source = foreign_weights(pretrained), pretrained
+        elif self.download:
+            source = f"timm's {self.name}"
+            weights = self._published()
+        else:
+            return None
+        timm = _timm()
+        # What timm itself does to published weights: new names, positions of another number of patches.
+        module = import_module(timm.model_entrypoint(self.name.partition(".")[0]).__module__)
+        if fitted := getattr(module, "checkpoint_filter_fn", None):
+            weights = fitted(weights, self.model)
+        own = self.model.state_dict()
+        first = self.model.pretrained_cfg.get("first_conv")
+        kernel = f"{first}.weight"
+        if isinstance(first, str) and kernel in weights and weights[kernel].shape != own.get(kernel, weights[kernel]).shape:
+            weights[kernel] = timm.models.adapt_input_conv(self.arguments["in_chans"], weights[kernel])
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        head = [names[id(tensor)] for tensor in self.head.parameters()] if self.head else []
+        return str(take_over(self.model, dict(weights), source, head))
+
+    def _published(self) -> dict[str, Tensor]:
+        try:
+            return _timm().create_model(self.name, pretrained=True).state_dict()
+        except Exception as error:  # whatever the network says
+            raise ValueError(f"cannot download timm's {self.name} ({str(error).splitlines()[0]})") from error
+
+    def save(
+        self,
+        folder: Path,
+        class_names: Sequence[str] | None = None,
+        statistics: Sequence[Sequence[float]] | None = None,
+        tokenizer: str | None = None,
+    ) -> list[str]:
+        """Writes ``model.safetensors``, for ``timm.create_model(name, ..., checkpoint_path=FILE)``, and ``config.json``, with
+        which ``timm.create_model("local-dir:FOLDER", pretrained=True)`` needs no further argument."""
+        arguments = {name: value for name, value in self.arguments.items() if name not in ("num_classes", "in_chans")}
+        classes, channels = self.arguments["num_classes"], self.arguments["in_chans"]
+        told: dict[str, Any] = {"input_size": [channels, self.image_size, self.image_size], "num_classes": classes}
+        if statistics is not None:
+            told |= {"mean": list(statistics[0]), "std": list(statistics[1])}
+        published = {name: value for name, value in self.model.pretrained_cfg.items() if name in KEPT}
+        config = {
+            "architecture": self.name.partition(".")[0],
+            "num_classes": classes,
+            "model_args": {"in_chans": channels, **arguments},
+            "pretrained_cfg": {**published, **told, "custom_load": False},
+        }
+        if class_names is not None:
+            config["label_names"] = list(class_names)
+        save_tensors(self.model.state_dict(), folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return [WEIGHTS, CONFIG]
+
+
+def _timm() -> ModuleType:
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError("this model needs timm: pip install 'holotrain[timm]'") from error
+    return timm

@@ -1,0 +1,395 @@
+"""Models of timm and transformers from the command line: trained, read from checkpoints, and handed back to their library."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compared import assert_equal
+from data_files import write_folder
+from left_by_runs import assert_same_weights, summary
+from made_once import made_once
+from small_run import fit_in
+
+import holotrain as package
+from holotrain.models import HuggingFace, Timm, generate
+from holotrain.models.sampling import Sampling
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+SHORT = [
+    *("trainer.accelerator=cpu", "trainer.max_steps=3", "trainer.max_epochs=-1", "trainer.val_check_interval=null"),
+    *("trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "logger=none", "callbacks.progress=null"),
+    *("optimizer=adamw", "trainer.log_every_n_steps=1"),
+]
+TEXT = ["data=text_files", "data.files=texts/**/*.txt", "data.context=16", "data.batch_size=4", "data.cache_dir=tokens"]
+DOCUMENTS = [*TEXT, "data.max_tokens=64"]
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+NETWORKS = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 260, "n_positions": 32, "eos_token_id": 258},
+    "llama": {**SMALL, "vocab_size": 264, "max_position_embeddings": 32, "num_key_value_heads": 1},
+    "bert": {**SMALL, "vocab_size": 260, "max_position_embeddings": 32},
+    "roberta": {**SMALL, "vocab_size": 260, "max_position_embeddings": 34},
+    "vit": {**SMALL, "image_size": 32, "patch_size": 4},
+}
+AUTO = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+HUGGING_FACE = [
+    ("gpt2", "causal_lm"),
+    ("bert", "masked_lm"),
+    ("roberta", "sequence_classification"),
+    ("llama", "sequence_classification"),
+    ("vit", "image_classification"),
+]
+PLANNED = [("gpt2", "causal_lm"), ("bert", "masked_lm"), ("timm", "image_classification")]
+RUNS = [*HUGGING_FACE, ("timm", "image_classification")]
+TINY = [
+    "model=timm",
+    "model.name=vit_tiny_patch16_224",
+    "model.arguments={depth: 2, embed_dim: 32, num_heads: 2, patch_size: 4}",
+]
+
+
+def write_network(folder: Path, kind: str, **changed) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **NETWORKS[kind], **changed}))
+
+
+def write_texts(folder: Path) -> None:
+    for label, word in (("fruit", "apple"), ("metal", "iron")):
+        (folder / "texts" / label).mkdir(parents=True, exist_ok=True)
+        for number in range(12):
+            (folder / "texts" / label / f"{number}.txt").write_text(f"{word} {number}\n\n{word} {word} {number}\n")
+
+
+def words_of(kind: str, task: str) -> list[str]:
+    if kind == "timm":
+        return TINY
+    of_data = {"causal_lm": TEXT, "masked_lm": DOCUMENTS, "image_classification": []}
+    labels = [*DOCUMENTS, "data.label=folder", "data.unit=paragraph"]
+    return [f"task={task}", "model=huggingface", "model.name=network", *of_data.get(task, labels)]
+
+
+@pytest.fixture
+def trained(tmp_path_factory):
+    """The folder of a finished training. The folder of the network that it began with is gone."""
+
+    def run(kind: str, task: str) -> Path:
+        def train(folder: Path) -> None:
+            write_texts(folder)
+            if kind != "timm":
+                write_network(folder / "network", kind)
+            fit_in(folder, *SHORT, *words_of(kind, task), "hydra.run.dir=run")
+            if kind != "timm":
+                (folder / "network").rename(folder / "gone")
+
+        return made_once(tmp_path_factory, f"foreign_{kind}_{task}", train) / "run"
+
+    return run
+
+
+def example(task: str, run: Path) -> torch.Tensor:
+    if task == "image_classification":
+        return torch.randn(2, 1, 8, 8)
+    return torch.arange(20).view(2, 10) + 97
+
+
+@pytest.mark.parametrize(("kind", "task"), RUNS)
+def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, task):
+    run = trained(kind, task)
+    write_texts(tmp_path)
+    found = summary(run)
+    status, _, err = holotrain("test", f"ckpt_path={run}", "hydra.run.dir=test")
+    assert (status, err) == (0, "")
+    name = "test/loss"
+    assert summary(Path("test"))["metrics"][name] == pytest.approx(found["metrics"][name], rel=1e-6)
+    if task != "masked_lm":
+        status, _, err = holotrain("predict", f"ckpt_path={run}")
+        assert (status, err) == (0, "")
+    if (kind, task) not in PLANNED:
+        return
+    status, _, err = holotrain("plan", f"ckpt_path={run}", "memory=8MiB", "hydra.run.dir=plan")
+    assert (status, err) == (0, "")
+    assert {"autograd", "checkpoint"} <= json.loads(Path("plan/plan.json").read_text())["footprints"].keys()
+
+
+OTHER_PROCESS = """
+import json, sys
+sys.modules["holotrain"] = None  # its import would fail
+import torch
+torch.set_num_threads(int(sys.argv[1]))
+for kind, task, auto, folder, words in json.loads(sys.argv[2]):
+    if kind == "timm":
+        import timm
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        sizes = {"img_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4}
+        path = f"{folder}/model.safetensors"
+        again = timm.create_model("vit_tiny_patch16_224", checkpoint_path=path, num_classes=10, in_chans=1, **sizes)
+        given = {"x": torch.load(f"{folder}/input.pt")}
+        assert torch.equal(model.eval()(**given), again.eval()(**given))
+        assert model.pretrained_cfg["num_classes"] == 10 and len(model.pretrained_cfg["mean"]) == 1
+    else:
+        import transformers
+        model = getattr(transformers, auto).from_pretrained(folder)
+        given = {"pixel_values" if words == "images" else "input_ids": torch.load(f"{folder}/input.pt")}
+        if words == "images":
+            assert transformers.AutoImageProcessor.from_pretrained(folder).image_mean
+        if task.endswith("classification"):
+            assert len(model.config.id2label) == model.config.num_labels and "LABEL_0" not in model.config.id2label.values()
+    with torch.no_grad():
+        output = model.eval()(**given)
+    torch.save(output if kind == "timm" else output.logits, f"{folder}/output.pt")
+"""
+
+
+def test_an_export_is_read_without_holotrain(holotrain, trained, tmp_path):
+    jobs, expected = [], []
+    for kind, task in RUNS:
+        run, folder = trained(kind, task), tmp_path / f"{kind}_{task}"
+        assert holotrain("export", f"ckpt_path={run}", f"to={folder}")[::2] == (0, "")
+        model, given = package.load(run), example(task, run)
+        torch.save(given, folder / "input.pt")
+        with torch.no_grad():
+            expected.append(model(given))
+        jobs.append((kind, task, AUTO.get(task), str(folder), "images" if task.startswith("image") else "tokens"))
+    command = [sys.executable, "-c", OTHER_PROCESS, str(torch.get_num_threads()), json.dumps(jobs)]
+    other = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert other.returncode == 0, other.stderr
+    for (*_, folder, _), logits in zip(jobs, expected, strict=True):
+        assert_equal(torch.load(f"{folder}/output.pt"), logits)
+
+
+def test_a_training_resumes(holotrain, tmp_path):
+    write_texts(tmp_path)
+    write_network(Path("network"), "gpt2")
+    words = [*SHORT, *words_of("gpt2", "causal_lm"), "test=false", "scheduler=constant"]
+    assert holotrain("fit", *words, "hydra.run.dir=whole", "trainer.max_steps=4")[0] == 0
+    assert holotrain("fit", *words, "hydra.run.dir=half", "trainer.max_steps=2")[0] == 0
+    Path("network").rename("gone")
+    status, _, err = holotrain("fit", "resume=true", "hydra.run.dir=half", "trainer.max_steps=4")
+    assert (status, err) == (0, "")
+    assert_same_weights(Path("whole/checkpoints/last.ckpt"), Path("half/checkpoints/last.ckpt"))
+
+
+def test_generate(holotrain, trained):
+    run = trained("gpt2", "causal_lm")
+    Path("prompts.txt").write_text("iron\napple apple\n")
+    words = [f"ckpt_path={run}", "prompts=prompts.txt", "max_tokens=4", "temperature=0", "hydra.run.dir=generated"]
+    assert holotrain("generate", *words)[0] == 0
+    lines = [json.loads(line) for line in Path("generated/generations.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["iron", "apple apple"]
+    status, _, err = holotrain("generate", f"ckpt_path={run}", "prompt=iron", "compile=true")
+    assert status == 2 and "compile=false" in err
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_generated_tokens_are_those_of_the_whole_context(tmp_path, kind):
+    write_network(tmp_path, kind)
+    model = HuggingFace(str(tmp_path), "causal_lm").eval()
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([9])]
+    tokens = torch.stack(list(generate(model, prompts, 5, Sampling(temperature=0))), dim=1)
+    for prompt, row in zip(prompts, tokens, strict=True):
+        text = prompt
+        for token in row:
+            assert model(text[None])[0, -1].argmax() == token
+            text = torch.cat((text, token[None]))
+
+
+def test_weights_and_tokenizer_of_a_folder(holotrain, tmp_path):
+    """With words that the tokenizer lacks, another number of classes, and a head of another task."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    write_texts(tmp_path)
+    write_network(tmp_path / "network", "bert")
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.from_pretrained("network")
+    theirs = transformers.BertForMaskedLM(config)
+    theirs.save_pretrained("network")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "[ONE]", "[TWO]"])
+    tokenizer.save("network/tokenizer.json")
+    words = [*SHORT, *words_of("bert", "sequence_classification"), "optimizer.lr=1e-9", "hydra.run.dir=run"]
+    status, out, err = holotrain("fit", *words)
+    assert status == 0
+    assert "tensors of network; new: bert.pooler" in err and "left out: cls.predictions" in err
+    assert "the data have 263 words and the model has 260; 3 rows are added" in err
+    trained = package.load("run").model.bert
+    for name, weight in theirs.bert.encoder.state_dict().items():
+        torch.testing.assert_close(trained.encoder.state_dict()[name], weight, rtol=0, atol=1e-6)
+    assert holotrain("export", "ckpt_path=run", "to=back")[0] == 0
+    back = transformers.AutoTokenizer.from_pretrained("back")
+    assert back("iron", add_special_tokens=False).input_ids == tokenizer.encode("iron").ids and back.mask_token == "[MASK]"
+    assert transformers.AutoModelForSequenceClassification.from_pretrained("back").config.id2label == {0: "fruit", 1: "metal"}
+    # The folder that was written begins another training, with the same classes or a checkpoint with others.
+    status, _, err = holotrain("fit", *words[:-1], "model.name=back", "hydra.run.dir=again")
+    assert status == 0 and "new" not in err and "left out" not in err
+    status, _, err = holotrain("fit", *words[:-1], "model.pretrained=run/checkpoints/last.ckpt", "hydra.run.dir=third")
+    assert status == 0 and "new" not in err
+
+
+def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
+    write_network(tmp_path / "vit", "vit")
+    large = HuggingFace(str(tmp_path / "vit"), "image_classification", classes=3, image_size=32, channels=3)
+    large.model.save_pretrained(tmp_path / "vit")
+    small = HuggingFace(str(tmp_path / "vit"), "image_classification", classes=5, image_size=16, channels=3)
+    said = small.start_from(None)
+    assert "of another size, fitted: vit.embeddings.position_embeddings" in said and "new: classifier.bias" in said
+    assert_equal(small.model.vit.layernorm.weight, large.model.vit.layernorm.weight)
+    sizes = {"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4}
+    big = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, **sizes)
+    torch.save(big.state_dict(), tmp_path / "big.pth")
+    little = Timm("vit_tiny_patch16_224", classes=5, image_size=16, channels=1, arguments=sizes)
+    said = little.start_from(str(tmp_path / "big.pth"))
+    assert said.endswith("new: head.bias, head.weight")
+    assert_equal(little.model.blocks[0].attn.qkv.weight, big.blocks[0].attn.qkv.weight)
+    with pytest.raises(ValueError, match="is of another model"):
+        little.start_from(str(tmp_path / "vit"))
+    convolutions = Timm("resnet10t", classes=4, image_size=24)
+    assert convolutions(torch.randn(2, 3, 24, 24)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=timm"], "model.name: a value is needed"),
+        (["model=timm", "model.name=vit_tinny_patch16_224"], "model: timm has no model 'vit_tinny_patch16_224'"),
+        (["model=timm", "model.name=hf-hub:timm/vit"], "model: timm has no model"),
+        ([*TINY[:2], "model.arguments={checkpoint_path: x}"], "arguments.checkpoint_path is not passed to timm"),
+        ([*TINY[:2], "model.arguments={dept: 2}"], "model: timm: "),
+        ([*TINY, "task=causal_lm", *TEXT], "model: CausalLM trains GPT or HuggingFace, not Timm"),
+        ([*TINY, "model.blocks=blocks"], "model.blocks: names the blocks to make reversible; give reversible=2bit too"),
+        ([*TINY, "backward=reversible"], "only autograd and checkpoint are possible"),
+        ([*TINY, "model.pretrained=nowhere"], "model: there is no file nowhere"),
+        (["model=huggingface", "model.name=./nowhere"], "model.name: there is no folder ./nowhere"),
+        (["model=huggingface", "model.name=someone/something"], "download=true downloads one from the Hub"),
+        (
+            ["model=huggingface", "model.name=vit", "task=causal_lm", *TEXT],
+            "transformers has no AutoModelForCausalLM of type vit",
+        ),
+        (["model=huggingface", "model.name=strange"], "model: transformers has no model of type 'strange'"),
+        (["model=huggingface", "model.name=code"], "model.name: the configuration of code names a class by _target_"),
+        (["model=huggingface", "model.name=kernel"], "attn_implementation: 'someone/kernel' is not one of eager"),
+        (
+            ["model=huggingface", "model.name=gpt2", "task=causal_lm", *TEXT, "data.context=64"],
+            "model: it reads at most 32 tokens, not 64; use data.context=32",
+        ),
+        ([*TINY, "model.adapters=4"], "model: a Timm has no blocks for adapters"),
+    ],
+)
+def test_a_mistake_is_one_line(holotrain, tmp_path, words, said):
+    write_texts(tmp_path)
+    for kind in ("vit", "gpt2"):
+        write_network(Path(kind), kind)
+    write_network(Path("strange"), "vit", model_type="strange", auto_map={"AutoConfig": "evil.Config"})
+    write_network(Path("code"), "vit", more=[{"_target_": "os.system", "command": "true"}])
+    write_network(Path("kernel"), "vit", text={"_attn_implementation": "someone/kernel"})
+    status, _, err = holotrain("fit", *SHORT, *words)
+    assert status == 2 and said in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["timm", "transformers"])
+def test_a_missing_library_is_one_line(holotrain, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    write_network(Path("network"), "vit")
+    words = TINY if name == "timm" else words_of("vit", "image_classification")
+    status, _, err = holotrain("fit", *SHORT, *words)
+    extra = "timm" if name == "timm" else "huggingface"
+    assert status == 2 and err == f"holotrain: model: this model needs {name}: pip install 'holotrain[{extra}]'\n"
+
+
+def test_a_head_alone_is_trained(holotrain):
+    status, out, _ = holotrain("fit", *SHORT, *TINY, "model.trained=head", "test=false", "hydra.run.dir=run")
+    assert status == 0
+    model = package.load("run").model
+    assert model.default_cfg["architecture"] == "vit_tiny_patch16_224"
+    status, _, err = holotrain("fit", *SHORT, *TINY, "model.pretrained=run/checkpoints/last.ckpt", "hydra.run.dir=again")
+    assert status == 0 and "new" not in err
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "auto"])
+def test_memory_is_saved_without_a_reversible_model(holotrain, trained, backward):
+    whole = trained("timm", "image_classification")
+    words = [*SHORT, *TINY, f"backward={backward}", "memory=1GiB", "hydra.run.dir=run"]
+    assert holotrain("fit", *words)[::2] == (0, "")
+    assert_same_weights(whole / "checkpoints/last.ckpt", Path("run/checkpoints/last.ckpt"))
+
+
+@pytest.mark.parametrize(("kind", "task"), [("timm", "image_classification"), ("gpt2", "causal_lm")])
+def test_reversible_blocks_train(holotrain, tmp_path, kind, task):
+    """They need less memory, and the export is a plain model of its library."""
+    write_texts(tmp_path)
+    write_network(Path("network"), "gpt2", n_layer=4)
+    small = [word.replace("depth: 2", "depth: 4") for word in words_of(kind, task)]
+    words = [*SHORT, *small, "model.reversible=2bit", "test=false"]
+    assert holotrain("fit", *words, "hydra.run.dir=run")[::2] == (0, "")
+    if kind == "gpt2":
+        assert holotrain("fit", *words, "backward=pareprop", "hydra.run.dir=ahead")[::2] == (0, "")
+        assert_same_weights(Path("run/checkpoints/last.ckpt"), Path("ahead/checkpoints/last.ckpt"))
+    else:
+        status, _, err = holotrain("plan", "ckpt_path=run", "memory=8MiB", "hydra.run.dir=plan")
+        assert (status, err) == (0, "")
+        peaks = {name: each["peak"] for name, each in json.loads(Path("plan/plan.json").read_text())["footprints"].items()}
+        assert peaks["reversible"] < peaks["autograd"]
+    status, _, err = holotrain("export", "ckpt_path=run", "to=export")
+    assert (status, err) == (0, "")
+    model, given = package.load("run"), example(task, Path("run"))
+    if kind == "timm":
+        back = timm.create_model("local-dir:export", pretrained=True).eval()
+        assert_equal(back(given), model(given))
+    else:
+        back = transformers.AutoModelForCausalLM.from_pretrained("export").eval()
+        assert_equal(back(given).logits, model(given))
+
+
+def test_lora_is_trained_and_merged(holotrain):
+    pytest.importorskip("peft")
+    write_network(Path("network"), "vit")
+    lora = ["model.adapters._target_=peft.LoraConfig", "model.adapters.target_modules=[q_proj,v_proj]", "model.adapters.r=4"]
+    words = [*SHORT, *words_of("vit", "image_classification"), *lora, "hydra.run.dir=run", "optimizer.lr=0.1"]
+    status, _, err = holotrain("fit", *words)
+    assert (status, err) == (0, "")
+    assert holotrain("test", "ckpt_path=run")[0] == 0
+    trained = package.load("run")
+    moving = [name for name, tensor in trained.named_parameters() if tensor.requires_grad]
+    assert moving and all("lora" in name or "classifier" in name for name in moving)
+    status, _, err = holotrain("export", "ckpt_path=run", "to=export")
+    assert (status, err) == (0, "")
+    images = torch.randn(2, 1, 8, 8)
+    back = transformers.AutoModelForImageClassification.from_pretrained("export").eval()
+    torch.testing.assert_close(back(images).logits, trained(images))
+    assert holotrain("fit", "resume=true", "hydra.run.dir=run", "trainer.max_steps=5")[0] == 0
+
+
+def test_a_configuration_of_adapters_is_one_of_pefts(holotrain, monkeypatch):
+    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={r: 4}")
+    assert status == 2 and "model.adapters: give a width, or model.adapters._target_=peft.LoraConfig" in err
+    monkeypatch.setitem(sys.modules, "peft", None)
+    status, _, err = holotrain("fit", *SHORT, *TINY, "model.adapters={_target_: holotrain.models.Sampling}")
+    assert (status, err) == (2, "holotrain: model: these adapters need peft: pip install 'holotrain[peft]'\n")
+
+
+def test_images_are_normalised_as_the_model_asks(holotrain, tmp_path):
+    write_folder(tmp_path / "photos", size=16)
+    data = ["data=imagefolder", "data.root=photos", "data.image_size=16", "data.batch_size=4", "data.num_workers=0"]
+    words = [*SHORT, *TINY, *data, "test=false"]
+    assert holotrain("fit", *words, "data.processor=vit_small_patch16_224", "hydra.run.dir=run")[::2] == (0, "")
+    assert holotrain("export", "ckpt_path=run", "to=export")[0] == 0
+    published = timm.get_pretrained_cfg("vit_small_patch16_224")
+    assert json.loads(Path("export/config.json").read_text())["pretrained_cfg"]["mean"] == list(published.mean)
+    Path("normal").mkdir()
+    Path("normal/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}))
+    assert holotrain("fit", *words, "data.processor=normal", "hydra.run.dir=other")[::2] == (0, "")
+    checkpoint = torch.load("other/checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["holotrain"]["description"]["statistics"] == [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]]
+    for wrong, said in (("nowhere", "there is no folder nowhere"), ("photos", "holds neither preprocessor_config.json nor")):
+        status, _, err = holotrain("fit", *words, f"data.processor={wrong}")
+        assert status == 2 and err.startswith(f"holotrain: data.processor: {'photos ' * (wrong == 'photos')}{said}")
