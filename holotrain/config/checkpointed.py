@@ -157,7 +157,7 @@ def _checked_config(plain: Any) -> dict[str, Any]:
         raise ValueError("its configuration holds more than values, lists and mappings")
     kept = _kept(typed("fit", {key: value for key, value in plain.items() if key in KEPT}))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
-        if kept.get(group, {}).pop(name, None) is not None and name == "download":
+        if (kept.get(group) or {}).pop(name, None) is not None and name == "download":
             kept[group][name] = False  # which is not its default
     return kept
 

@@ -499,7 +499,7 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
         (["trainer=fsdp", "backward=auto"], "set backward and the batch size yourself"),
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),
         (["trainer=fsdp", "trainer.precision=16-mixed"], "trainer=fsdp has no gradient scaling"),
-        (["trainer=ddp", "trainer.timeout=0"], "trainer: timeout must be at least 1, not 0"),
+        (["trainer=ddp", "trainer.timeout=0"], "trainer.timeout: must be at least 1, not 0"),
         (
             ["trainer=tp", "trainer.overlap=null", "trainer.signals=true"],
             "trainer.signals: needs trainer=tp and trainer.overlap",

@@ -355,7 +355,7 @@ MISTAKES = [
     (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "data.label: the texts have 0 classes"),
     (["fit", "task=causal_lm", "trainer.max_steps=-1"], "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
     (["fit", "task=causal_lm", *TEXTS, "model.pretrained=nowhere"], "nowhere"),
-    (["fit", "task=causal_lm", "model=rev_roberta_tiny"], "model: CausalLM trains GPT, not RevRoBERTa"),
+    (["fit", "task=causal_lm", "model=rev_roberta_tiny"], "model: CausalLM trains GPT or HuggingFace, not RevRoBERTa"),
     (["fit", "task=causal_ml"], "Did you mean 'causal_lm'?"),
     (["fit", "task=sequence_classification", *TEXTS], "data.label: give the field or column"),
     (["generate", "prompt=x"], "generate needs a checkpoint"),

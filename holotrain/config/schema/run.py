@@ -99,10 +99,10 @@ class RunConfig:
     folder: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        with described_by("trainer"):
+        with described_by("trainer", self.trainer.arguments):
             check_trainer(self.trainer)
         if self.model is not None:
-            with described_by("model"):
+            with described_by("model", BEGINNING):
                 Beginning(**{name: self.model.arguments[name] for name in BEGINNING})
             self.model = with_network(self.model)
         require_within(0, 2**32, seed=self.seed)
