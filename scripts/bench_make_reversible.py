@@ -6,7 +6,8 @@
 
 Needs only torch. The methods: plain autograd, torch.utils.checkpoint of each block (which is also Hugging Face's
 gradient_checkpointing_enable), the same with the results of matrix products stored (selective), saved tensors offloaded to the
-host (on a CPU that saves nothing, so it is left out there), and holotrain's make_reversible with some bits. A step is a forward and a backward.
+host (on a CPU that saves nothing, so it is left out there), and holotrain's make_reversible with some bits. A step is a forward
+and a backward.
 
 Memory: the most bytes of live tensors in a step, above weights and gradients, counted tensor by tensor, so that it is the same
 on every machine. Growth: the increase with each block from the smallest to the largest depth. Step time: the methods alternate
