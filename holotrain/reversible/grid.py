@@ -61,6 +61,8 @@ class Grid:
 
     def watch(self, stream: Tensor) -> None:
         """Updates the largest magnitude, on the device."""
+        if not stream.numel():
+            return
         largest = torch.linalg.vector_norm(stream.detach(), ord=torch.inf)
         self._largest.copy_(torch.maximum(self._largest, largest))
 
@@ -117,27 +119,34 @@ class FixedPointGrid(nn.Module):
         step = self.step.to(dtype, copy=True)  # of this call: a broadcast may change it before the backward
         return Grid(step, self._largest)
 
-    def report(self, dtype: torch.dtype) -> None:
-        """Warns if a stream is known to have grown beyond the grid; does not wait for the device."""
+    def report(self, dtype: torch.dtype, remedy: str = "use exact={bits}") -> None:
+        """Warns if a stream is known to have grown beyond the grid; does not wait for the device.
+
+        Args:
+            dtype: of the streams.
+            remedy: what to do about it; {bits} stands for the k of a grid that is coarse enough.
+        """
         if self._reported or is_imagined(self._largest):
             return
         if self._largest.device.type != "cuda":
-            self._compare(self._largest.item(), self.step.item(), dtype)
+            self._compare(self._largest.item(), self.step.item(), dtype, remedy)
         elif not torch.cuda.is_current_stream_capturing():
             if self._arriving is None:
                 figures = torch.stack((self._largest, self.step))
                 host = torch.empty_like(figures, device="cpu", pin_memory=True).copy_(figures, non_blocking=True)
                 self._arriving = host, torch.cuda.current_stream().record_event()
             elif self._arriving[1].query():
-                self._compare(*self._arriving[0].tolist(), dtype)
+                self._compare(*self._arriving[0].tolist(), dtype, remedy)
                 self._arriving = None
 
-    def _compare(self, largest: float, step: float, dtype: torch.dtype) -> None:
+    def _compare(self, largest: float, step: float, dtype: torch.dtype, remedy: str) -> None:
         limit = step * 2.0 ** significand_bits(dtype)
         if not largest < limit:
             self._reported = True
-            fits = -math.ceil(math.log2(largest)) + significand_bits(dtype) - 1 if math.isfinite(largest) else None
-            remedy = f"use exact={fits}" if fits is not None else "the training has diverged"
+            if math.isfinite(largest):
+                remedy = remedy.format(bits=-math.ceil(math.log2(largest)) + significand_bits(dtype) - 1)
+            else:
+                remedy = "the training has diverged"
             warnings.warn(
                 f"a stream reached {largest:.4g}, beyond {limit:.4g}, the limit of a grid of 2^{round(math.log2(step))}: "
                 f"the inverse is no longer exact; {remedy}",

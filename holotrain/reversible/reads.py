@@ -189,7 +189,12 @@ class Arguments:
         self.generators = generators_among(self._leaves)
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments in containers of their own."""
+        """The arguments in containers of their own.
+
+        Tensors are without their graph: if they were computed from a stream, it holds the branch, and neither would be freed.
+        """
+        own = {id(leaf): _without_graph(leaf) for leaf in self._leaves}
+        self._leaves = [own[id(leaf)] for leaf in self._leaves]
         return tree_unflatten(self._leaves, self._spec)
 
     def require_containers_unchanged(self, keywords: dict[str, Any]) -> None:
@@ -215,6 +220,12 @@ class Arguments:
                     f"a keyword argument of f or g, a {type(leaf).__name__}, was modified by an inplace operation between the "
                     "forward and its recomputation in the backward; change a copy"
                 )
+
+
+def _without_graph(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+        return leaf.detach().requires_grad_().view_as(leaf)  # no leaf, as in the forward, since hooks on leaves add operations
+    return leaf
 
 
 def _mark(leaf: Any) -> int | None:

@@ -369,7 +369,9 @@ class Tape:
         return run
 
     def _leave(self, coupled: Tensor, source: Tensor) -> None:
-        self._streams, self._versions = (coupled, source), (coupled._version, source._version)
+        # Without their graph, which holds the tape: a forward that does not end must not leave the two to hold each other.
+        self._streams = coupled.detach(), source.detach()
+        self._versions = coupled._version, source._version
 
     def _enter(self, first: Tensor, second: Tensor) -> bool:
         """Whether the tensors are the streams as they were left, (coupled, source); False if the other way round.
@@ -377,11 +379,10 @@ class Tape:
         Raises:
             ValueError: they are not, so a hook replaced or changed them.
         """
-        # Taken, because the graph of a stream holds the tape: a branch that fails must not leave the two to hold each other.
         streams, self._streams = self._streams, None
-        crossed = first is streams[0] or same_tensor(first, streams[0])
+        crossed = same_tensor(first, streams[0])
         pair = (first, second) if crossed else (second, first)
-        if not all(a is b or same_tensor(a, b) for a, b in zip(pair, streams, strict=True)):
+        if not all(map(same_tensor, pair, streams)):
             raise ValueError(
                 "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
                 "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "

@@ -193,11 +193,15 @@ class Call:
         """After the last branch: notices random numbers of Python or NumPy that no branch was known to use."""
         self.drew_unexpectedly = _global_marks() != self._marks
 
+    def as_now(self) -> bool:
+        """Whether autocast and the attention kernels are now as they were."""
+        return _Settings.present(self.settings.kinds) == self.settings
+
     def reinstated(self) -> AbstractContextManager:
         """Inside a backward, the settings of the forward."""
         task = torch._C._current_graph_task_id()
         if task != self._task or task == -1:  # they are compared once a backward
-            self._task, self._unchanged = task, _Settings.present(self.settings.kinds) == self.settings
+            self._task, self._unchanged = task, self.as_now()
         return _NOTHING if self._unchanged else self.settings.reinstated(self.settings.cached)
 
     def uncached(self) -> AbstractContextManager:

@@ -132,9 +132,11 @@ class ReversibleStack:
         """
         try:
             if index == 0:
+                self._require_one_mode()
                 self._pass = _Pass(self)
             if self._pass is None or self._pass.following != index:
                 came = "no block before it" if self._pass is None else f"block {self._pass.following - 1} before it"
+                self._require_one_mode()
                 raise ValueError(
                     f"block {index} ran with {came}; make_reversible takes blocks that a model runs one after another, each "
                     "once (without gradient checkpointing of their own, layer drop or an early exit)"
@@ -146,6 +148,14 @@ class ReversibleStack:
         if index == len(self.blocks) - 1:
             self._pass = None
         return returned
+
+    def _require_one_mode(self) -> None:
+        evaluated = [index for index, block in enumerate(self.blocks) if not block.training]
+        if evaluated:
+            raise ValueError(
+                f"block {evaluated[0]} is in eval() and others are in train(), but blocks are coupled all or none; call "
+                "train() on each block (its submodules may stay in eval())"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pass": None, "_compiled": {}}
@@ -202,43 +212,24 @@ class _Pass:
     def __init__(self, stack: ReversibleStack) -> None:
         self._stack = stack
         self.following = 0
-        self._schedules = stack.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(stack.blocks)
+        self._schedules = stack.schedules
         self._kind: str | None = None
         self._run: Tape | Checkpointing | None = None
-
-    @property
-    def ends(self) -> tuple[nn.Module, nn.Module]:
-        """The modules with whose calls it begins and ends."""
-        return self.blocks[0], self.blocks[-1]
-
-    def again(self, depth: int, backward: str) -> nn.Module:
-        """A stack of copies of the first block, with as many bits as in the middle of this one.
-
-        Returns:
-            a module that takes the arguments of the first block and passes all but the stream on to each.
-        """
-        first = stack_of(self.blocks[0])
-        first.remove()
-        try:
-            blocks = [copy.deepcopy(self.blocks[0]) for _ in range(depth)]
-        finally:
-            for index, block in enumerate(self.blocks):
-                block.forward = CoupledForward(self, index)
-        ReversibleStack(blocks, [min(self.bits, default=1)] * (depth - 1), backward)
-        return _Chain(blocks)
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
         x, forward, words = _call(self._stack.own_forward(index), arguments, keywords)
         if index == 0:
             self._begin(x)
-        elif not (x is self._returned or same_tensor(x, self._returned)) or version_of(x) != self._version:
+        elif not same_tensor(x, self._returned) or version_of(x) != self._version:
             raise ValueError(
                 f"the model changes the stream between block {index - 1} and block {index}; make_reversible takes blocks that "
                 "read what the block before them returned"
             )
-        schedule = self._schedules[index]
-        if schedule.kind != self._kind:
+        else:
+            self._follow(x)
+        schedule = self._schedules[index] if torch.is_grad_enabled() else SCHEDULES["autograd"]
+        if schedule.kind != self._kind or not self._call.as_now():
             self._end_run()
             self._begin_run(schedule.kind)
         block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else 0
@@ -257,9 +248,12 @@ class _Pass:
             self._end()
         self._returned = coupled.to(coupling.written_as)
         self._version = version_of(self._returned)
-        return self._returned if coupling.others is None else (self._returned, *coupling.others)
+        others, coupling.others = coupling.others, None  # the graph holds the coupling, and must not hold these
+        return self._returned if others is None else (self._returned, *others)
 
     def _begin(self, x: Tensor) -> None:
+        if self._stack.witnesses is not None:
+            self._stack.witnesses.clear()
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
             raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
         stack, self._choice = self._stack, None
@@ -273,9 +267,15 @@ class _Pass:
             grid.to(x.device)
         self._grid = grid.in_call(dtype)
         self._stream = self._before = self._grid.entered(x.to(dtype))
-        self._call = Call(x.device)
         sign = torch.randint(0, 2, (len(x),) + (1,) * (x.dim() - 1), device=x.device)
         self._sign, self._gains = sign.to(dtype).mul_(2).sub_(1), {}
+
+    def _follow(self, x: Tensor) -> None:
+        """Gives the streams the graph of what the next block reads: a view with hooks of its own, or one without a graph."""
+        if torch.is_grad_enabled() and x.grad_fn is None:  # detached, or computed without gradients
+            self._stream, self._before = self._stream.detach(), self._before.detach()
+        if x.dtype == self._stream.dtype:
+            self._stream = x
 
     def _gain(self, bits: int) -> Tensor:
         if bits not in self._gains:
@@ -283,7 +283,7 @@ class _Pass:
         return self._gains[bits]
 
     def _begin_run(self, kind: str) -> None:
-        self._kind, self._run = kind, None
+        self._kind, self._run, self._call = kind, None, Call(self._stream.device)
         if kind == "checkpointed":
             self._run = Checkpointing(self._call)
         elif kind == "rebuilt":
@@ -293,15 +293,16 @@ class _Pass:
             self._run = Tape(self._call, self._stream, self._before, witness)
 
     def _end_run(self) -> None:
+        if self._kind is not None:
+            self._call.end()
         if self._run is not None:
             self._run.end(self._stream, self._before)
 
     def _end(self) -> None:
-        self._call.end()
         if self._choice is not None:
             self._stack.stream_dtype = self._choice.settle(self._stack.grid)
-        elif not is_imagined(self._stream):
-            self._stack.grid.report(self._stream.dtype)
+        elif self._stack.grid.known and not is_imagined(self._stream):
+            self._stack.grid.report(self._stream.dtype, "undo and make_reversible choose a new grid")
 
 
 class _Choice:
