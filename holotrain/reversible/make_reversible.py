@@ -54,11 +54,12 @@ def make_reversible(
             already. At the call in training: a block changes the shape, or the model does more between the blocks than to pass
             on the stream.
     """
-    names = [blocks] if isinstance(blocks, str) else blocks or list(_the_lists(model))
+    names = list(dict.fromkeys([blocks] if isinstance(blocks, str) else blocks or _the_lists(model)))
     modules = dict(model.named_modules(remove_duplicate=False))
     options = {"backward": backward, "store": store, "keep": keep}
     for name in names:
         _require_blocks(name, modules)
+    _require_each_once(names, modules)
     for name in names:
         if split is None:
             ReversibleStack(modules[name], bits, **options)
@@ -131,8 +132,15 @@ def _require_blocks(name: str, modules: dict[str, nn.Module]) -> None:
         raise ValueError(f"{name!r} is not a list of blocks; the model has {', '.join(lists) or 'none'}")
     if any(stack_of(block) for block in found) or isinstance(next(iter(found), None), TwoStream):
         raise ValueError(f"the blocks {name!r} are reversible already; undo(model) takes that back")
-    if len({id(block) for block in found}) != len(found):
-        raise ValueError(f"a block stands in {name!r} twice, and one block cannot have two places in a stack")
+
+
+def _require_each_once(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
+    places: dict[int, str] = {}
+    for name in names:
+        for index, block in enumerate(modules[name]):
+            place = f"{name}.{index}"
+            if (other := places.setdefault(id(block), place)) != place:
+                raise ValueError(f"{other} and {place} are one block, and a block cannot have two places in a stack")
 
 
 def _replace(modules: dict[str, nn.Module], name: str, stream: TwoStream) -> None:

@@ -414,13 +414,20 @@ def shared():
     return net
 
 
+def shared_lists():
+    net = Two()
+    net.decoder[1] = net.encoder[1]
+    return net
+
+
 @pytest.mark.parametrize(
     ("made", "name", "words"),
     [
         (model, "layer", "'layer' is not a list of blocks; the model has layers"),
         (lambda: nn.Linear(2, 2), None, "Linear has no list of equal blocks"),
         (Two, None, "several lists of blocks: encoder, decoder; name one"),
-        (shared, "layers", "a block stands in 'layers' twice"),
+        (shared, "layers", "layers.0 and layers.1 are one block"),
+        (shared_lists, ["encoder", "decoder"], "encoder.1 and decoder.1 are one block"),
         (lambda: make_reversible(model()), None, "reversible already"),
     ],
 )
