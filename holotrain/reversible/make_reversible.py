@@ -120,7 +120,7 @@ def is_list_of_blocks(module: nn.Module) -> bool:
 def _the_lists(model: nn.Module) -> list[str]:
     found = dict(outermost(model, is_list_of_blocks))
     if len({type(module[0]) for module in found.values()}) != 1:
-        several = f"several lists of blocks: {', '.join(found)}; name one" if found else "no list of equal blocks; name one"
+        several = f"several lists of blocks: {', '.join(found)}; name one" if found else "no list of at least two equal blocks"
         raise ValueError(f"{type(model).__name__} has {several}")
     return list(found)
 

@@ -123,19 +123,19 @@ class Reads:
         """
         if self._newly_written is not None:
             raise RuntimeError(
-                f"the forward of f or g changed its buffer {self._newly_written!r}, which its first forward did not do, so it "
+                f"the forward of a block changed its buffer {self._newly_written!r}, which its first forward did not do, so it "
                 "was not saved for the recomputation; it is from the next forward on"
             )
         if [part.training for part in self._parts] != self._modes:
             raise RuntimeError(
-                "f or g was switched between train() and eval() after the forward, so its recomputation in the backward "
+                "a block was switched between train() and eval() after the forward, so its recomputation in the backward "
                 "would differ; switch after the backward"
             )
         same_versions = [tensor._version for tensor in self._tensors] == self._versions
         storages = [tensor.untyped_storage() for tensor in self._tensors]
         if not (same_versions and all(map(is_, storages, self._storages))):
             raise RuntimeError(
-                "a parameter or buffer of f or g was changed between the forward and its recomputation in the backward, "
+                "a parameter or buffer of a block was changed between the forward and its recomputation in the backward, "
                 "so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps in the "
                 "backward trains no weight of a block that an earlier block reads without a gradient)"
             )
@@ -182,7 +182,7 @@ class Arguments:
         for leaf in self._leaves:
             if isinstance(leaf, Iterator):
                 raise TypeError(
-                    f"a keyword argument of f or g is a {type(leaf).__name__}, which the forward uses up, so that nothing is "
+                    f"a keyword argument of a block is a {type(leaf).__name__}, which the forward uses up, so that nothing is "
                     "left for the recomputation; pass a list"
                 )
         self._marks = [_mark(leaf) for leaf in self._leaves]
@@ -205,7 +205,7 @@ class Arguments:
         leaves, spec = tree_flatten(keywords)
         if spec != self._spec or any(a is not b for a, b in zip(leaves, self._leaves, strict=True)):
             raise ValueError(
-                "f or g changed a list or dict among its keyword arguments; return results through the streams, "
+                "a block changed a list or dict among its keyword arguments; return results through the streams, "
                 'or use backward="autograd"'
             )
 
@@ -217,7 +217,7 @@ class Arguments:
         for leaf, mark in zip(self._leaves, self._marks, strict=True):
             if _mark(leaf) != mark:
                 raise RuntimeError(
-                    f"a keyword argument of f or g, a {type(leaf).__name__}, was modified by an inplace operation between the "
+                    f"a keyword argument of a block, a {type(leaf).__name__}, was modified by an inplace operation between the "
                     "forward and its recomputation in the backward; change a copy"
                 )
 

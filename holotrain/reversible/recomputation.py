@@ -111,7 +111,7 @@ class Branch:
         self._differentiable = source.requires_grad
         if source._version != version:
             raise ValueError(
-                "f or g changed its input in place, so its block cannot be inverted; "
+                "a branch changed its input in place, so its block cannot be inverted; "
                 "its first operation must return a new tensor (inplace=False)"
             )
         if self._arguments is not None:
@@ -441,7 +441,7 @@ class Tape:
 
     def _begin(self, task: int) -> None:
         if self._position is None:
-            raise RuntimeError("the backward reached a reversible sequence whose forward has not ended")
+            raise RuntimeError("the backward reached reversible blocks of which the model did not run all")
         self._task = task
         if self._end is None:
             return  # an earlier backward, which did not retain the graph, has advanced the tape to here

@@ -66,10 +66,12 @@ class ReversibleStack:
         self.stream_dtype: torch.dtype | None = None
         self.witnesses: list[Witness] | None = None
         self._forwards = [vars(block).get("forward") for block in self.blocks]
-        self._compiled: dict[int, Callable] = {}
+        self._compiled_calls: dict[int, Callable] = {}  # of blocks on which compile() was called
+        self._compiled: dict[int, Callable] = {}  # their own forwards
         self._pass: _Pass | None = None
         for index, block in enumerate(self.blocks):
             block.forward = CoupledForward(self, index)
+            self._take_compiled_call(index)
 
     def remove(self) -> None:
         """Gives the blocks their own forward back."""
@@ -77,15 +79,24 @@ class ReversibleStack:
             del block.forward
             if forward is not None:
                 block.forward = forward
+        for index, call in self._compiled_calls.items():
+            self.blocks[index]._compiled_call_impl = call
 
     def own_forward(self, index: int) -> Callable:
         """The forward that a block had before, compiled if ``block.compile()`` was called."""
         block = self.blocks[index]
-        if block._compiled_call_impl is None:
-            return self._forwards[index] or type(block).forward.__get__(block)
+        forward = self._forwards[index] or type(block).forward.__get__(block)
+        if index not in self._compiled_calls:
+            return forward
         if index not in self._compiled:
-            self._compiled[index] = torch.compile(self._forwards[index] or type(block).forward.__get__(block))
+            self._compiled[index] = torch.compile(forward)
         return self._compiled[index]
+
+    def _take_compiled_call(self, index: int) -> None:
+        """What couples the blocks cannot be compiled, so of a compiled block only its own forward is."""
+        block = self.blocks[index]
+        if block._compiled_call_impl is not None:
+            self._compiled_calls[index], block._compiled_call_impl = block._compiled_call_impl, None
 
     def grid_state(self) -> dict[str, Any] | None:
         """What a resumed training needs to compute the same, in plain values; None before the first batch."""
@@ -130,6 +141,7 @@ class ReversibleStack:
         Raises:
             ValueError: the model does not run its blocks one after another, each on what the block before it returned.
         """
+        self._take_compiled_call(index)
         try:
             if index == 0:
                 self._require_one_mode()
@@ -139,7 +151,7 @@ class ReversibleStack:
                 self._require_one_mode()
                 raise ValueError(
                     f"block {index} ran with {came}; make_reversible takes blocks that a model runs one after another, each "
-                    "once (without gradient checkpointing of their own, layer drop or an early exit)"
+                    "once (no gradient checkpointing, layer drop or early exit; if the list has changed, undo first)"
                 )
             returned = self._pass.run(index, arguments, keywords)
         except BaseException:
@@ -158,7 +170,10 @@ class ReversibleStack:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pass": None, "_compiled": {}}
+        return self.__dict__ | {"_pass": None, "_compiled_calls": {}, "_compiled": {}}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.blocks)} blocks, bits={self.bits}, backward={self.backward!r})"
 
 
 class _Chain(nn.Module):
@@ -218,7 +233,8 @@ class _Pass:
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
-        x, forward, words = _call(self._stack.own_forward(index), arguments, keywords)
+        schedule = self._schedules[index] if torch.is_grad_enabled() else SCHEDULES["autograd"]
+        x, forward, words = _call(self._stack.own_forward(index), arguments, keywords, again=schedule.kind != "stored")
         if index == 0:
             self._begin(x)
         elif not same_tensor(x, self._returned) or version_of(x) != self._version:
@@ -228,7 +244,6 @@ class _Pass:
             )
         else:
             self._follow(x)
-        schedule = self._schedules[index] if torch.is_grad_enabled() else SCHEDULES["autograd"]
         if schedule.kind != self._kind or not self._call.as_now():
             self._end_run()
             self._begin_run(schedule.kind)
@@ -336,14 +351,20 @@ class _Choice:
         return dtype
 
 
-def _call(forward: Callable, arguments: tuple, keywords: dict[str, Any]) -> tuple[Tensor, Callable, dict[str, Any]]:
-    """A block's stream, its forward as a function of the stream, and the keyword arguments of that function."""
+def _call(
+    forward: Callable, arguments: tuple, keywords: dict[str, Any], again: bool
+) -> tuple[Tensor, Callable, dict[str, Any]]:
+    """A block's stream, its forward as a function of the stream, and the keyword arguments of that function.
+
+    Args:
+        again: the forward will run again in the backward.
+    """
     name = None if arguments else next(iter(inspect.signature(forward).parameters), None)
     if not arguments and name not in keywords:
         raise ValueError("a block was called without its first argument, the stream")
     x, rest = (arguments[0], arguments[1:]) if arguments else (keywords[name], ())
     named = {key: value for key, value in keywords.items() if key != name}
-    if torch.is_grad_enabled():
+    if again:
         rest, named = tuple(map(_no_cache, rest)), {key: _no_cache(value) for key, value in named.items()}
 
     def run(source: Tensor, rest: tuple = (), named: dict[str, Any] | None = None) -> Any:
@@ -362,5 +383,8 @@ def _no_cache(value: Any) -> Any:
     if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
         return value
     if value.get_seq_length():
-        raise ValueError("a block got past keys and values in training, to which its recomputation would add a second time")
+        raise ValueError(
+            "a block got past keys and values in training, to which its recomputation would add a second time; set "
+            'stack_of(block).backward = "autograd", or make_reversible(model, backward="autograd")'
+        )
     return None

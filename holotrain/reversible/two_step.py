@@ -123,12 +123,15 @@ class TwoStep:
                 "make_reversible cannot take this model"
             )
         if update.shape != source.shape:
-            raise ValueError(f"a block must keep the shape of its input: {tuple(source.shape)} became {tuple(update.shape)}")
+            raise ValueError(
+                f"a block must keep the shape of its input: {tuple(source.shape)} became {tuple(update.shape)}; if these "
+                "are the stages of a model, name the list of blocks in each, such as 'stages.0.blocks'"
+            )
         self.others = None if output is update else tuple(output[1:])
         if any(isinstance(other, Tensor) and other.requires_grad for other in self.others or ()):
             raise ValueError(
                 "a block returns a second tensor that carries a gradient, which make_reversible cannot rebuild "
-                "(attention weights, for example: do not ask for them in training)"
+                "(attention weights: do not ask for them in training; a learned position bias, as in T5: freeze it)"
             )
         self.written_as = update.dtype
         coupled = _TwoStep.apply(target, source, update, self)

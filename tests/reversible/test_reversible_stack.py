@@ -214,17 +214,30 @@ def test_adapters_and_frozen_weights():
     assert_equal(gradients(make_reversible(adapted())), expected)
 
 
-def test_compiled_blocks():
-    expected = gradients(make_reversible(model(dropout=0.0)))
-    for when in ("before", "after"):
-        net = model(dropout=0.0)
-        net = make_reversible(net) if when == "after" else net
-        for layer in net.layers:
-            layer.compile(backend="aot_eager")
-        net = net if when == "after" else make_reversible(net)
-        found = gradients(net)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("first", ["compile", "make_reversible"])
+def test_the_forward_of_compiled_blocks_is_compiled(first, monkeypatch):
+    expected, graphs, ordinary = gradients(make_reversible(model(dropout=0.0))), [], torch.compile
+
+    def backend(graph, examples):
+        graphs.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: ordinary(forward, backend=backend))
+    torch.compiler.reset()
+    net = model(dropout=0.0)
+    for work in (make_reversible, compile_layers) if first == "make_reversible" else (compile_layers, make_reversible):
+        work(net)
+    found = gradients(net)
+    assert any(F.scaled_dot_product_attention in graph for graph in graphs)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    assert all(layer._compiled_call_impl is None for layer in net.layers)
+    assert all(layer._compiled_call_impl is not None for layer in undo(net).layers)
+
+
+def compile_layers(net):
+    for layer in net.layers:
+        layer.compile()
 
 
 class Tuples(Block):
@@ -261,6 +274,14 @@ class TupleModel(Model):
         return self.head(x)
 
 
+def test_a_cache_is_filled_where_nothing_runs_again():
+    torch.manual_seed(0)
+    net = make_reversible(TupleModel(), backward="autograd")
+    net.cache = Cache()
+    net(inputs()).sum().backward()
+    assert len(net.cache.held) == 4
+
+
 def test_tuples_streams_by_name_and_empty_caches():
     torch.manual_seed(0)
     net = TupleModel()
@@ -268,6 +289,7 @@ def test_tuples_streams_by_name_and_empty_caches():
     net.cache = Cache()
     assert_equal(gradients(make_reversible(net)), expected)
     assert not net.cache.held
+    assert repr(stack_of(net.layers[0])) == "ReversibleStack(4 blocks, bits=[4, 3, 4], backward='reversible')"
     net.cache.update(torch.zeros(1, 2, 3))
     with pytest.raises(ValueError, match="past keys and values in training"):
         net(inputs())
@@ -424,7 +446,7 @@ def shared_lists():
     ("made", "name", "words"),
     [
         (model, "layer", "'layer' is not a list of blocks; the model has layers"),
-        (lambda: nn.Linear(2, 2), None, "Linear has no list of equal blocks"),
+        (lambda: nn.Linear(2, 2), None, "Linear has no list of at least two equal blocks"),
         (Two, None, "several lists of blocks: encoder, decoder; name one"),
         (shared, "layers", "layers.0 and layers.1 are one block"),
         (shared_lists, ["encoder", "decoder"], "encoder.1 and decoder.1 are one block"),
