@@ -206,9 +206,7 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
             shutil.copy(folder / "pictures/a/b/1.jpg", folder / path)
         else:
             shutil.copytree(folder / "pictures/a/b", folder / path)
-    if value("model") == "huggingface":
-        (folder / value("model.name")).mkdir()
-        (folder / value("model.name") / "config.json").write_text(json.dumps(NETWORK))
+    write_network(small, folder)
     data = value("data") or EXPERIMENTS.get(value("experiment"), ("", ""))[1]
     root = folder / (value("data.root") or "data")
     if data == "imagefolder":
@@ -221,6 +219,13 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
         for pattern in (value(key) or "").strip("[]").split(","):
             if pattern:
                 write_texts(folder, pattern.strip("'\""), value("data.label"))
+
+
+def write_network(small: Small, folder: Path) -> None:
+    """The folder of a Hugging Face model that a line names, without weights."""
+    if small.value("model") == "huggingface":
+        (folder / small.value("model.name")).mkdir()
+        (folder / small.value("model.name") / "config.json").write_text(json.dumps(NETWORK))
 
 
 def write_texts(folder: Path, pattern: str, label: str | None) -> None:

@@ -18,7 +18,17 @@ import torch
 import yaml
 from made_once import made_once
 from readme_blocks import ROOT, Block, Line, anchors, blocks, commands, links, readmes
-from readme_commands import BENCHES, Small, copy_of_the_standard_library, is_text, lay_out, made_small, ours, write_texts
+from readme_commands import (
+    BENCHES,
+    Small,
+    copy_of_the_standard_library,
+    is_text,
+    lay_out,
+    made_small,
+    ours,
+    write_network,
+    write_texts,
+)
 from small_run import SMALL, run_in
 
 READMES = [str(path.relative_to(ROOT)) for path in readmes()]
@@ -218,6 +228,7 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
         asked = get_args_parser().parse_args(list(line.words[1:]))
         assert asked.module and asked.training_script == "holotrain"
     write_configuration(line, tmp_path)
+    write_network(small, tmp_path)
     # A checkpoint would bring its task along.
     arguments = parse([*small.words, *(["task=causal_lm"] if is_text(small) and not small.value("task") else [])])
     register(resume=False)
