@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from holotrain.optimizers import CombinedOptimizer, InBackward
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation
 
 BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
 WIDTH = 8
@@ -41,6 +41,28 @@ class Net(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens)
         return nn.functional.linear(sum(self.blocks(x, x)), self.embedding.weight)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branch = branch()
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+class Stacked(nn.Module):
+    """Plain blocks that make_reversible coupled."""
+
+    def __init__(self, backward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.blocks = nn.Embedding(11, WIDTH), nn.Sequential(*(Residual() for _ in range(4)))
+        make_reversible(self, "blocks", backward=backward)
+
+    def forward(self, tokens):
+        return nn.functional.linear(self.blocks(self.embedding(tokens)), self.embedding.weight)
 
 
 def sgd(net):
@@ -115,6 +137,13 @@ def test_weights_are_those_of_the_usual_step_to_the_bit(make, backward, half):
         optimizer = InBackward(make(net))
         found = train(net, optimizer, half=half, schedule=CosineAnnealingLR(optimizer, 5))
         assert same(found, expected)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_weights_of_a_stack_are_those_of_the_usual_step_to_the_bit(backward):
+    usual, net = Stacked(backward), Stacked(backward)
+    expected = train(usual, adamw(usual))
+    assert same(train(net, InBackward(adamw(net))), expected)
 
 
 def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
