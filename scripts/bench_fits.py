@@ -1,0 +1,106 @@
+"""The longest sequence, the deepest model and the largest batch whose training step fits into some memory, for each method.
+
+    python scripts/bench_fits.py --json scripts/results/fits_cpu.json
+    python scripts/bench_fits.py --shapes llama --memory 4 24 --methods checkpoint "2 bits"
+
+Needs only torch. The step is one of AdamW in fp32 on plain pre-norm blocks without embedding and head, planned on tensors that
+have no values (holotrain.planning), as on a CPU: weights, gradients, optimizer state and activations. Of batch, tokens and
+depth one is the largest that fits, and the others are those of the shape. The plan of that size fits, and the plan of the next
+does not. Scratch memory of libraries comes in addition.
+
+Methods: those of bench_make_reversible.py, and 2 bits with the optimizer's step in the backward, so that gradients are never
+all in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from bench_common import machine, save, settings_of
+from bench_make_reversible import METHODS, SHAPES, Stack
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.optimizers import InBackward
+from holotrain.planning import TrainingStep, imagine, imagined, rehearse
+
+SIZES = {
+    "vit": {"batch": 32, "tokens": 197, "depth": 12},
+    "gpt2": {"batch": 1, "tokens": 1024, "depth": 12},
+    "llama": {"batch": 1, "tokens": 1024, "depth": 12},
+}
+"""The sizes that stay while one of them grows."""
+
+IN_BACKWARD = "2 bits, in the backward"
+CONTESTANTS = ("autograd", "checkpoint", "selective", "4 bits", "2 bits", "1 bit", IN_BACKWARD)
+
+
+def peak(method: str, shape: str, batch: int, tokens: int, depth: int) -> int:
+    """Bytes of a training step."""
+    with torch.device("meta"):
+        net = Stack(depth, SHAPES[shape])
+    with imagined():
+        net = imagine(net, torch.device("cpu"))
+        run = METHODS[method.partition(",")[0]](net)
+        x = torch.zeros(batch, tokens, SHAPES[shape]["dim"])
+        optimizer = torch.optim.AdamW(net.parameters())
+        if method == IN_BACKWARD:
+            optimizer = InBackward(optimizer)
+        return rehearse(TrainingStep(net, lambda: run(x).square().mean(), optimizer, held={"x": [x]})).peak
+
+
+def largest(method: str, shape: str, name: str, budget: int) -> int:
+    """The largest size that fits, found by secants, since memory grows almost in proportion."""
+    sizes, known = SIZES[shape], {}
+
+    def of(size: int) -> int:
+        if size not in known:
+            known[size] = peak(method, shape, **sizes | {name: size})
+        return known[size]
+
+    low, high = 1, None  # low fits, high does not
+    if of(low) > budget:
+        return 0
+    guess = sizes[name]
+    while high is None or high - low > 1:
+        guess = max(low + 1, guess if high is None else min(guess, high - 1))
+        if of(guess) <= budget:
+            low = guess
+        else:
+            high = guess
+        a, b = sorted(sorted(known, key=lambda size: abs(of(size) - budget))[:2])
+        slope = (of(b) - of(a)) / (b - a)
+        guess = int(a + (budget - of(a)) / slope) if slope > 0 else 2 * guess
+        if guess <= low:
+            guess = low + 1
+    return low
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--memory", type=float, nargs="+", default=[8], help="GiB")
+    parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--columns", nargs="+", choices=["tokens", "depth", "batch"], default=["tokens", "depth", "batch"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    where, found = machine(), {}
+    print(where)
+    for shape in options.shapes:
+        for gibibytes in options.memory:
+            print(f"{shape}, {gibibytes:g} GiB; {', '.join(f'{name} {size}' for name, size in SIZES[shape].items())}")
+            for method in options.methods:
+                begun = time.monotonic()
+                row = {name: largest(method, shape, name, int(gibibytes * 2**30)) for name in options.columns}
+                found.setdefault(shape, {}).setdefault(f"{gibibytes:g} GiB", {})[method] = row
+                figures = ", ".join(f"{name} {size}" for name, size in row.items())
+                print(f"  {method}: {figures} ({time.monotonic() - begun:.0f} s)", flush=True)
+    save({"machine": where, "settings": settings_of(options), "results": found}, options.json)
+
+
+if __name__ == "__main__":
+    main()
