@@ -54,7 +54,7 @@ def peak(method: str, shape: str, batch: int, tokens: int, depth: int) -> int:
 
 
 def largest(method: str, shape: str, name: str, budget: int) -> int:
-    """The largest size that fits, found by secants, since memory grows almost in proportion."""
+    """The largest size that fits, found by secants, since memory grows almost in proportion, and by halving in between."""
     sizes, known = SIZES[shape], {}
 
     def of(size: int) -> int:
@@ -75,8 +75,10 @@ def largest(method: str, shape: str, name: str, budget: int) -> int:
         a, b = sorted(sorted(known, key=lambda size: abs(of(size) - budget))[:2])
         slope = (of(b) - of(a)) / (b - a)
         guess = int(a + (budget - of(a)) / slope) if slope > 0 else 2 * guess
-        if guess <= low:
-            guess = low + 1
+        if high is not None and len(known) % 2:
+            guess = (low + high) // 2
+        elif guess <= low:
+            guess = 2 * low if high is None else low + 1
     return low
 
 
