@@ -183,7 +183,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     where = machine()
     print(where)
-    save({"machine": where, "settings": settings_of(options), "results": measure(options)}, options.json)
+    save({"machine": where, "options": settings_of(options), "results": measure(options)}, options.json)
 
 
 if __name__ == "__main__":

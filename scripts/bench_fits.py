@@ -101,7 +101,7 @@ def main() -> None:
                 found.setdefault(shape, {}).setdefault(f"{gibibytes:g} GiB", {})[method] = row
                 figures = ", ".join(f"{name} {size}" for name, size in row.items())
                 print(f"  {method}: {figures} ({time.monotonic() - begun:.0f} s)", flush=True)
-    save({"machine": where, "settings": settings_of(options), "results": found}, options.json)
+    save({"machine": where, "options": settings_of(options), "results": found}, options.json)
 
 
 if __name__ == "__main__":
