@@ -7,9 +7,8 @@ import lightning.pytorch as pl
 import torch
 
 from holotrain.callbacks.period import checked_period, period_of, replays
-from holotrain.models.schedules import sequences
 from holotrain.ranges import require_at_least
-from holotrain.reversible import ReversibleSequence, ReversibleStack
+from holotrain.reversible import ReversibleSequence, ReversibleStack, stacks_in
 
 
 class DriftMonitor(pl.Callback):
@@ -36,7 +35,8 @@ class DriftMonitor(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         window = period_of(trainer, self.every_n_steps)
         if window and (trainer.global_step + 1) % window == 0 and not replays(pl_module):
-            self._watched = [run for run in sequences(pl_module) if isinstance(run, ReversibleSequence | ReversibleStack)]
+            found = (module for module in pl_module.modules() if isinstance(module, ReversibleSequence))
+            self._watched = [*found, *stacks_in(pl_module)]
             for sequence in self._watched:
                 sequence.witnesses = []
 

@@ -12,8 +12,7 @@ from lightning.pytorch.loops.loop import _Loop as Loop
 
 from holotrain.callbacks.share import share_of
 from holotrain.callbacks.whole_steps import wait_for_whole_steps
-from holotrain.models.schedules import sequences
-from holotrain.reversible import ReversibleStack
+from holotrain.reversible import stacks_in
 from holotrain.seeds import mixed_seed
 
 KEY = "exact_resume"
@@ -48,7 +47,7 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        states = random_states() | {"grids": [stack.grid_state() for stack in _stacks(pl_module)]}
+        states = random_states() | {"grids": [stack.grid_state() for stack in stacks_in(pl_module)]}
         checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": share_of(trainer)[1], "loader": position}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -63,7 +62,7 @@ class ExactResume(pl.Callback):
                 self._begin(trainer)
             return
         states = kept["random"] if isinstance(kept["random"], list) else [kept["random"]]
-        for stack, grid in zip(_stacks(pl_module), states[trainer.global_rank % len(states)].get("grids", []), strict=False):
+        for stack, grid in zip(stacks_in(pl_module), states[trainer.global_rank % len(states)].get("grids", []), strict=False):
             if grid is not None:
                 stack.load_grid_state(grid)
         # Processes with the same share of the data need the same state, so the same number of processes is not enough.
@@ -78,10 +77,6 @@ class ExactResume(pl.Callback):
     def _begin(self, trainer: pl.Trainer) -> None:
         """Seeds torch differently for each share of the data; processes with the same share get the same seed."""
         torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
-
-
-def _stacks(model: torch.nn.Module) -> list[ReversibleStack]:
-    return [run for run in sequences(model) if isinstance(run, ReversibleStack)]
 
 
 def _reopen_epoch(progress: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from holotrain.reversible.make_reversible import make_reversible, undo
 from holotrain.reversible.recomputation import checkpointed
 from holotrain.reversible.replay import recomputing
 from holotrain.reversible.sequence import ReversibleSequence
-from holotrain.reversible.stack import ReversibleStack, stack_of
+from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
 
 __all__ = [
     "GraphedStep",
@@ -32,5 +32,6 @@ __all__ = [
     "make_reversible",
     "recomputing",
     "stack_of",
+    "stacks_in",
     "undo",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from holotrain.reversible.block import ReversibleBlock
 from holotrain.reversible.sequence import ReversibleSequence
-from holotrain.reversible.stack import ReversibleStack, stack_of
+from holotrain.reversible.stack import ReversibleStack, stack_of, stacks_in
 
 Split = Callable[[nn.Module], tuple[nn.Module, nn.Module]]
 
@@ -71,7 +71,7 @@ def make_reversible(
 
 def undo(model: nn.Module) -> nn.Module:
     """Takes back what :func:`make_reversible` did to a model, in place. The weights stay as they are trained."""
-    for stack in {id(stack): stack for part in model.modules() if (stack := stack_of(part))}.values():
+    for stack in stacks_in(model):
         stack.remove()
     for part in list(model.modules()):
         for child, module in list(part.named_children()):

@@ -19,7 +19,7 @@ from holotrain.reversible.reads import is_sharded, version_of
 from holotrain.reversible.recomputation import Checkpointing, Tape, same_tensor
 from holotrain.reversible.replay import Call, in_trace, is_imagined
 from holotrain.reversible.schedules import SCHEDULES, Schedule, Shorthand
-from holotrain.reversible.two_step import TwoStep, tapered
+from holotrain.reversible.two_step import TwoStep, stream_in, tapered
 
 FIRST_HEADROOM_BITS = 20
 """In the first batch, when only the first stream is known, the streams may grow by a factor of 2^20."""
@@ -182,10 +182,9 @@ class _Chain(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
-        name = None if arguments else next(iter(inspect.signature(self.blocks[0].forward).parameters))
+        name = _name_of_stream(self.blocks[0].forward, arguments)
         for block in self.blocks:
-            output = block(*arguments, **keywords)
-            x = output[0] if isinstance(output, tuple) else output
+            x = stream_in(block(*arguments, **keywords))
             arguments, keywords = ((x, *arguments[1:]), keywords) if name is None else ((), {**keywords, name: x})
         return x
 
@@ -219,6 +218,12 @@ def stack_of(block: nn.Module) -> ReversibleStack | None:
     """The stack to which a block belongs; None: it belongs to none."""
     forward = vars(block).get("forward")
     return forward.stack if isinstance(forward, CoupledForward) else None
+
+
+def stacks_in(model: nn.Module) -> list[ReversibleStack]:
+    """The stacks to which blocks of a model belong, first to last."""
+    found = (stack for part in model.modules() if (stack := stack_of(part)))
+    return list({id(stack): stack for stack in found}.values())
 
 
 class _Pass:
@@ -359,7 +364,7 @@ def _call(
     Args:
         again: the forward will run again in the backward.
     """
-    name = None if arguments else next(iter(inspect.signature(forward).parameters), None)
+    name = _name_of_stream(forward, arguments)
     if not arguments and name not in keywords:
         raise ValueError("a block was called without its first argument, the stream")
     x, rest = (arguments[0], arguments[1:]) if arguments else (keywords[name], ())
@@ -372,6 +377,11 @@ def _call(
         return forward(source, *rest, **named) if name is None else forward(**{name: source}, **named)
 
     return x, run, {key: value for key, value in (("rest", rest), ("named", named)) if value}
+
+
+def _name_of_stream(forward: Callable, arguments: tuple) -> str | None:
+    """The keyword by which a block gets its stream; None: it is the first of the positional arguments."""
+    return None if arguments else next(iter(inspect.signature(forward).parameters), None)
 
 
 def _no_cache(value: Any) -> Any:

@@ -116,7 +116,7 @@ class TwoStep:
         Raises:
             ValueError: the block returns no tensor of the shape of its input, or a second one that carries a gradient.
         """
-        update = _stream(output)
+        update = stream_in(output)
         if not isinstance(update, Tensor):
             raise ValueError(
                 f"a block must return a tensor, or a tuple whose first entry is one, not {type(output).__name__}; "
@@ -142,7 +142,7 @@ class TwoStep:
         """Rebuilds x[k-1], bit for bit."""
         if self._gain is None:
             return source
-        target = (coupled - self.step(source, _stream(output))).mul_(self._gain.sign() * 2**self._bits)
+        target = (coupled - self.step(source, stream_in(output))).mul_(self._gain.sign() * 2**self._bits)
         low = unpacked(self._low, self._bits, target.numel()).view(target.shape)
         target.addcmul_(low.to(target.dtype), self._grid.step)
         if target.stride() != self._strides:  # a block may compute otherwise on another layout
@@ -190,5 +190,6 @@ class _TwoStep(torch.autograd.Function):
         return *ctx.coupling.gradients(grad), None
 
 
-def _stream(output: Any) -> Any:
+def stream_in(output: Any) -> Any:
+    """The stream in what a block returned."""
     return output[0] if isinstance(output, tuple) and output else output
