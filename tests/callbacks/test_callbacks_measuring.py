@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
 from holotrain.callbacks.probe import LinuxProbe, PortableProbe
 from holotrain.models import RevViT
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 
 MIB = 2**20
 
@@ -333,6 +333,30 @@ def test_drift_is_measured_in_one_step_of_a_window():
 def test_drift_of_what_is_exact_or_stored(engine, drifts):
     memo = fit(Reversible(**engine), DriftMonitor())
     assert [drift for _, drift in memo.of("reversible/drift")] == drifts
+
+
+class Stacked(Module):
+    """Blocks that make_reversible coupled: rebuilt bit for bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_reversible(nn.Sequential(nn.Sequential(*(Residual() for _ in range(4)))), "0")
+
+    def training_step(self, batch, batch_idx):
+        return self.net(torch.linspace(-1, 1, 64).view(4, 16)).square().mean()
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
+def test_drift_of_a_stack():
+    assert [drift for _, drift in fit(Stacked(), DriftMonitor()).of("reversible/drift")] == [0.0] * 4
 
 
 def test_drift_above_the_threshold_is_warned_of_once_with_the_remedy():
