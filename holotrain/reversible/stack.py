@@ -19,7 +19,7 @@ from holotrain.reversible.reads import is_sharded, version_of
 from holotrain.reversible.recomputation import Checkpointing, Tape, same_tensor
 from holotrain.reversible.replay import Call, in_trace, is_imagined
 from holotrain.reversible.schedules import SCHEDULES, Schedule, Shorthand
-from holotrain.reversible.two_step import TwoStep, stream_in, tapered
+from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
 
 FIRST_HEADROOM_BITS = 20
 """In the first batch, when only the first stream is known, the streams may grow by a factor of 2^20."""
@@ -41,6 +41,8 @@ class ReversibleStack:
 
     Attributes:
         schedules: the schedule of each block.
+        weights: of each block's update where the sign is 1, and where it is -1; see
+            :func:`~holotrain.reversible.two_step.weights`.
         grid: the fixed-point grid of the streams, chosen in the first batch in training.
 
     Raises:
@@ -60,6 +62,7 @@ class ReversibleStack:
     ) -> None:
         self.blocks = list(blocks)
         self.bits = tapered(bits, len(self.blocks))
+        self.weights = list(zip(weights(self.bits, 1), weights(self.bits, -1), strict=True))
         self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
         self.grid = FixedPointGrid()
@@ -252,8 +255,8 @@ class _Pass:
         if schedule.kind != self._kind or not self._call.as_now():
             self._end_run()
             self._begin_run(schedule.kind)
-        block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else 0
-        coupling = TwoStep(self._grid, x, self._gain(bits) if index else None, bits, rebuilt=schedule.kind == "rebuilt")
+        block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else None
+        coupling = TwoStep(self._grid, x, self._sign, self._stack.weights[index], bits, schedule.kind == "rebuilt")
         if schedule.ahead and is_sharded(type(block)):
             schedule = replace(schedule, ahead=False)
         run = Storing(coupling, forward) if self._run is None else self._run.block(index, schedule, coupling, forward)
@@ -288,7 +291,7 @@ class _Pass:
         self._grid = grid.in_call(dtype)
         self._stream = self._before = self._grid.entered(x.to(dtype))
         sign = torch.randint(0, 2, (len(x),) + (1,) * (x.dim() - 1), device=x.device)
-        self._sign, self._gains = sign.to(dtype).mul_(2).sub_(1), {}
+        self._sign = sign.to(dtype).mul_(2).sub_(1)
 
     def _follow(self, x: Tensor) -> None:
         """Gives the streams the graph of what the next block reads: a view with hooks of its own, or one without a graph."""
@@ -296,11 +299,6 @@ class _Pass:
             self._stream, self._before = self._stream.detach(), self._before.detach()
         if x.dtype == self._stream.dtype:
             self._stream = x
-
-    def _gain(self, bits: int) -> Tensor:
-        if bits not in self._gains:
-            self._gains[bits] = self._sign * 2.0**-bits
-        return self._gains[bits]
 
     def _begin_run(self, kind: str) -> None:
         self._kind, self._run, self._call = kind, None, Call(self._stream.device)

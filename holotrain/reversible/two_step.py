@@ -1,15 +1,18 @@
 """The two-step coupling, which makes any stack of blocks ``x -> block(x)`` invertible without a change to the blocks.
 
-    x[k+1] = g x[k-1] - 2g x[k] + (1 + g) block(x[k])        g = +-2^-m, the sign drawn for each sample
+    x[k+1] = x[k] + a[k] h(x[k]) - g[k] (x[k] - x[k-1])        h(x) = block(x) - x,  g = +-2^-m, one sign for each sample
 
-With ``g = 0`` this is the model itself. All x are multiples of one step (:mod:`holotrain.reversible.grid`). The division of
-x[k-1] by 2^m drops its last m bits. They are kept, packed, so that the backward rebuilds x[k-1] from x[k] and x[k+1] bit for
-bit.
+With ``g = 0`` and ``a = 1`` this is the model itself. All x are multiples of one step (:mod:`holotrain.reversible.grid`). The
+division of x[k-1] by 2^m drops its last m bits. They are kept, packed, so that the backward rebuilds x[k-1] from x[k] and
+x[k+1] bit for bit.
 
-The idea of an exact inverse with a random sign is that of BDIA-transformer (arXiv 2407.09093), which draws a sign for each
-sample and block. Here one sign holds for all blocks of a sample. To first order a step differs from the model's own by
-``g (h[k] - h[k-1])``, where ``h[k] = block(x[k]) - x[k]``; with one sign these differences telescope, and what is left stands
-at both ends of the stack, where m is larger (:func:`tapered`).
+The weights ``a`` (:func:`weights`) are such that the last stream is the sum that it is without g, ``x[0] + h(x[0]) + h(x[1]) +
+...``: what a step takes from one update, later steps give back. Only the places where the blocks are evaluated are off, by
+about ``g[k] h[k-1]``, to one side or the other. At both ends of the stack, where updates are large, m is larger
+(:func:`tapered`).
+
+The exact inverse with a random sign is that of BDIA-transformer (arXiv 2407.09093), which draws a sign for each sample and
+block and has ``a[k] = 1 + g[k]``. There the sum is off by ``g (h[k] - h[k-1])`` in each step.
 """
 
 from __future__ import annotations
@@ -44,6 +47,22 @@ def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
     if wrong:
         raise ValueError(f"bits must be 1 to 8, not {wrong[0]!r}")
     return each
+
+
+def weights(bits: Sequence[int], sign: int) -> list[float]:
+    """The weight ``a`` of each block's update.
+
+    If x[k+1] changes by d, later steps take back part of it: the last stream changes by ``w[k] d``, where ``w[k] = 1 - g[k+1]
+    w[k+1]``, and 1 for the last block. So ``a[k] = 1 / w[k]`` adds each update to the last stream just once.
+
+    Args:
+        bits: m of each block but the first.
+        sign: of g, 1 or -1.
+    """
+    shares = [1.0]
+    for m in reversed(bits):
+        shares.append(1 - sign * 2.0**-m * shares[-1])
+    return [1 / share for share in reversed(shares)]
 
 
 def packed(low: Tensor, bits: int) -> Tensor:
@@ -92,14 +111,17 @@ class TwoStep:
     Args:
         grid: of the streams.
         x: the source as the model hands it to the block, maybe in a narrower dtype.
-        gain: g, of shape (B, 1, ...); None for the first block: ``x[1] = block(x[0])``.
-        bits: m.
+        sign: of g, 1 or -1 for each sample, of shape (B, 1, ...) and the streams' dtype.
+        weights: a where the sign is 1, and where it is -1.
+        bits: m; None for the first block, which has no x[k-1].
         rebuilt: the bits that the division drops are kept for :meth:`undo`.
     """
 
-    def __init__(self, grid: Grid, x: Tensor, gain: Tensor | None, bits: int, rebuilt: bool) -> None:
-        self._grid, self._gain, self._bits, self._rebuilt = grid, gain, bits, rebuilt
-        self._x: Tensor | None = None if gain is None else x  # the first is not on the grid yet
+    def __init__(
+        self, grid: Grid, x: Tensor, sign: Tensor, weights: tuple[float, float], bits: int | None, rebuilt: bool
+    ) -> None:
+        self._grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
+        self._x: Tensor | None = None if bits is None else x  # the first is not on the grid yet
         self._read_as = x.dtype
         self._low: Tensor | None = None
         self.others: tuple[Any, ...] | None = None
@@ -140,9 +162,9 @@ class TwoStep:
 
     def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
         """Rebuilds x[k-1], bit for bit."""
-        if self._gain is None:
+        if self._bits is None:
             return source
-        target = (coupled - self.step(source, stream_in(output))).mul_(self._gain.sign() * 2**self._bits)
+        target = (coupled - self.step(source, stream_in(output))).mul_(self._sign * 2**self._bits)
         low = unpacked(self._low, self._bits, target.numel()).view(target.shape)
         target.addcmul_(low.to(target.dtype), self._grid.step)
         if target.stride() != self._strides:  # a block may compute otherwise on another layout
@@ -150,33 +172,36 @@ class TwoStep:
         return target
 
     def step(self, source: Tensor, update: Tensor) -> Tensor:
-        """``(1 + g) update - 2g source`` on the grid.
+        """``a block(x) + (1 - a - g) x`` on the grid.
 
-        A product with g is exact, so the result does not depend on whether a kernel rounds it before it adds.
+        No kernel both multiplies and adds, so each result is rounded in the same way wherever it is computed.
         """
-        update = update.to(source.dtype)
-        if self._gain is not None:
-            update = torch.addcmul(update, torch.sub(update, source, alpha=2), self._gain)
-        return self._grid.nearest(update)
+        weight, rest = self._factors()
+        return self._grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """a and 1 - a - g."""
+        above, below = self._weights
+        weight = self._sign * ((above - below) / 2) + (above + below) / 2
+        return weight, 1 - weight if self._bits is None else 1 - weight - self._sign * 2.0**-self._bits
 
     def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """x[k+1]; keeps the bits that it drops of the target."""
         coupled = self.step(source, update)
-        if self._gain is None:
+        if self._bits is None:
             return coupled
         units = target / self._grid.step
         whole = torch.floor(units * 2**-self._bits)
         if self._rebuilt:
             self._low = packed(units.sub_(whole, alpha=2**self._bits).to(torch.uint8), self._bits)
             self._strides = target.stride()
-        return coupled.addcmul_(whole.mul_(self._grid.step), self._gain.sign())
+        return coupled.addcmul_(whole.mul_(self._grid.step), self._sign)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Those of target, source and update."""
-        if self._gain is None:
-            return None, None, grad.to(self.written_as)
-        target = grad * self._gain
-        return target, target * -2, (grad + target).to(self.written_as)
+        weight, rest = self._factors()
+        target = None if self._bits is None else grad * (self._sign * 2.0**-self._bits)
+        return target, grad * rest, (grad * weight).to(self.written_as)
 
 
 class _TwoStep(torch.autograd.Function):

@@ -7,7 +7,7 @@ from torch import nn
 
 from holotrain.reversible import ReversibleStack
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.two_step import TwoStep, packed, tapered, unpacked
+from holotrain.reversible.two_step import TwoStep, packed, tapered, unpacked, weights
 
 WIDTH = 6
 
@@ -47,8 +47,8 @@ def test_the_inverse_is_exact(dtype, bits):
     source = grid.nearest(torch.randn(64, 5, WIDTH, dtype=dtype))
     target = grid.nearest(torch.randn(5, 64, WIDTH, dtype=dtype)).transpose(0, 1)  # a stream may have any layout
     update = torch.randn(64, 5, WIDTH, dtype=dtype)
-    gain = (torch.randint(0, 2, (64, 1, 1)) * 2 - 1).to(dtype) * 2.0**-bits
-    coupling = TwoStep(grid, source, gain, bits, rebuilt=True)
+    sign = (torch.randint(0, 2, (64, 1, 1)) * 2 - 1).to(dtype)
+    coupling = TwoStep(grid, source, sign, (1.3, 0.7), bits, rebuilt=True)
     coupled = coupling.couple(target, source, update)
     rebuilt = coupling.undo(coupled, source, update)
     assert_equal(rebuilt, target)
@@ -81,12 +81,28 @@ class Halving(torch.autograd.Function):
 def by_hand(blocks, bits, x, step):
     """The recurrence under plain autograd."""
     sign = (torch.randint(0, 2, (len(x), 1, 1)) * 2 - 1).to(x)
+    share, shares = 1, [1]
+    for m in reversed(bits):
+        share = 1 - sign * 2.0**-m * share
+        shares.insert(0, share)
     before = Rounding.apply(x, step)
-    now = Rounding.apply(blocks[0](before), step)
-    for block, m in zip(blocks[1:], bits, strict=True):
+    now = Rounding.apply(before + (blocks[0](before) - before) / shares[0], step)
+    for block, m, share in zip(blocks[1:], bits, shares[1:], strict=True):
         g = sign * 2.0**-m
-        before, now = now, Halving.apply(before, g, step) + Rounding.apply((1 + g) * block(now) - 2 * g * now, step)
+        stepped = now + (block(now) - now) / share - g * now
+        before, now = now, Halving.apply(before, g, step) + Rounding.apply(stepped, step)
     return now
+
+
+@pytest.mark.parametrize("bits", [[1] * 9, [2] * 9, [4, 3, 2, 1, 1, 2, 3, 4], [8, 1, 5]])
+def test_the_last_stream_is_the_sum_of_the_updates(bits):
+    generator = torch.Generator().manual_seed(0)
+    updates = torch.randn(len(bits) + 1, 3, dtype=torch.float64, generator=generator)
+    for sign in (1, -1):
+        before = now = torch.zeros(3, dtype=torch.float64)
+        for m, weight, update in zip([0, *bits], weights(bits, sign), updates, strict=True):
+            before, now = now, now + weight * update - sign * 2.0**-m * (now - before)
+        torch.testing.assert_close(now, updates.sum(0), rtol=1e-12, atol=1e-12)
 
 
 class Block(nn.Module):
