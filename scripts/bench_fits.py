@@ -6,7 +6,7 @@
 Needs only torch. The step is one of AdamW in fp32 on plain pre-norm blocks without embedding and head, planned on tensors that
 have no values (holotrain.planning), as on a CPU: weights, gradients, optimizer state and activations. Of batch, tokens and
 depth one is the largest that fits, and the others are those of the shape. The plan of that size fits, and the plan of the next
-does not. Scratch memory of libraries comes in addition.
+does not. Scratch memory of libraries comes in addition. --confirm runs a step of each size found and measures it.
 
 Methods: those of bench_make_reversible.py, and 2 bits with the optimizer's step in the backward, so that gradients are never
 all in memory.
@@ -26,12 +26,13 @@ from bench_make_reversible import METHODS, SHAPES, Stack
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.optimizers import InBackward
-from holotrain.planning import TrainingStep, imagine, imagined, rehearse
+from holotrain.planning import TrainingStep, imagine, imagined, measured, rehearse
 
 SIZES = {
     "vit": {"batch": 32, "tokens": 197, "depth": 12},
     "gpt2": {"batch": 1, "tokens": 1024, "depth": 12},
     "llama": {"batch": 1, "tokens": 1024, "depth": 12},
+    "llama, LoRA": {"batch": 1, "tokens": 1024, "depth": 12},
 }
 """The sizes that stay while one of them grows."""
 
@@ -39,18 +40,24 @@ IN_BACKWARD = "2 bits, in the backward"
 CONTESTANTS = ("autograd", "checkpoint", "selective", "4 bits", "2 bits", "1 bit", IN_BACKWARD)
 
 
-def peak(method: str, shape: str, batch: int, tokens: int, depth: int) -> int:
-    """Bytes of a training step."""
-    with torch.device("meta"):
-        net = Stack(depth, SHAPES[shape])
-    with imagined():
+def training_step(method: str, shape: str, batch: int, tokens: int, depth: int, device: str) -> TrainingStep:
+    name, _, lora = shape.partition(", ")
+    with torch.device(device):
+        net = Stack(depth, SHAPES[name] | {"lora": bool(lora)})
+    if device == "meta":
         net = imagine(net, torch.device("cpu"))
-        run = METHODS[method.partition(",")[0]](net)
-        x = torch.zeros(batch, tokens, SHAPES[shape]["dim"])
-        optimizer = torch.optim.AdamW(net.parameters())
-        if method == IN_BACKWARD:
-            optimizer = InBackward(optimizer)
-        return rehearse(TrainingStep(net, lambda: run(x).square().mean(), optimizer, held={"x": [x]})).peak
+    run = METHODS[method.partition(",")[0]](net)
+    x = torch.zeros(batch, tokens, SHAPES[name]["dim"])
+    optimizer = torch.optim.AdamW(net.parameters())
+    if method == IN_BACKWARD:
+        optimizer = InBackward(optimizer)
+    return TrainingStep(net, lambda: run(x).square().mean(), optimizer, held={"x": [x]})
+
+
+def peak(method: str, shape: str, **sizes: int) -> int:
+    """Bytes of a training step, by the plan."""
+    with imagined():
+        return rehearse(training_step(method, shape, **sizes, device="meta")).peak
 
 
 def largest(method: str, shape: str, name: str, budget: int) -> int:
@@ -82,12 +89,19 @@ def largest(method: str, shape: str, name: str, budget: int) -> int:
     return low
 
 
+def confirm(method: str, shape: str, name: str, size: int, budget: int) -> float:
+    """Runs a step of that size. Returns its peak, with the scratch memory of libraries, as a share of the budget."""
+    step = training_step(method, shape, **SIZES[shape] | {name: size}, device="cpu")
+    return measured.measured_peak(step, torch.device("cpu")) / budget
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--memory", type=float, nargs="+", default=[8], help="GiB")
     parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--columns", nargs="+", choices=["tokens", "depth", "batch"], default=["tokens", "depth", "batch"])
+    parser.add_argument("--confirm", action="store_true", help="run a step of each size found, on this machine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     where, found = machine(), {}
@@ -97,11 +111,15 @@ def main() -> None:
             print(f"{shape}, {gibibytes:g} GiB; {', '.join(f'{name} {size}' for name, size in SIZES[shape].items())}")
             for method in options.methods:
                 begun = time.monotonic()
-                row = {name: largest(method, shape, name, int(gibibytes * 2**30)) for name in options.columns}
-                found.setdefault(shape, {}).setdefault(f"{gibibytes:g} GiB", {})[method] = row
+                budget = int(gibibytes * 2**30)
+                row = {name: largest(method, shape, name, budget) for name in options.columns}
                 figures = ", ".join(f"{name} {size}" for name, size in row.items())
                 print(f"  {method}: {figures} ({time.monotonic() - begun:.0f} s)", flush=True)
-    save({"machine": where, "options": settings_of(options), "results": found}, options.json)
+                if options.confirm:
+                    row["measured"] = {name: confirm(method, shape, name, size, budget) for name, size in row.items()}
+                    print(f"    measured, of the budget: {row['measured']}", flush=True)
+                found.setdefault(shape, {}).setdefault(f"{gibibytes:g} GiB", {})[method] = row
+            save({"machine": where, "options": settings_of(options), "results": found}, options.json)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,18 @@
     python scripts/bench_make_reversible.py --shape gpt2 --tokens 512 --batch 1
     python scripts/bench_make_reversible.py --shape llama --tokens 2048 --batch 1 --depths 6 12 --methods checkpoint "2 bits"
 
-Needs only torch. The methods: plain autograd, torch.utils.checkpoint of each block (which is also Hugging Face's
-gradient_checkpointing_enable), the same with the results of matrix products stored (selective), saved tensors offloaded to the
-host (on a CPU that saves nothing, so it is left out there), and holotrain's make_reversible with some bits. A step is a forward
+Needs only torch. The methods: plain autograd; torch.utils.checkpoint of each block (which is also Hugging Face's
+gradient_checkpointing_enable); the same with the results of matrix products stored (selective); torch.compile of each block
+with the least that its memory budget can store (compiled, which makes the blocks faster, too); saved tensors offloaded to the
+host (on a CPU that saves nothing, so it is left out there); and holotrain's make_reversible with some bits. A step is a forward
 and a backward.
 
-Memory: the most bytes of live tensors in a step, above weights and gradients, counted tensor by tensor, so that it is the same
-on every machine. Growth: the increase with each block from the smallest to the largest depth. Step time: the methods alternate
-in one process at the smallest depth; ratios to checkpointing are medians over rounds.
+With --lora all matrices are frozen in int8, one scale a row, and multiplied back for each product, as torchao's
+Int8WeightOnlyConfig does; what trains are LoRA matrices of rank 8 beside them.
+
+Memory: the peak of what a step allocates, above weights and gradients, as PyTorch's allocator reports it; the scratch memory of
+libraries is in it. Growth: the increase with each block from the smallest to the largest depth. Step time: the methods
+alternate in one process at the smallest depth; ratios to checkpointing are medians over rounds.
 """
 
 from __future__ import annotations
@@ -22,20 +26,19 @@ import functools
 import gc
 import statistics
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from bench_common import alternating, machine, median_ratio, save, settings_of, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from holotrain.planning import measured
 from holotrain.reversible import make_reversible
 
 SHAPES = {
@@ -46,17 +49,33 @@ SHAPES = {
 }
 
 
+class LoRA(nn.Module):
+    """A frozen int8 matrix with a trained product of two narrow ones beside it."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 8) -> None:
+        super().__init__()
+        weight = torch.empty(outputs, inputs).uniform_(-1, 1) / inputs**0.5
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.narrow, self.widen = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.scale) + self.widen(self.narrow(x))
+
+
 class Block(nn.Module):
     """A pre-norm block: attention, then an MLP, or with ``gated`` RMS norms and a SwiGLU as in Llama."""
 
-    def __init__(self, dim: int, heads: int, causal: bool = False, gated: bool = False) -> None:
+    def __init__(self, dim: int, heads: int, causal: bool = False, gated: bool = False, lora: bool = False) -> None:
         super().__init__()
+        linear = LoRA if lora else nn.Linear
         norm = nn.RMSNorm if gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(dim), norm(dim)
-        self.qkv, self.outer = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.qkv, self.outer = linear(dim, 3 * dim), linear(dim, dim)
         hidden = 8 * dim // 3 if gated else 4 * dim
-        self.gate = nn.Linear(dim, hidden) if gated else None
-        self.widen, self.narrow = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.gate = linear(dim, hidden) if gated else None
+        self.widen, self.narrow = linear(dim, hidden), linear(hidden, dim)
         self.heads, self.causal = heads, causal
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,43 +118,26 @@ def offloaded(net: Stack) -> Callable[[Tensor], Tensor]:
     return run
 
 
+def compiled(net: Stack) -> Callable[[Tensor], Tensor]:
+    torch._dynamo.reset()  # it would take what was compiled with another budget
+    for block in net.blocks:
+        block.compile()
+
+    def run(x: Tensor) -> Tensor:
+        with torch._functorch.config.patch(activation_memory_budget=0.0):
+            return net(x)
+
+    return run
+
+
 METHODS: dict[str, Callable[[Stack], Callable[[Tensor], Tensor]]] = {
     "autograd": lambda net: net,
     "checkpoint": checkpointed,
     "selective": selective,
+    "compiled": compiled,
     "offload": offloaded,
     **{f"{bits} bit{'s' * (bits > 1)}": functools.partial(make_reversible, blocks="blocks", bits=bits) for bits in (1, 2, 4)},
 }
-
-
-class Alive(TorchDispatchMode):
-    """``peak``: the most bytes of live tensors that operations have made, but for those of the given ones."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._sizes: dict[int, weakref.ref] = {}
-        self.alive = self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._sizes or storage.data_ptr() in self._known:
-            return
-
-        def freed(_) -> None:
-            del self._sizes[key]
-            self.alive -= size
-
-        self._sizes[key] = weakref.ref(storage, freed)
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
 
 
 def step_of(method: str, net: Stack, x: Tensor, amp: bool) -> Callable[[], None]:
@@ -155,14 +157,12 @@ def peak_of(method: str, depth: int, shape: dict, x: Tensor, amp: bool) -> int:
     step = step_of(method, net, x, amp)
     step()  # makes the gradients, and chooses the grid
     gc.collect()
-    with Alive([tensor for p in net.parameters() for tensor in (p, p.grad)]) as memory:
-        step()
-    return memory.peak
+    return measured.peak_of(step, x.device)
 
 
 def measure(options: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = SHAPES[options.shape]
+    shape = SHAPES[options.shape] | {"lora": options.lora}
     x = torch.randn(options.batch, options.tokens, shape["dim"], device=device)
     few, many = min(options.depths), max(options.depths)
     results = {}
@@ -188,6 +188,7 @@ def measure(options: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="narrow", help="width and kind of the blocks")
+    parser.add_argument("--lora", action="store_true", help="frozen int8 weights, and LoRA beside them")
     parser.add_argument("--depths", type=int, nargs="+", default=[12, 24, 48], help="numbers of blocks")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=197)
