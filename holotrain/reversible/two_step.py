@@ -25,15 +25,16 @@ from torch import Tensor
 
 from holotrain.reversible.grid import Grid
 
-LARGEST_BITS = 4
-"""More bits at the ends of a stack do not change what the training reaches."""
+LARGEST_BITS = 6
+"""At the ends of a stack. For all blocks together that is at most 20 bits an element more than two for each, however deep the
+stack is: less than one stream in fp32."""
 
 
 def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
     """The bits m of each block but the first, which has no block before it.
 
     Args:
-        bits: m in the middle of the stack; towards both ends it grows to 4, by one a block. A list: of each block.
+        bits: m in the middle of the stack; towards both ends it grows to 6, by one a block. A list: of each block.
         depth: number of blocks.
 
     Raises:

@@ -22,11 +22,11 @@ def test_bits_are_packed_and_come_back(bits, count):
 
 
 def test_more_bits_at_both_ends():
-    assert tapered(2, 9) == [4, 3, 2, 2, 2, 2, 3, 4]
-    assert tapered(1, 10) == [4, 3, 2, 1, 1, 1, 2, 3, 4]
-    assert tapered(4, 5) == [4, 4, 4, 4]
-    assert tapered(6, 3) == [6, 6]
-    assert tapered(2, 3) == [4, 4]
+    assert tapered(2, 13) == [6, 5, 4, 3, 2, 2, 2, 2, 3, 4, 5, 6]
+    assert tapered(1, 14) == [6, 5, 4, 3, 2, 1, 1, 1, 2, 3, 4, 5, 6]
+    assert tapered(4, 7) == [6, 5, 4, 4, 5, 6]
+    assert tapered(7, 3) == [7, 7]
+    assert tapered(2, 3) == [6, 6]
     assert tapered(2, 1) == tapered([], 1) == []
     assert tapered([1, 5], 3) == [1, 5]
 
