@@ -38,7 +38,7 @@ def make_reversible(
             list of equal blocks that the model has, or all of them if all hold blocks of one class. A block takes the stream
             (batch, ...) as its first argument and returns a tensor of this shape, or a tuple that begins with one; other
             arguments are passed on.
-        bits: bits that are kept for each element and block, 1 to 8; towards both ends of the stack up to 4. A list: for each
+        bits: bits that are kept for each element and block, 1 to 8; towards both ends of the stack up to 6. A list: for each
             block but the first.
         split: returns the two residual branches of a block (attention and MLP, each with its norm) as modules of one argument.
             The blocks are then replaced by a :class:`ReversibleSequence` of two streams, which keeps nothing at all. That is
