@@ -3,7 +3,7 @@
     python scripts/bench_finetuning.py --json scripts/results/finetuning_12_cpu.json
     python scripts/bench_finetuning.py --pretrain 0 --steps 1200 --seeds 1        # from scratch
     python scripts/bench_finetuning.py --depth 24 --methods plain "2 bits"
-    python scripts/bench_finetuning.py --task digits
+    python scripts/bench_finetuning.py --task digits --batch 64 --pretrain 600 --pretrain-rate 1e-3 --steps 300
 
 A network is trained on one set of data with plain autograd. Copies of it are then trained on another, one with each method, on
 the same batches, and tested in evaluation mode on data that nobody trained on.
@@ -73,7 +73,8 @@ class Net(nn.Module):
         self.embed, self.positions = embed, nn.Parameter(0.02 * torch.randn(tokens, options.dim))
         self.blocks = nn.ModuleList(Block(options.dim, options.heads, causal) for _ in range(options.depth))
         self.norm, self.head = nn.LayerNorm(options.dim), nn.Linear(options.dim, outputs)
-        nn.init.normal_(embed.weight, std=0.02)
+        if isinstance(embed, nn.Embedding):
+            nn.init.normal_(embed.weight, std=0.02)
         for block in self.blocks:
             for last in (block.attention.outer, block.mlp[-1]):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * options.depth))
