@@ -74,7 +74,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 def test_a_sampler_can_begin_in_the_middle(ranks):
     whole = list(sampler(2, max_tokens=2048, rank=ranks - 1, world_size=ranks))
     resumed = BucketBatchSampler(LENGTHS, max_tokens=2048, rank=ranks - 1, world_size=ranks)
-    resumed.resume(2, 5)
+    resumed.load_state_dict({"epoch": 2, "batches": 5})
     assert list(resumed) == whole[5:] and list(resumed) == whole
 
 
