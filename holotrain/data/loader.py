@@ -1,5 +1,6 @@
 """Data loaders that do not use the global random state, and those whose position can be saved and restored."""
 
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -19,7 +20,9 @@ class OwnGenerator(DataLoader):
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
         defaults = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
-        super().__init__(dataset, **defaults | options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata 0.11 calls
+            super().__init__(dataset, **defaults | options)
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that workers start and the sampler is read at the first batch: Lightning creates the iterator before
@@ -108,6 +111,7 @@ class StreamLoader:
         self.length, self.epoch, self.done = length, 0, 0
         self.sampler = self  # where Lightning looks for set_epoch
         self._stream: Iterator[Any] | None = None
+        self._restored: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return self.length
@@ -131,7 +135,7 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the number of its batches that were handed out, and the state of the stream."""
-        stream = {} if self._stream is None else self.batches.state_dict()
+        stream = self._restored if self._stream is None else self.batches.state_dict()
         return {"epoch": self.epoch, "batches": self.done, "stream": stream, "place": self._place()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,7 +149,7 @@ class StreamLoader:
         for what, count in self._place().items():
             if (before := state["place"][what][-1]) != count[-1]:
                 raise UserError(f"resume: a stream continues with as many {what} as before, {before}, not {count[-1]}")
-        self._stream = None
+        self._stream, self._restored = None, state["stream"]
         self.epoch, self.done = state["epoch"], state["batches"]
         self.batches.load_state_dict(state["stream"])
 
