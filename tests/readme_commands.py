@@ -48,6 +48,7 @@ DATA = {
     "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
     "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
     "text_files": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
+    "hub": ["data.context=32", "data.batch_size=4", "data.val_fraction=0.2", "data.test_fraction=0.2"],
 }
 """Options that make a model or data set small. Where the line has a value of its own, it keeps it."""
 
@@ -215,7 +216,7 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
         write_mnist(root)
     elif data in ("cifar10", "cifar100"):
         write_cifar(root, int(data[5:]), monkeypatch)
-    for key in ("data.files", "data.val_files", "data.test_files", "texts", "prompts"):
+    for key in ("data.name", "data.files", "data.val_files", "data.test_files", "texts", "prompts"):
         for pattern in (value(key) or "").strip("[]").split(","):
             if pattern:
                 write_texts(folder, pattern.strip("'\""), value("data.label"))

@@ -47,8 +47,8 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
-        states = random_states() | {"grids": [stack.grid_state() for stack in stacks_in(pl_module)]}
-        checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": share_of(trainer)[1], "loader": position}
+        states = random_states() | {"grids": [stack.grid_state() for stack in stacks_in(pl_module)], "loader": position}
+        checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": share_of(trainer)[1]}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
@@ -71,8 +71,9 @@ class ExactResume(pl.Callback):
         else:
             self._begin(trainer)
         _end_epoch(trainer.fit_loop)
-        if kept["loader"] is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
-            trainer.train_dataloader.load_state_dict(kept["loader"])
+        position = states[trainer.global_rank % len(states)].get("loader", kept.get("loader"))  # which was once of all ranks
+        if position is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
+            trainer.train_dataloader.load_state_dict(position)
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Seeds torch differently for each share of the data; processes with the same share get the same seed."""

@@ -16,7 +16,8 @@ HELP = {"--help", "-h"}
 
 VERBATIM = {
     *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
-    *("data.root", "data.files", "data.val_files", "data.test_files", "data.cache_dir", "data.tokenizer", "model.pretrained"),
+    *("data.root", "data.name", "data.files", "data.val_files", "data.test_files", "data.cache_dir", "data.tokenizer"),
+    "model.pretrained",
 }
 """Overrides whose values are paths or text. They may contain characters that have a meaning in Hydra's grammar."""
 

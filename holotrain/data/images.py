@@ -1,18 +1,30 @@
 """What all image data sets share: loaders, augmentation, mixing."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from holotrain.data.augment import Statistics, batch_mixing, cropped_at_random, normalised, randaugment, resized
+from holotrain.data.augment import (
+    IMAGENET,
+    SMALL,
+    Statistics,
+    batch_mixing,
+    coloured,
+    cropped_at_random,
+    normalised,
+    randaugment,
+    resized,
+)
 from holotrain.data.files import ImageFiles
 from holotrain.data.loader import Loader, ResumableLoader
+from holotrain.data.processor import statistics_of
 from holotrain.data.seeded import SeededDataset, TransformedDataset
 from holotrain.ranges import require_at_least, require_within
 
@@ -30,6 +42,7 @@ class ImageDataModule(pl.LightningDataModule):
         batch_size: images per step and process; auto: the largest batch that fits into memory, by the plan
         num_workers: worker processes that load images; 0: load in the training process
         pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
+        channels_last: store the channels of a pixel side by side, which convolutions on GPUs prefer
         augment: random crops, flips or shifts, depending on the data set
         randaugment_ops: RandAugment operations per image; 0: none
         randaugment_magnitude: strength of the RandAugment operations, 0 to 30
@@ -54,6 +67,7 @@ class ImageDataModule(pl.LightningDataModule):
         batch_size: int = 128,
         num_workers: int = 0,
         pin_memory: bool | None = None,
+        channels_last: bool = False,
         augment: bool = True,
         randaugment_ops: int = 0,
         randaugment_magnitude: int = 9,
@@ -70,6 +84,7 @@ class ImageDataModule(pl.LightningDataModule):
         self.loading = {
             "num_workers": num_workers,
             "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
+            "collate_fn": collated_channels_last if channels_last else default_collate,
         }
         self.augment = augment
         self.randaugment = randaugment(randaugment_ops, randaugment_magnitude)
@@ -119,6 +134,44 @@ class ImageDataModule(pl.LightningDataModule):
 
     def _in_order(self, dataset: Dataset) -> Loader:
         return Loader(dataset, batch_size=self.batch_size, **self.loading)
+
+
+class SizedImages(ImageDataModule):
+    """Images of any size, cropped and resized to one.
+
+    Args:
+        image_size: height and width of an image after augmentation, in pixels
+        processor: normalise as a published model does: its folder, with preprocessor_config.json or timm's config.json, or its
+            name in timm; null: as for ImageNet
+        options: those of :class:`ImageDataModule`
+
+    Raises:
+        ValueError: a value out of range.
+        UserError: the processor says no mean and deviation.
+    """
+
+    statistics = IMAGENET
+
+    def __init__(self, image_size: int = 224, processor: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        require_at_least(1, image_size=image_size)
+        self.image_shape = (3, image_size, image_size)
+        if processor is not None:
+            self.statistics = statistics_of(processor)
+
+    def geometry(self) -> list[v2.Transform]:
+        size = self.image_shape[1]
+        framed = self.framing() if size <= SMALL else coloured(3)
+        return [*framed, *cropped_at_random(size)]
+
+    def framing(self) -> list[v2.Transform]:
+        return resized(*self.image_shape[:2])
+
+
+def collated_channels_last(samples: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    """A batch of images (B, C, H, W), strided as (B, H, W, C), and labels."""
+    images, labels = default_collate(samples)
+    return [images.contiguous(memory_format=torch.channels_last), labels]
 
 
 def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:

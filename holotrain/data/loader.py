@@ -1,10 +1,13 @@
-"""Data loaders that do not use the global random state, and one that can save and restore its position."""
+"""Data loaders that do not use the global random state, and those whose position can be saved and restored."""
 
+import warnings
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
@@ -12,20 +15,14 @@ from holotrain.errors import UserError
 from holotrain.ranks.share import share
 
 
-class Loader(DataLoader):
-    """A DataLoader with its own generator and persistent workers, which re-raises a worker's UserError as one line.
+class OwnGenerator(DataLoader):
+    """A DataLoader with its own generator and persistent workers, which re-raises a worker's UserError as one line."""
 
-    Without a batch sampler it reads in order, and with several processes each reads its share.
-    """
-
-    def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
-        if "batch_sampler" not in options:
-            alone = share() == (0, 1)
-            options |= (
-                {"batch_size": batch_size} if alone else {"batch_sampler": FixedBatches(in_batches(len(dataset), batch_size))}
-            )
+    def __init__(self, dataset: Dataset, **options: Any) -> None:
         defaults = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
-        super().__init__(dataset, **defaults | options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata 0.11 calls
+            super().__init__(dataset, **defaults | options)
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that workers start and the sampler is read at the first batch: Lightning creates the iterator before
@@ -37,11 +34,24 @@ class Loader(DataLoader):
             raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
 
 
-class ResumableLoader(Loader):
+class Loader(OwnGenerator):
+    """For evaluation. Without a batch sampler it reads in order, and with several processes each reads its share."""
+
+    def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
+        if "batch_sampler" not in options:
+            alone = share() == (0, 1)
+            options |= (
+                {"batch_size": batch_size} if alone else {"batch_sampler": FixedBatches(in_batches(len(dataset), batch_size))}
+            )
+        super().__init__(dataset, **options)
+
+
+class ResumableLoader(OwnGenerator, StatefulDataLoader):
     """A training loader whose position in the epoch can be saved and restored.
 
-    Lightning stores ``state_dict`` in its checkpoints. It counts the batches that were handed out, not those that workers
-    have prefetched, so a resumed epoch continues with the next batch for any number of workers.
+    torchdata's StatefulDataLoader keeps the state that the batch sampler had when it drew the batch that was handed out last,
+    whatever the workers have prefetched since. That state is all that is saved, so training can continue with any number of
+    workers and processes.
 
     Args:
         dataset: takes keys ``(epoch, index)``, or the keys that the batch sampler gives.
@@ -62,20 +72,87 @@ class ResumableLoader(Loader):
         if batch_sampler is None:
             batch_sampler = EpochBatchSampler(len(dataset), batch_size, seed)
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
-        self._epoch, self._consumed = 0, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        sampler: ResumableBatchSampler = self.batch_sampler
-        self._epoch, self._consumed = sampler.epoch, sampler.start
-        for batch in super().__iter__():
-            self._consumed += 1
-            yield batch
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and the number of its batches that were handed out."""
-        return {"epoch": self._epoch, "batches": self._consumed}
+        if self._iterator is None:  # StatefulDataLoader would start the workers
+            return self.batch_sampler.state_dict()
+        state = super().state_dict()
+        if self.num_workers:
+            state = state["_snapshot"]["_main_snapshot"]
+        return state["_index_sampler_state"]
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration continues from there."""
-        self._epoch, self._consumed = state["epoch"], state["batches"]
-        self.batch_sampler.resume(state["epoch"], state["batches"])
+        """The next iteration continues from there.
+
+        Raises:
+            UserError: the state is not that of such a loader.
+        """
+        if set(state) != {"epoch", "batches"}:
+            raise UserError("resume: the checkpoint's position is that of a stream; continue with data.streaming=true")
+        super().load_state_dict({})  # the iterator of an earlier epoch is dropped
+        self.batch_sampler.load_state_dict(state)
+
+
+class StreamLoader:
+    """An endless stream, in epochs of equally many batches. Each epoch continues where the one before it ended.
+
+    The position of the stream in its files is saved for each worker and each process, so training continues with the same
+    number of both.
+
+    Args:
+        dataset: endless; has a ``state_dict``.
+        length: batches in an epoch.
+        options: those of DataLoader.
+    """
+
+    def __init__(self, dataset: IterableDataset, length: int, **options: Any) -> None:
+        self.batches = Batches(dataset, **options)
+        self.length, self.epoch, self.done = length, 0, 0
+        self.sampler = self  # where Lightning looks for set_epoch
+        self._stream: Iterator[Any] | None = None
+        self._restored: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch; another epoch than before starts at its first batch."""
+        if epoch != self.epoch:
+            self.epoch, self.done = epoch, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.done == self.length:
+            self.done = 0
+        if self._stream is None:
+            self._stream = iter(self.batches)
+        for batch in islice(self._stream, self.length - self.done):
+            self.done += 1
+            yield batch
+
+    def _place(self) -> dict[str, list[int]]:
+        return {"processes": [*share()], "workers": [self.batches.num_workers]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the number of its batches that were handed out, and the state of the stream."""
+        stream = self._restored if self._stream is None else self.batches.state_dict()
+        return {"epoch": self.epoch, "batches": self.done, "stream": stream, "place": self._place()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration continues from there.
+
+        Raises:
+            UserError: it is the state of another loader, or of another number of workers or processes.
+        """
+        if "stream" not in state:
+            raise UserError("resume: the checkpoint's position is not that of a stream; continue with data.streaming=false")
+        for what, count in self._place().items():
+            if (before := state["place"][what][-1]) != count[-1]:
+                raise UserError(f"resume: a stream continues with as many {what} as before, {before}, not {count[-1]}")
+        self._stream, self._restored = None, state["stream"]
+        self.epoch, self.done = state["epoch"], state["batches"]
+        self.batches.load_state_dict(state["stream"])
+
+
+class Batches(OwnGenerator, StatefulDataLoader):
+    """StatefulDataLoader itself: the state holds that of the data set in every worker."""

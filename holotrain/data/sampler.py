@@ -35,8 +35,7 @@ class ResumableBatchSampler(Sampler[list]):
     def __init__(self, seed: int = 0, rank: int | None = None, world_size: int | None = None) -> None:
         self.seed = seed
         self.rank, self.world_size = process_of(rank, world_size)
-        self.epoch = 0
-        self.start = 0
+        self.epoch, self.drawn, self._restored = 0, 0, False
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[list]:
@@ -48,17 +47,26 @@ class ResumableBatchSampler(Sampler[list]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch. It starts at the first batch, unless ``resume`` set another one for this epoch."""
+        """The next iteration is this epoch. It starts at the first batch, unless another one was restored for this epoch."""
         if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+            self.epoch, self.drawn = epoch, 0
 
-    def resume(self, epoch: int, start: int) -> None:
-        """The next iteration of ``epoch`` starts at batch number ``start``; later ones start at 0."""
-        self.epoch, self.start = epoch, start
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and the number of its batches that were drawn."""
+        return {"epoch": self.epoch, "batches": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration continues there; later ones start at the first batch."""
+        self.epoch, self.drawn = state["epoch"], state["batches"]
+        self._restored = True
 
     def __iter__(self) -> Iterator[list]:
-        start, self.start = self.start, 0
-        yield from self.batches(self.epoch, start)
+        if not self._restored:
+            self.drawn = 0
+        self._restored = False
+        for batch in self.batches(self.epoch, self.drawn):
+            self.drawn += 1
+            yield batch
 
 
 class EpochBatchSampler(ResumableBatchSampler):

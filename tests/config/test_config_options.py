@@ -23,7 +23,7 @@ from holotrain.config.devices import check_device, check_training_device
 from holotrain.config.schema.classes import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.schema.commands import COMMANDS
 from holotrain.config.typed import container, typed, with_own_options
-from holotrain.data import TextDataModule
+from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError
 from holotrain.synthesis import Recipe
 
@@ -34,6 +34,8 @@ NEEDS = {
     ("experiment", "imagenet_rev_vit_small"): IMAGENET,
     ("data", "text_stdlib"): ["task=causal_lm"],
     ("data", "text_files"): ["task=masked_lm", "data.files=texts/*.txt"],
+    ("data", "hub"): ["task=masked_lm", "data.name=texts/*.txt", "data.val_fraction=0.3", "data.test_fraction=0.3"],
+    ("data", "hub_images"): ["data.name=images", "data.image_size=32", "model=rev_vit_tiny"],
 }
 
 
@@ -84,7 +86,7 @@ def images(tmp_path, monkeypatch):
 
     (tmp_path / "texts").mkdir()
     for number in range(30):
-        (tmp_path / "texts" / f"{number}.txt").write_text("some words\n\nand more\n")
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"some words {number}\n\nand more {number}\n")
 
     monkeypatch.chdir(tmp_path)
     for part in ("train", "val"):
@@ -113,6 +115,8 @@ def test_every_option_builds(group, option, images, tokens):
         if is_a(config.task, SEQUENCE_CLASSIFIER):
             shape = (1, data.num_classes)
     else:
+        if isinstance(data, HubImages):  # whose classes are known when they were read
+            data.setup("fit")
         sample, shape = torch.empty(1, *data.image_shape), (1, data.num_classes)
     with torch.device("meta"):
         task = build_task(config, data)

@@ -264,6 +264,47 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, task, epo
     assert summary(folder)["steps"] == summary(only(Path("whole/fit")))["steps"] == 14
 
 
+HUB = [
+    *("trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "test=false", "logger=none"),
+    *("callbacks.progress=null", "model.dim=16", "model.depth=2", "model.heads=2", "trainer.max_epochs=2"),
+    *("callbacks.checkpoint.every_n_train_steps=2", "data.num_workers=2", "data.batch_size=4"),
+]
+FROM_DISK = {
+    "text": ["task=causal_lm", "data=hub", "data.context=24", "data.val_fraction=0.1", "data.test_fraction=0.1"],
+    "images": ["data=hub_images", "data.image_size=16", "model=rev_vit_tiny", "data.mixup_alpha=0.2", "data.val_fraction=0.2"],
+}
+FROM_DISK["a stream"] = [*FROM_DISK["text"], "data.streaming=true", "data.epoch_batches=7"]
+
+
+def save_to_disk(kind: str) -> None:
+    import datasets
+    from PIL import Image
+
+    datasets.disable_progress_bars()
+    if kind == "images":
+        shown = [Image.new("RGB", (18, 20), (number * 6, 0, number % 3 * 99)) for number in range(40)]
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(3)})
+        rows = datasets.Dataset.from_dict({"image": shown, "label": [number % 3 for number in range(40)]}, features)
+    else:
+        draw = random.Random(1)
+        rows = datasets.Dataset.from_dict({"text": [" ".join(draw.choices("abcdefgh", k=60)) for _ in range(60)]})
+    rows.save_to_disk("saved")
+
+
+@pytest.mark.parametrize("kind", FROM_DISK)
+def test_a_data_set_saved_to_disk_is_trained_on_and_resumed(holotrain, tmp_path, kind):
+    """Killed in the middle of the second epoch, with two workers: it ends with the weights of an uninterrupted run."""
+    save_to_disk(kind)
+    words = ["data.name=saved", "data.cache_dir=cache", *FROM_DISK[kind], *HUB]
+    words += [word for word in ("trainer.limit_train_batches=7", "trainer.val_check_interval=7") if kind != "a stream"]
+    status, _, err = holotrain("fit", *words, "output_dir=whole")
+    assert (status, err) == (0, "")
+    fit_and_kill(tmp_path, *words, "output_dir=killed")
+    assert holotrain("fit", "resume=true", "output_dir=killed")[::2] == (0, "")
+    assert summary(only(Path("killed/fit")))["steps"] == summary(only(Path("whole/fit")))["steps"] == 14
+    assert_same_weights(*(only(Path(name) / "fit") / "checkpoints/last.ckpt" for name in ("whole", "killed")))
+
+
 @pytest.mark.slow
 def test_fine_tuning_of_a_masked_model(holotrain, trained):
     """The encoder and its tokenizer come from the checkpoint; the head is new, and it alone is trained."""
@@ -342,7 +383,7 @@ MISTAKES = [
     (["fit", "task=causal_lm", *TEXTS, "data.files=nowhere/*.txt"], "nowhere/*.txt"),
     (["fit", "task=causal_lm", *TEXTS, "data.files=empty.txt"], "data"),
     (["fit", "task=causal_lm", *TEXTS, "data.files=latin.txt"], "latin.txt"),
-    (["fit", "task=causal_lm", *TEXTS, "data.files=broken.jsonl"], "broken.jsonl:2"),
+    (["fit", "task=causal_lm", *TEXTS, "data.files=broken.jsonl"], "cannot read broken.jsonl (JSON parse error"),
     (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=byt"], "Did you mean 'byte'?"),
     (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=latin.txt"], "latin.txt"),
     (["fit", "task=causal_lm", *TEXTS, "model.heads=3"], "16 is not a multiple of 3"),
@@ -352,7 +393,7 @@ MISTAKES = [
         ["fit", "task=causal_lm", *TEXTS, "data.pad_to_multiple_of=16"],
         "but 16 does not divide 24",
     ),
-    (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "data.label: the texts have 0 classes"),
+    (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "data.label: the data have no column 'nothing'"),
     (["fit", "task=causal_lm", "trainer.max_steps=-1"], "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
     (["fit", "task=causal_lm", *TEXTS, "model.pretrained=nowhere"], "nowhere"),
     (["fit", "task=causal_lm", "model=rev_roberta_tiny"], "model: CausalLM trains GPT or HuggingFace, not RevRoBERTa"),

@@ -172,7 +172,7 @@ def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
             monkeypatch.setenv(name, value)
         if not small.shows or small.words[:1] == ("report",):
             stdlib = made_once(tmp_path_factory, "readme_stdlib", copy_of_the_standard_library)
-            monkeypatch.setattr("holotrain.data.text.sources.sysconfig", SimpleNamespace(get_path=lambda name: str(stdlib)))
+            monkeypatch.setattr("holotrain.data.text.sets.sysconfig", SimpleNamespace(get_path=lambda name: str(stdlib)))
             lay_out(small, tmp_path, trained, monkeypatch)
             write_configuration(line, tmp_path)
             for earlier in small.before:

@@ -1,38 +1,52 @@
 """The tokens of one part, memory-mapped."""
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-from holotrain.data.text.cache import manifest_of
-from holotrain.data.text.tokenise import TOKENIZER
+import pyarrow as pa
 
 
 class Corpus:
     """The documents of a part.
 
-    A worker process maps the files again: only the folder is pickled.
+    A worker process maps the files again: a data set of the datasets library is pickled as the paths of its files.
+
+    Args:
+        dataset: has ``tokens`` and ``label``, see :meth:`~holotrain.data.text.tokenise.Rows.tokens`.
+        part: its name.
+        classes: names of the classes.
 
     Attributes:
-        tokens: (T,) uint16 or uint32, all documents, an end token after each.
-        offsets: (D + 1,) int64, where each document begins, and T.
+        tokens: all documents, an end token after each.
+        offsets: (D + 1,) int64, where each document begins, and the number of tokens.
         labels: (D,) int64, the class of each document or -1; None if there are no classes.
-        bytes: UTF-8 bytes of text, without the end tokens.
     """
 
-    def __init__(self, folder: Path, part: str) -> None:
-        self.folder, self.part = folder, part
-        manifest = manifest_of(folder)
-        self.bytes: int = manifest["parts"][part]["bytes"]
-        self.offsets = np.load(folder / f"{part}.offsets.npy", mmap_mode="r")
-        self.tokens = np.memmap(folder / f"{part}.bin", dtype=manifest["dtype"], mode="r")
-        labels = folder / f"{part}.labels.npy"
-        self.labels = np.load(labels, mmap_mode="r") if labels.exists() else None
+    def __init__(self, dataset: Any, part: str, classes: list[str]) -> None:
+        self.dataset, self.part, self.classes = dataset, part, classes
+        self.tokens = Tokens(dataset)
+        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in dataset.data.column("tokens").chunks]
+        self.offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
+        self.labels = None
+        if classes:
+            found = dataset.data.column("label").combine_chunks().dictionary_encode()
+            number = [classes.index(name) for name in found.dictionary.to_pylist()]
+            self.labels = np.array([*number, -1])[found.indices.fill_null(len(number)).to_numpy(zero_copy_only=False)]
 
     def __reduce__(self) -> tuple:
-        return Corpus, (self.folder, self.part)
+        return Corpus, (self.dataset, self.part, self.classes)
 
 
-def stored_tokenizer(folder: Path) -> str:
-    """The JSON of the tokenizer that made a folder's tokens."""
-    return (folder / TOKENIZER).read_text(encoding="utf-8")
+class Tokens:
+    """The tokens of a data set in one row, a slice of which is an array."""
+
+    def __init__(self, dataset: Any) -> None:
+        chunks = [chunk.flatten() for chunk in dataset.data.column("tokens").chunks]
+        self.row = pa.chunked_array(chunks, dataset.features["tokens"].feature.pa_type)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        first, last, _ = place.indices(len(self.row))
+        return self.row.slice(first, max(last - first, 0)).to_numpy()

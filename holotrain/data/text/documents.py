@@ -7,7 +7,7 @@ import torch
 
 from holotrain.data.text.batches import Batch, Batched
 from holotrain.data.text.corpus import Corpus
-from holotrain.data.text.tokenizer import Tokenizer
+from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
 SPECIAL = 2
@@ -67,31 +67,20 @@ class Pieces(Batched):
         return len(self.lengths)
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        keys = np.asarray(keys)
-        bodies = self.lengths[keys] - SPECIAL
-        places = np.arange(int(bodies.max()))
-        inside = places < bodies[:, None]
-        body = self.corpus.tokens[np.where(inside, self.begins[keys, None] + places, 0)]
-        batch = framed(body, inside, self.start_id, self.end_id, self.pad_id, self.multiple)
+        bodies = [self.corpus.tokens[self.begins[key] : self.begins[key] + self.lengths[key] - SPECIAL] for key in keys]
+        rows = [np.concatenate([[self.start_id], body, [self.end_id]]) for body in bodies]
+        batch = padded_rows(rows, self.pad_id, self.multiple)
         if self.labels is not None:
-            batch["labels"] = torch.from_numpy(self.labels[keys])
+            batch["labels"] = torch.from_numpy(self.labels[np.asarray(keys)])
         if self.numbered:
-            batch["index"] = torch.from_numpy(keys)
+            batch["index"] = torch.tensor(keys)
         return batch
 
 
-def framed(body: np.ndarray, inside: np.ndarray, start_id: int, end_id: int, pad_id: int, multiple: int = 1) -> Batch:
-    """``tokens`` (B, T) and ``lengths`` (B,): start, body, end, padding.
-
-    Args:
-        body: (B, L) ids.
-        inside: (B, L) True for the ids that belong to a row, which come first in it.
-        multiple: T is rounded up to a multiple of this.
-    """
-    lengths = inside.sum(1) + SPECIAL
-    width = -(-(body.shape[1] + SPECIAL) // multiple) * multiple
-    tokens = np.full((len(body), width), pad_id, dtype=np.int64)
-    tokens[:, 0] = start_id
-    tokens[:, 1 : 1 + body.shape[1]][inside] = body[inside]
-    tokens[np.arange(len(body)), lengths - 1] = end_id
-    return {"tokens": torch.from_numpy(tokens), "lengths": torch.from_numpy(lengths)}
+def padded_rows(rows: Sequence[np.ndarray], pad_id: int, multiple: int = 1) -> Batch:
+    """``tokens`` (B, T) int64, where T is the longest row's length, rounded up to a multiple, and ``lengths`` (B,)."""
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.full((len(rows), -(-int(lengths.max()) // multiple) * multiple), pad_id)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: len(row)] = torch.from_numpy(row.astype(np.int64))
+    return {"tokens": tokens, "lengths": lengths}

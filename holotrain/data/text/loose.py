@@ -5,78 +5,58 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from holotrain.data.fixed import FixedBatches, in_batches
+from holotrain.data.hub import KINDS
 from holotrain.data.loader import Loader
 from holotrain.data.text.batches import Batch, Batched, as_it_is
-from holotrain.data.text.readers import ROWS, Reader
-from holotrain.data.text.tokenizer import Tokenizer
+from holotrain.data.text.documents import padded_rows
+from holotrain.data.text.files import TextFile, rows_of
+from holotrain.data.text.tokenise import Reading
+from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
 
 class LooseFiles(Batched):
     """Rows of token ids, padded to the longest of their batch: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B.
 
-    Args:
-        rows: the ids of each row.
-        names: the file of each row; ``FILE:ROW`` for a file that holds many texts.
-        pad_id: id of the padding.
-
     Attributes:
-        paths: the names.
-        lengths: (N,) int64.
+        paths: the file of each row; ``FILE:ROW`` for a file that holds many texts.
     """
 
     def __init__(self, rows: Sequence[np.ndarray], names: Sequence[str], pad_id: int) -> None:
         self.rows, self.paths, self.pad_id = rows, list(names), pad_id
-        self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        lengths = torch.from_numpy(self.lengths[keys])
-        tokens = torch.full((len(keys), int(lengths.max())), self.pad_id)
-        for row, key in zip(tokens, keys, strict=True):
-            row[: self.lengths[key]] = torch.from_numpy(self.rows[key])
-        return {"tokens": tokens, "lengths": lengths, "names": [self.paths[key] for key in keys]}
+        return padded_rows([self.rows[key] for key in keys], self.pad_id) | {"names": [self.paths[key] for key in keys]}
 
 
 def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
-    """Name and text of the file at a path, or of all files below it; for .jsonl and .parquet, of each row.
+    """Name and text of the file at a path, or of all files below it; for files of rows, of each row.
 
     Args:
-        text: field or column that holds the text, in .jsonl and .parquet.
+        text: column that holds the text, in files of rows.
 
     Raises:
         UserError: there is no file, or one cannot be read.
     """
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
-    paths = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    reader, found = Reader(text=text), []
-    for each in paths:
+    found = []
+    for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
         try:
-            texts = [text for text, _ in reader.documents(each)]
+            (rows,) = rows_of([TextFile(each, each.name, "test")], Reading(text=text), path, streaming=True)
+            texts = [text for batch in rows.batches("test") for text in batch]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        rows = each.suffix in ROWS
-        found += [(f"{each}:{number}" if rows else str(each), text) for number, text in enumerate(texts, 1)]
+        several = each.suffix in KINDS
+        found += [(f"{each}:{number}" if several else str(each), text) for number, text in enumerate(texts, 1)]
     if not found:
         raise UserError(f"texts: there is no text in {path}")
     return found
-
-
-def scored_rows(ids: np.ndarray, context: int, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """A text as packed blocks of at most ``context + 1`` tokens, with an end token before and after. All of it is a target."""
-    whole = np.concatenate([[tokenizer.end_id], ids, [tokenizer.end_id]]).astype(np.int64)
-    return [whole[first : first + context + 1] for first in range(0, len(whole) - 1, context)]
-
-
-def framed_rows(ids: np.ndarray, context: int, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """A text between start and end token, cut short to ``context`` tokens."""
-    return [np.concatenate([[tokenizer.start_id], ids[: context - 2], [tokenizer.end_id]]).astype(np.int64)]
 
 
 def text_files(
@@ -85,20 +65,24 @@ def text_files(
     """Text files, each a document, sorted by name: ``tokens`` (B, T), ``lengths`` (B,), ``names``.
 
     Args:
-        path: a file or a folder; in .jsonl and .parquet each row is a document, named ``FILE:ROW``.
+        path: a file or a folder; in files of rows each row is a document, named ``FILE:ROW``.
         context: tokens that the model sees.
-        packed: all tokens of a text are targets, in blocks of at most ``context + 1``; False: a text is cut short, as for
-            classification.
-        text: field or column that holds the text, in .jsonl and .parquet.
+        packed: all tokens of a text are targets, in blocks of at most ``context + 1`` that begin with an end token; False: a
+            text is cut short between start and end token, as for classification.
+        text: column that holds the text, in files of rows.
         loading: options of DataLoader, such as ``num_workers``.
 
     Raises:
         UserError: there is no text at ``path``, or it cannot be read.
     """
-    cut = scored_rows if packed else framed_rows
-    rows, names = [], []
+    end, rows, names = tokenizer.end_id, [], []
     for name, written in texts_at(path, text):
-        cuts = cut(tokenizer.encode(written), context, tokenizer)
+        ids = tokenizer.encode(written)
+        if packed:
+            whole = np.concatenate([[end], ids, [end]])
+            cuts = [whole[first : first + context + 1] for first in range(0, len(whole) - 1, context)]
+        else:
+            cuts = [np.concatenate([[tokenizer.start_id], ids[: context - 2], [end]])]
         rows += cuts
         names += [name] * len(cuts)
     files = LooseFiles(rows, names, tokenizer.pad_id)

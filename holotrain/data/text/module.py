@@ -1,8 +1,9 @@
-"""What all text data sets share: the cache of tokens, the tokenizer, and the loaders of both layouts."""
+"""What all text data sets share: reading, the cache of tokens, the tokenizer, and the loaders of both layouts."""
 
-import contextlib
+import os
 from abc import abstractmethod
-from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,32 +11,23 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.fixed import FixedBatches
-from holotrain.data.loader import Loader, ResumableLoader
+from holotrain.data.loader import Loader, ResumableLoader, StreamLoader
 from holotrain.data.text.batches import Batched, as_it_is
-from holotrain.data.text.buckets import BucketBatchSampler, by_length, padded, padding
-from holotrain.data.text.byte_tokenizer import ByteTokenizer
-from holotrain.data.text.cache import built, key_of, manifest_of
-from holotrain.data.text.content import ContentHashes
-from holotrain.data.text.corpus import Corpus, stored_tokenizer
+from holotrain.data.text.corpus import Corpus
 from holotrain.data.text.documents import Pieces
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder
-from holotrain.data.text.readers import UNITS
-from holotrain.data.text.restored import known_tokenizer, tokenizer_from_json
-from holotrain.data.text.sources import Source
-from holotrain.data.text.tokenise import Documents, tokenised
-from holotrain.data.text.tokenizer import Tokenizer
+from holotrain.data.text.parts import PARTS
+from holotrain.data.text.stream import PackedStream, held_out_of
+from holotrain.data.text.tokenise import Reading, Rows
+from holotrain.data.tokenizers import ByteTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of, require_within
 
-FORMAT = 1
-"""Version of the cache's folders. Increase it whenever the same settings would write something else."""
-
-LAYOUTS = ("packed", "documents")
-
 
 class TextDataModule(pl.LightningDataModule):
-    """Text in three parts: train, val, test, tokenised once into a folder of ``cache_dir``.
+    """Text in three parts: train, val, test, tokenised once into Arrow files in ``cache_dir``.
 
     Args:
         layout: packed: documents are joined and cut into blocks of equal length, for causal language models; documents: single
@@ -56,6 +48,10 @@ class TextDataModule(pl.LightningDataModule):
         val_fraction: fraction of the files (of the documents, if there are few files) that is used for validation
         test_fraction: fraction of the files (of the documents, if there are few files) that is used for the test
         cache_dir: folder in which tokenized text is cached
+        num_proc: processes that read and tokenise; null: this one
+        streaming: read and tokenise the training part during training, in packed blocks, instead of before it; of the held-out
+            parts, the first 2**20 tokens are used
+        epoch_batches: batches in an epoch of streaming=true, which has no end of its own
         num_workers: worker processes that load text; 0: load in the training process
         pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
         seed: seed of the order of batches
@@ -68,9 +64,6 @@ class TextDataModule(pl.LightningDataModule):
         ValueError: a value out of range.
         UserError: there is no such tokenizer.
     """
-
-    text_field = "text"
-    """Field or column that holds the text, in files of rows."""
 
     def __init__(
         self,
@@ -88,14 +81,17 @@ class TextDataModule(pl.LightningDataModule):
         val_fraction: float = 0.01,
         test_fraction: float = 0.02,
         cache_dir: str = "data/text",
+        num_proc: int | None = None,
+        streaming: bool = False,
+        epoch_batches: int = 1000,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require_one_of(LAYOUTS, layout=layout)
+        require_one_of(("packed", "documents"), layout=layout)
         if unit is not None:
-            require_one_of(UNITS, unit=unit)
+            require_one_of(("file", "paragraph", "line"), unit=unit)
         require_at_least(1 if layout == "packed" else 3, context=context)  # start, end, and something between
         require_at_least(1, pad_to_multiple_of=pad_to_multiple_of)
         if context % pad_to_multiple_of:
@@ -110,25 +106,40 @@ class TextDataModule(pl.LightningDataModule):
             raise ValueError(f"val_fraction and test_fraction, {val_fraction} and {test_fraction}, leave no training")
         require_at_least(ByteTokenizer.vocab_size, vocab_size=vocab_size)  # a bpe begins with the bytes
         require_at_least(0, num_workers=num_workers)
+        require_at_least(1, num_proc=num_proc, epoch_batches=epoch_batches)
         tokenizer = tokenizer or "byte"
+        if streaming and layout != "packed":
+            raise ValueError("streaming needs packed text: task=causal_lm")
+        if streaming and tokenizer == "bpe" and tokenizer_json is None:
+            raise ValueError("streaming needs a tokenizer that is trained: byte, or the path of a tokenizer.json")
         self.layout, self.labels, self.context, self.batch_size, self.asked_unit = layout, labels, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
         self.fractions = (val_fraction, test_fraction)
-        self.recipe = {"tokenizer": tokenizer, "vocab_size": vocab_size}
+        self.trained_size = vocab_size
         self.cache = Path(cache_dir).expanduser()
+        self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
         self.loading = {
             "num_workers": num_workers,
             "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
             "collate_fn": as_it_is,
         }
         self.seed = seed
-        self._folder: Path | None = None
-        self._given = tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
-        self._tokenizer = self._given
+        self._tokenizer = (
+            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
+        )
+        self._corpora: dict[str, Corpus] | None = None
 
     @abstractmethod
-    def source(self) -> Source:
-        """Where the text comes from."""
+    def rows(self) -> list[Rows]:
+        """The text and the labels, read with the datasets library.
+
+        Raises:
+            UserError: there is none, or some of it cannot be read.
+        """
+
+    def reading(self, **options: Any) -> Reading:
+        """How rows become documents, from the options of all text."""
+        return Reading(unit=self.unit, fractions=self.fractions, **options)
 
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
@@ -150,14 +161,8 @@ class TextDataModule(pl.LightningDataModule):
         return self.tokenizer.vocab_size
 
     @property
-    def manifest(self) -> dict:
-        """The manifest of the cache's folder: ``parts``, ``classes``, ``skipped`` and more."""
-        assert self._folder is not None, "text is read by prepare_data"
-        return manifest_of(self._folder)
-
-    @property
     def class_names(self) -> list[str]:
-        return self.manifest["classes"]
+        return self.part("val").classes
 
     @property
     def num_classes(self) -> int:
@@ -165,50 +170,47 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """For each part: the number of ``documents``, ``tokens`` (with an end token per document) and ``bytes`` of text."""
-        return self.manifest["parts"]
+        """For each part: the number of ``documents`` and ``tokens``, with an end token per document; not of a stream."""
+        assert self._corpora is not None, "text is read by prepare_data"
+        return {name: {"documents": len(part.offsets) - 1, "tokens": len(part.tokens)} for name, part in self._corpora.items()}
 
     def prepare_data(self) -> None:
-        """Tokenises the text, if it is not in the cache yet.
+        """Reads and tokenises the text, if it is not in the cache yet; a stream reads its held-out parts.
 
         Raises:
             UserError: there is no text, some of it cannot be read, a part would be empty, or the cache cannot be written.
         """
-        source = self.source()
-        files = source.files()
-        hashes = ContentHashes(self.cache / "index.json")
         try:
-            content = [(file.name, file.group, file.part, hashes.of(file.path)) for file in files]
+            self.cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"data: cannot read {error.filename} ({error.strerror})") from error
-        identity = [FORMAT, content, source.settings, self.fractions, self._tokenizer_key()]
-        documents = Documents(source, files, *self.fractions)
+            raise UserError(f"data.cache_dir: cannot write {error.filename} ({error.strerror})") from error
+        rows = self.rows()
+        if self._tokenizer is None:
+            self._tokenizer = self._trained(rows)
+        if self.streaming:
+            self._training = [each for each in rows if each.may_be_in("train")]
+            found = {part: held_out_of(rows, part, self.tokenizer) for part in PARTS[1:]}
+        else:
+            found = {part: self._tokens(rows, part) for part in PARTS}
+        _check(found)
+        classes = [] if self.streaming else _classes({part: tokens.unique("label") for part, tokens in found.items()})
+        self._corpora = {part: Corpus(tokens, part, classes) for part, tokens in found.items()}
 
-        def build(folder: Path) -> dict:
-            return {"format": FORMAT, "settings": identity[2:], "content": key_of(content)} | tokenised(
-                documents, self._made_tokenizer, folder
-            )
+    def _tokens(self, rows: list[Rows], part: str) -> Any:
+        from datasets import concatenate_datasets
 
-        try:
-            self._folder = built(self.cache, key_of(identity), build, hashes)
-            hashes.save()
-        except OSError as error:
-            raise UserError(f"data.cache_dir: cannot write {error.filename or self.cache} ({error.strerror})") from error
-        self._tokenizer = tokenizer_from_json(stored_tokenizer(self._folder))
-        if self._given is None:  # so that a run that is given the trained tokenizer finds the same tokens
-            also = self.cache / key_of([*identity[:-1], self._tokenizer.fingerprint])
-            with contextlib.suppress(OSError):  # there already, or a file system without links
-                also.symlink_to(self._folder.name)
+        found = [each.tokens(part, self.tokenizer, self.cache, self.num_proc) for each in rows if each.may_be_in(part)]
+        return concatenate_datasets([each for each in found if len(each)] or found[:1]) if found else []
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the folder that ``prepare_data`` built, here or in another process."""
-        if self._folder is None:
+        """Opens what ``prepare_data`` wrote, here or in another process."""
+        if self._corpora is None:
             self.prepare_data()
 
     def part(self, name: str) -> Corpus:
         """The tokens of ``train``, ``val`` or ``test``."""
-        assert self._folder is not None, "parts are there after setup"
-        return Corpus(self._folder, name)
+        assert self._corpora is not None, "parts are there after setup"
+        return self._corpora[name]
 
     @property
     def padding(self) -> dict[str, float]:
@@ -222,7 +224,10 @@ class TextDataModule(pl.LightningDataModule):
         """Tokens of the longest training document, including start, end and padding."""
         return int(padded(self._pieces("train").lengths, self.multiple).max())
 
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> ResumableLoader | StreamLoader:
+        if self.streaming:
+            stream = PackedStream(self._training, self.tokenizer, self.context, self.batch_size, self.seed)
+            return StreamLoader(stream, self.epoch_batches, batch_size=None, **self.loading)
         if self.layout == "packed":
             blocks = PackedBlocks(self.part("train"), self.context, self.seed)
             return ResumableLoader(blocks, self.batch_size, self.seed, **self.loading)
@@ -255,13 +260,44 @@ class TextDataModule(pl.LightningDataModule):
     def _fixed(self, dataset: Batched, batches: list[np.ndarray]) -> Loader:
         return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
-    def _tokenizer_key(self) -> Any:
-        """The tokenizer's part of the cache's key: its fingerprint, or how it will be trained."""
-        return self._given.fingerprint if self._given is not None else self.recipe
+    def _trained(self, rows: list[Rows]) -> Tokenizer:
+        """A BPE trained on the training part, or the one that was before, from the cache."""
+        from datasets.fingerprint import Hasher
 
-    def _made_tokenizer(self, texts: Iterator[str]) -> Tokenizer:
-        if self._given is not None:
-            return self._given
-        from holotrain.data.text.subword_tokenizer import SubwordTokenizer
+        from holotrain.data.tokenizers.subword import SubwordTokenizer
 
-        return SubwordTokenizer.trained(texts, self.recipe["vocab_size"])
+        training = [each for each in rows if each.may_be_in("train")]
+        known = [(each.dataset._fingerprint, each.part, asdict(each.reading)) for each in training]
+        path = self.cache / f"bpe-{Hasher.hash([known, self.trained_size])}.json"
+        if path.exists():
+            return known_tokenizer(str(path))
+        texts = (text for each in training for batch in each.batches("train") for text in batch)
+        trained = SubwordTokenizer.trained(texts, self.trained_size)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(trained.to_json(), encoding="utf-8")
+        temporary.replace(path)
+        return trained
+
+
+def _check(parts: dict[str, Any]) -> None:
+    counts = {part: len(tokens) for part, tokens in parts.items()}
+    if not any(counts.values()):
+        raise UserError("data: there is no text")
+    for part, count in counts.items():
+        if not count:
+            fewer = "lower data.val_fraction and data.test_fraction" if part == "train" else f"raise data.{part}_fraction"
+            there = f"documents: {sum(counts.values())}"
+            raise UserError(
+                f"data: no text is left for {part} ({there}); {fewer}, or cut finer with data.unit=paragraph or line"
+            )
+
+
+def _classes(labels: dict[str, list[str | None]]) -> list[str]:
+    """The sorted labels (as numbers, if all are numbers)."""
+    trained, found = {*labels["train"]}, {*chain(*labels.values())} - {None}
+    if missing := sorted(found - trained):
+        raise UserError(f"data.label: class {missing[0]!r} is held out, but no training document has it")
+    if len(found) == 1:
+        raise UserError(f"data.label: there is only one class, {found.pop()!r}; at least two are needed")
+    numbers = all(label.lstrip("-").isdecimal() for label in found)
+    return sorted(found, key=lambda label: (int(label) if numbers else 0, label))

@@ -8,7 +8,7 @@ import torch
 
 from holotrain.data.sampler import Key, mixed_seed
 from holotrain.data.text.batches import Batch, Batched
-from holotrain.data.text.corpus import Corpus
+from holotrain.data.text.corpus import Corpus, Tokens
 from holotrain.errors import UserError
 
 
@@ -28,26 +28,21 @@ class PackedBlocks(Batched):
     """
 
     def __init__(self, corpus: Corpus, context: int, seed: int = 0) -> None:
-        targets = len(corpus.tokens) - 1
-        if targets < context:
-            raise UserError(
-                f"data.context: {context} is out of range; the {corpus.part} part has {targets + 1} tokens: {targets} at most"
-            )
         self.corpus, self.context, self.seed = corpus, context, seed
-        self._blocks = max((targets - context + 1) // context, 1)
-        self._offsets = targets - self._blocks * context + 1
+        if len(corpus.tokens) <= context:
+            there = f"the {corpus.part} part has {len(corpus.tokens)} tokens: {len(corpus.tokens) - 1} at most"
+            raise UserError(f"data.context: {context} is out of range; {there}")
 
     def __len__(self) -> int:
-        return self._blocks
+        return blocks_in(len(self.corpus.tokens), self.context)
 
     def offset(self, epoch: int) -> int:
         """The offset of the first block of an epoch."""
-        return mixed_seed(self.seed, epoch) % self._offsets
+        return offset_of(len(self.corpus.tokens), self.context, self.seed, epoch)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        epoch = keys[0][0]
-        index = np.array([index for _, index in keys])
-        return gathered(self.corpus, self.offset(epoch) + index * self.context, self.context + 1)
+        first = self.offset(keys[0][0])
+        return gathered(self.corpus.tokens, [first + index * self.context for _, index in keys], self.context + 1)
 
 
 class PackedInOrder(Batched):
@@ -73,11 +68,20 @@ class PackedInOrder(Batched):
         return [np.arange(first, last) for first, last in pairwise(cuts) if first < last]
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        starts = np.array(keys) * self.context
-        length = min(self.context + 1, len(self.corpus.tokens) - int(starts.max()))
-        return gathered(self.corpus, starts, length)
+        length = min(self.context + 1, len(self.corpus.tokens) - max(keys) * self.context)
+        return gathered(self.corpus.tokens, [key * self.context for key in keys], length)
 
 
-def gathered(corpus: Corpus, starts: np.ndarray, length: int) -> Batch:
+def blocks_in(tokens: int, context: int) -> int:
+    """How many blocks are cut from so many tokens, wherever the first begins; there must be enough for one."""
+    return max((tokens - context) // context, 1)
+
+
+def offset_of(tokens: int, context: int, *seeds: int) -> int:
+    """Where the first of those blocks begins, drawn from all places that leave room for them."""
+    return mixed_seed(*seeds) % (tokens - blocks_in(tokens, context) * context)
+
+
+def gathered(tokens: Tokens | np.ndarray, starts: Sequence[int], length: int) -> Batch:
     """``tokens`` (B, length) int64, beginning at each start (B,)."""
-    return {"tokens": torch.from_numpy(corpus.tokens[starts[:, None] + np.arange(length)].astype(np.int64))}
+    return {"tokens": torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))}

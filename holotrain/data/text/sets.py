@@ -1,11 +1,17 @@
-"""The text data sets: Python's standard library, and a user's own files."""
+"""Text of files: Python's standard library, and a user's own files."""
 
+import sysconfig
+import warnings
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
+from holotrain.data.text.files import TextFile, matches, readable, rows_of
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.readers import Reader
-from holotrain.data.text.sources import Globbed, Source, StandardLibrary
+from holotrain.data.text.tokenise import Rows
+from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of
 
 
@@ -25,20 +31,38 @@ class StdlibText(TextDataModule):
         require_at_least(2, classes=classes)
         self.classes = classes if self.labels else 0
 
-    def source(self) -> Source:
-        return StandardLibrary(self.unit, self.classes)
+    def files(self) -> list[TextFile]:
+        """The modules. Those outside of a folder have no label, nor have those of ``test``, which is about all the others."""
+        root = Path(sysconfig.get_path("stdlib"))
+        found = {}
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root).parts
+            if not {"site-packages", "dist-packages", "__pycache__"} & set(parts) and path.is_file():
+                found[path] = parts
+        if not found:
+            raise UserError(f"data: this Python has no .py files in {root}; take data=text_files")
+        sizes = Counter(parts[0] for parts in found.values() if len(parts) > 1 and parts[0] != "test")
+        packages = sorted(sizes, key=lambda package: (-sizes[package], package))
+        if self.classes > len(packages):
+            raise UserError(f"data.classes: {self.classes} is out of range; the standard library has {len(packages)} packages")
+        labels = {package: package for package in packages[: self.classes]}
+        return [TextFile(path, "/".join(parts), label=labels.get(parts[0])) for path, parts in found.items()]
+
+    def rows(self) -> list[Rows]:
+        files = readable(self.files(), self.cache)  # some modules are tests of other encodings
+        return rows_of(files, self.reading(), self.cache, self.streaming, self.num_proc)
 
 
 class TextFiles(TextDataModule):
-    """Text files: plain ones, .jsonl (a JSON object a line) and .parquet.
+    """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet and .csv.
 
     Args:
-        files: glob of files or list of globs: plain text, .jsonl or .parquet; ** matches folders of any depth
+        files: glob of files or list of globs: plain text, .jsonl, .parquet or .csv; ** matches folders of any depth
         val_files: the same for the validation set; []: use val_fraction
         test_files: the same for the test set; []: use test_fraction
-        text: field (.jsonl) or column (.parquet) of the text
-        label: field or column of the class; folder: the name of a file's folder; null: no classes
-        on_error: what to do with an unreadable file or row: error (end the run) or skip (count it and leave it out)
+        text: column of the text, in files of rows
+        label: column of the class; folder: the name of a file's folder; null: no classes
+        on_error: what to do with an unreadable file, or a row without text: error (end the run) or skip (leave it out)
         options: those of :class:`TextDataModule`
 
     Raises:
@@ -57,14 +81,30 @@ class TextFiles(TextDataModule):
     ) -> None:
         super().__init__(**options)
         require_one_of(("error", "skip"), on_error=on_error)
-        self.patterns = (files, val_files, test_files)
-        self.text_field, self.on_error = text, on_error
+        self.patterns = {"test_files": test_files, "val_files": val_files, "files": files}
+        self.text_column, self.on_error = text, on_error
         self.label = label if self.labels else None
 
     @property
     def usual_unit(self) -> Literal["file", "paragraph"]:
         return "file" if self.label else super().usual_unit  # a labelled file or row is one document
 
-    def source(self) -> Source:
-        field = None if self.label == "folder" else self.label
-        return Globbed(*self.patterns, Reader(self.unit, self.text_field, field, self.on_error), self.label)
+    def files(self) -> list[TextFile]:
+        """The files that match. One that matches several patterns is for the test, else for validation, else for training."""
+        found: dict[Path, TextFile] = {}
+        for option, patterns in self.patterns.items():
+            part = None if option == "files" else option.removesuffix("_files")
+            for file in matches(option, patterns, part):
+                found.setdefault(file.path.resolve(), file)
+        if not found:
+            raise UserError("data.files: no pattern is given; take data.files='[FOLDER/**/*.txt]'")
+        if self.label == "folder":
+            return [replace(file, label=file.path.parent.name) for file in found.values()]
+        return list(found.values())
+
+    def rows(self) -> list[Rows]:
+        column, files = None if self.label == "folder" else self.label, self.files()
+        if self.on_error == "skip" and (left_out := len(files) - len(files := readable(files, self.cache))):
+            warnings.warn(f"data: {left_out} files cannot be read and are left out", stacklevel=2)
+        reading = self.reading(text=self.text_column, label=column, skip=self.on_error == "skip")
+        return rows_of(files, reading, self.cache, self.streaming, self.num_proc)

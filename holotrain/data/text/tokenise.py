@@ -1,161 +1,147 @@
-"""From a source to a folder of tokens: documents are read, split into parts, encoded and written one after another."""
+"""From rows of a data set to documents and their tokens, which the datasets library keeps in Arrow files."""
 
-from array import array
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from holotrain.data.text.parts import PARTS, held_out_document, held_out_files, whole_files
-from holotrain.data.text.progress import Progress
-from holotrain.data.text.sources import Source, SourceFile
-from holotrain.data.text.tokenizer import Tokenizer, utf8
+from holotrain.data.hub import class_names, column, reading
+from holotrain.data.text.parts import held_out_document
+from holotrain.data.tokenizers.restored import tokenizer_from_json
+from holotrain.data.tokenizers.tokenizer import Tokenizer, utf8
 from holotrain.errors import UserError
 
-TOKENIZER = "tokenizer.json"
-UNLABELLED = -1
+FORMAT = 1
+"""Version of the tokens' files. Increase it whenever the same settings would write something else."""
 
-BATCH = 2**20
-"""Characters that are encoded at once."""
+BATCH = 256
+"""Rows that are tokenised at once; a row may be a whole file."""
 
-Reading = tuple[str, str, str | None]
-"""A document's part, text and label."""
+BETWEEN = {"paragraph": re.compile(r"\n(?:[ \t\r\f\v]*\n)+"), "line": re.compile(r"\r?\n")}
+"""What separates the documents of a row."""
 
 
-class Documents:
-    """The documents of a source and the parts that they belong to.
+@dataclass(frozen=True)
+class Reading:
+    """How rows become documents.
 
-    Args:
-        files: those of the source.
-        val_fraction, test_fraction: shares that are held out; a part that has its own files gets no others.
+    Attributes:
+        unit: what a document is: a ``file`` or row, a ``paragraph`` between blank lines, or a ``line``.
+        text, label: columns; ``label`` may be None.
+        skip: leave out rows without text.
+        fractions: of validation and test, for documents whose part is drawn.
     """
 
-    def __init__(self, source: Source, files: list[SourceFile], val_fraction: float, test_fraction: float) -> None:
-        self.source, self.files = source, files
-        given = {file.part for file in files}
-        self.fractions = (0.0 if "val" in given else val_fraction, 0.0 if "test" in given else test_fraction)
-        self.by_file = whole_files(files, source.reader.unit)
-        self._parts = held_out_files(files, *self.fractions) if self.by_file else [file.part for file in files]
+    unit: str = "file"
+    text: str = "text"
+    label: str | None = None
+    skip: bool = False
+    fractions: tuple[float, float] = (0.0, 0.0)
 
-    def read(self, only: str | None = None, progress: Progress | None = None) -> Iterator[Reading]:
-        """All documents, or those of one part, sorted by the names of their files.
-
-        Raises:
-            UserError: as :meth:`Source.documents` does.
-        """
-        for file, part in zip(self.files, self._parts, strict=True):
-            if part is None or only in (None, part):
-                for text, label in self.source.documents(file):
-                    where = part or held_out_document(text, *self.fractions)
-                    if only in (None, where):
-                        yield where, text, label
-            if progress is not None:
-                progress.advance(file.path.stat().st_size)
-
-
-def tokenised(documents: Documents, tokenizer: Callable[[Iterator[str]], Tokenizer], folder: Path) -> dict:
-    """Writes tokens, offsets, labels and the tokenizer into a folder; returns the manifest.
-
-    ``PART.bin`` holds all documents of a part, an end token after each; ``PART.offsets.npy`` (D + 1,) where each begins;
-    ``PART.labels.npy`` (D,), if there are classes, the class of each, or -1.
-
-    Args:
-        tokenizer: makes the tokenizer from the texts of the training documents, which it may ignore.
-
-    Raises:
-        UserError: a part is empty, or the classes cannot be used for classification; or as the source raises.
-    """
-    total = sum(file.path.stat().st_size for file in documents.files)
-    with Progress("reading for the vocabulary", total) as progress:
-        known = tokenizer(text for _, text, _ in documents.read("train", progress))
-    documents.source.reader.skipped = 0  # the documents are read again now, and counted again
-    labels: dict[str | None, int] = {None: UNLABELLED}
-    writers = {part: Writer(folder, part, known) for part in PARTS}
-    with Progress("tokenising", total) as progress:
-        for part, text, label in documents.read(progress=progress):
-            writers[part].add(text, labels.setdefault(label, len(labels) - 1))
-    _check_parts({part: len(writer) for part, writer in writers.items()}, documents)
-    classes = _classes({label: index for label, index in labels.items() if label is not None}, writers)
-    counts = {part: writer.finish([*classes.values()]) for part, writer in writers.items()}
-    (folder / TOKENIZER).write_text(known.to_json(), encoding="utf-8")
-    return {
-        "tokenizer": known.fingerprint,
-        "dtype": known.dtype.name,
-        "classes": list(classes),
-        "skipped": documents.source.reader.skipped,
-        "parts": counts,
-    }
-
-
-class Writer:
-    """Appends documents to one part."""
-
-    def __init__(self, folder: Path, part: str, tokenizer: Tokenizer) -> None:
-        self.folder, self.part, self.tokenizer = folder, part, tokenizer
-        self.labels = array("q")
-        self.bytes = 0
-        self._offsets = array("q", [0])
-        self._waiting: list[bytes] = []
-        self._size = 0
-        self._file = (folder / f"{part}.bin").open("wb")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def add(self, text: str, label: int) -> None:
-        encoded = utf8(text)
-        self._waiting.append(encoded)
-        self._size += len(encoded)
-        self.labels.append(label)
-        if self._size >= BATCH:
-            self.flush()
-
-    def flush(self) -> None:
-        """Encodes and writes the documents that were added since the last call."""
-        ids, lengths = self.tokenizer.encode_batch(self._waiting)
-        ends = np.cumsum(lengths)
-        np.insert(ids, ends, self.tokenizer.end_id).tofile(self._file)
-        self._offsets.extend((self._offsets[-1] + ends + np.arange(1, len(ends) + 1)).tolist())
-        self.bytes += self._size
-        self._waiting, self._size = [], 0
-
-    def finish(self, classes: list[int]) -> dict[str, int]:
-        """Writes the rest; returns the number of documents, tokens and bytes of text.
+    def documents(self, batch: Mapping[str, Sequence[Any]], part: str | None, names: Sequence[str] | None) -> Iterator[tuple]:
+        """The documents of rows that are not blank, each with its label or None.
 
         Args:
-            classes: the labels that documents were added with, in the order of the classes; empty if there are none.
+            part: only documents that are drawn for it; None: all.
+            names: of the classes, if the labels are numbers of them.
         """
-        self.flush()
-        self._file.close()
-        np.save(self.folder / f"{self.part}.offsets.npy", np.array(self._offsets, dtype=np.int64))
-        if classes:
-            rank = np.full(len(classes) + 1, UNLABELLED, dtype=np.int64)  # the last is that of label -1
-            rank[classes] = np.arange(len(classes))
-            np.save(self.folder / f"{self.part}.labels.npy", rank[np.array(self.labels, dtype=np.int64)])
-        return {"documents": len(self), "tokens": self._offsets[-1], "bytes": self.bytes}
+        labels = batch[self.label] if self.label else [None] * len(batch[self.text])
+        for row, label in zip(batch[self.text], labels, strict=True):
+            if row is None or (self.label and label is None):
+                if self.skip:
+                    continue
+                missing = self.text if row is None else self.label
+                raise UserError(f"data: a row has nothing in {missing!r}; data.on_error=skip leaves such rows out")
+            if names is not None:
+                label = names[label] if label >= 0 else None
+            for text in [row] if self.unit == "file" else BETWEEN[self.unit].split(row.rstrip().lstrip("\r\n")):
+                if text and not text.isspace() and (part is None or held_out_document(text, *self.fractions) == part):
+                    yield text, label if label is None else str(label)
 
 
-def _check_parts(counts: dict[str, int], documents: Documents) -> None:
-    if not any(counts.values()):
-        raise UserError(f"data: there is no text in any of the {len(documents.files)} files")
-    for part, count in counts.items():
-        if not count:
-            fewer = "lower data.val_fraction and data.test_fraction" if part == "train" else f"raise data.{part}_fraction"
-            there = f"documents: {sum(counts.values())}, files: {len(documents.files)}"
-            raise UserError(
-                f"data: no text is left for {part} ({there}); {fewer}, or cut finer with data.unit=paragraph or line"
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a data set.
+
+    Attributes:
+        dataset: has the columns that ``reading`` names.
+        part: that all of them belong to; None: it is drawn for each document.
+        label: that all of them have; None: that of a column, or none.
+    """
+
+    dataset: Any
+    reading: Reading
+    part: str | None = None
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        from datasets import Value
+
+        kind = column(self.dataset, "data.text", self.reading.text)
+        if not (isinstance(kind, Value) and "string" in kind.dtype):
+            raise UserError(f"data.text: column {self.reading.text!r} holds no text, but {kind}")
+        object.__setattr__(self, "names", self.reading.label and class_names(self.dataset, self.reading.label))
+
+    def may_be_in(self, part: str) -> bool:
+        return self.part in (None, part)
+
+    def batches(self, part: str, size: int = BATCH) -> Iterator[list[str]]:
+        """The texts of a part, those of ``size`` rows at once."""
+        with reading("the text"):
+            for batch in self.dataset.iter(size):
+                yield [text for text, _ in self.reading.documents(batch, None if self.part else part, self.names)]
+
+    def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
+        """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
+        from datasets import Features, List, Value
+        from datasets.fingerprint import Hasher
+
+        settings = [FORMAT, asdict(self.reading), self.label, self.names, None if self.part else part, tokenizer.fingerprint]
+        key = Hasher.hash([self.dataset._fingerprint, json.dumps(settings)])
+        with reading("the text"):
+            return self.dataset.map(
+                tokenised,
+                batched=True,
+                batch_size=BATCH,
+                remove_columns=self.dataset.column_names,
+                fn_kwargs={"rows": (self.reading, self.names, self.label), "part": None if self.part else part}
+                | {"tokenizer": tokenizer.to_json()},
+                features=Features({"tokens": List(Value(tokenizer.dtype.name)), "label": Value("string")}),
+                num_proc=num_proc,
+                cache_file_name=str((cache / f"tokens-{key}.arrow").absolute()),
+                new_fingerprint=key,
+                desc=f"tokenising {part}",
             )
 
 
-def _classes(labels: dict[str, int], writers: dict[str, Writer]) -> dict[str, int]:
-    """The sorted labels (as numbers, if all are numbers), each with the index that its documents were given."""
-    if not labels:
-        return {}
-    trained = set(writers["train"].labels)
-    for label, index in labels.items():
-        if index not in trained:
-            raise UserError(f"data.label: class {label!r} is held out, but no training document has it")
-    if len(labels) < 2:
-        raise UserError(f"data.label: there is only one class, {next(iter(labels))!r}; at least two are needed")
-    numbers = all(label.lstrip("-").isdecimal() for label in labels)
-    return dict(sorted(labels.items(), key=lambda item: (int(item[0]) if numbers else 0, item[0])))
+def tokenised(batch: Mapping[str, list], rows: tuple, part: str | None, tokenizer: str) -> pa.Table:
+    """The ``tokens`` and the ``label`` of each document of some rows."""
+    how, names, label = rows
+    texts, labels = [], []
+    for text, own in how.documents(batch, part, names):
+        texts.append(text)
+        labels.append(label or own)
+    return table(*joined(known(tokenizer), texts), labels)
+
+
+def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:
+    """Documents as rows of Arrow."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.table({"tokens": pa.ListArray.from_arrays(offsets, tokens), "label": pa.array(labels, pa.string())})
+
+
+def joined(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of texts, an end token after each, and the length of each with it."""
+    ids, lengths = tokenizer.encode_batch([utf8(text) for text in texts])
+    return np.insert(ids, np.cumsum(lengths), tokenizer.end_id), lengths + 1
+
+
+@lru_cache(1)
+def known(tokenizer: str) -> Tokenizer:
+    return tokenizer_from_json(tokenizer)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from holotrain.checks import one_of
-from holotrain.data.text.byte_tokenizer import ByteTokenizer
-from holotrain.data.text.tokenizer import Tokenizer
+from holotrain.data.tokenizers.byte import ByteTokenizer
+from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
 
@@ -24,7 +24,7 @@ def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
         raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
     if content == json.loads(ByteTokenizer().to_json()):
         return ByteTokenizer()
-    from holotrain.data.text.subword_tokenizer import SubwordTokenizer
+    from holotrain.data.tokenizers.subword import SubwordTokenizer
 
     return SubwordTokenizer(text, where)
 

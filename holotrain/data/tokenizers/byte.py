@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holotrain.data.text.tokenizer import ROLES, Tokenizer, utf8
+from holotrain.data.tokenizers.tokenizer import ROLES, Tokenizer, utf8
 
 BYTES = 256
 

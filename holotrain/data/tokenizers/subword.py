@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from holotrain.data.text.tokenizer import ROLES, Tokenizer, utf8
+from holotrain.data.tokenizers.tokenizer import ROLES, Tokenizer, utf8
 from holotrain.errors import UserError
 
 NAMES = {

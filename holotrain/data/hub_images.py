@@ -1,0 +1,129 @@
+"""Images of the Hugging Face Hub, of folders that ``save_to_disk`` wrote, and of files that the datasets library reads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from holotrain.data.classes import OfClasses, chosen_classes
+from holotrain.data.hub import class_names, column, opened
+from holotrain.data.images import SizedImages, held_out
+from holotrain.errors import UserError
+from holotrain.ranges import require_within
+
+if TYPE_CHECKING:
+    from datasets import Dataset as Rows
+
+
+class HubImages(SizedImages):
+    """Images with labels, from two columns of a data set of the Hub, of a folder that save_to_disk wrote, or of files.
+
+    Args:
+        name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
+        config: configuration of a data set that has several
+        split: split for the training set
+        val_split: split for the validation set; null: use val_fraction
+        test_split: split for the test set; null: the validation set is tested
+        image: column of the image
+        label: column of the class
+        val_fraction: fraction of the training split that is used for validation
+        classes: classes to keep, by name or number, such as [0, 1]; []: all
+        cache_dir: folder in which what is read is cached
+        options: those of :class:`~holotrain.data.images.SizedImages`
+
+    ``num_classes`` and ``class_names`` are known after ``setup``.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        test_split: str | None = None,
+        image: str = "image",
+        label: str = "label",
+        val_fraction: float = 0.1,
+        classes: Sequence[int | str] = (),
+        cache_dir: str = "data/hub",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        require_within(0, 1, val_fraction=val_fraction)
+        self.name, self.config, self.val_fraction, self.asked = name, config, val_fraction, classes
+        self.parts = {"train": split, "val": val_split, "test": test_split}
+        self.image_column, self.label_column = image, label
+        self.cache = Path(cache_dir).expanduser()
+
+    def prepare_data(self) -> None:
+        """
+        Raises:
+            UserError: there is no such data set, split or column, or it cannot be read.
+        """
+        for split in filter(None, self.parts.values()):
+            opened(self.name, self.config, split, self.cache)
+
+    def setup(self, stage: str | None = None) -> None:
+        from datasets import Image as ImageFeature
+
+        rows = {
+            part: opened(self.name, self.config, split, self.cache) for part, split in self.parts.items() if split is not None
+        }
+        for each in rows.values():
+            if not isinstance(kind := column(each, "data.image", self.image_column), ImageFeature):
+                raise UserError(f"data.image: column {self.image_column!r} holds no images, but {kind}")
+            class_names(each, self.label_column)
+        names = class_names(rows["train"], self.label_column)
+        labels = range(len(names)) if names else sorted({*rows["train"].unique(self.label_column)} - {None})
+        names, numbers = names or [str(label) for label in labels], {label: number for number, label in enumerate(labels)}
+        kept = chosen_classes(self.asked, names)
+        self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
+        if self.num_classes < 2:
+            raise UserError(f"data.label: column {self.label_column!r} holds one class; at least two are needed")
+        images = {part: HubRows(each, self.image_column, self.label_column, numbers) for part, each in rows.items()}
+        if "val" not in images:
+            images["train"], images["val"] = held_out(images["train"], images["train"].labels, self.val_fraction)
+        images.setdefault("test", images["val"])
+        self._splits = {part: OfClasses(each, labels_of(each), kept) for part, each in images.items()}
+
+    def split(self, name: str) -> Dataset:
+        return self._splits[name]
+
+
+class HubRows(Dataset):
+    """Rows with an image and a label: (image, number of the class). An image is decoded when it is asked for.
+
+    Attributes:
+        labels: (N,) the number of each row's class; -1 where it has none.
+
+    Raises:
+        UserError: an image is damaged, or a label is none of the training split's.
+    """
+
+    def __init__(self, rows: "Rows", image: str, label: str, numbers: dict[Any, int]) -> None:
+        known = numbers | {None: -1, -1: -1}
+        found = rows[label][:]
+        if unknown := {*found} - {*known}:
+            raise UserError(f"data.label: {unknown.pop()!r} is a class that the training split does not have")
+        self.labels = torch.tensor([known[each] for each in found])
+        self.rows, self.image = rows.select_columns([image]), image
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        try:
+            return self.rows[index][self.image], int(self.labels[index])
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise UserError(f"data: row {index} holds no readable image ({error})") from error
+
+
+def labels_of(images: Dataset) -> torch.Tensor:
+    """The labels of rows, or of a part of them."""
+    return images.labels if isinstance(images, HubRows) else images.dataset.labels[images.indices]

@@ -1,0 +1,115 @@
+"""Text files: which ones match, which are held out, and how the datasets library reads them."""
+
+import glob
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from holotrain.data import hub
+from holotrain.data.hub import KINDS, files_read
+from holotrain.data.text.parts import FEW, held_out_files
+from holotrain.data.text.tokenise import Reading, Rows
+from holotrain.errors import UserError
+
+SAMPLES = {"file": "document", "paragraph": "paragraph", "line": "line"}
+"""What the library calls the units of plain text."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a corpus.
+
+    Attributes:
+        path: of the file.
+        name: its path below the corpus's root, with slashes, so that it is the same on every machine.
+        part: ``train``, ``val`` or ``test`` if the user chose it; None: it is chosen by a hash.
+        label: the class of all its documents, if that is known of the file.
+    """
+
+    path: Path
+    name: str
+    part: str | None = None
+    label: str | None = None
+
+    @property
+    def kind(self) -> str:
+        return KINDS.get(self.path.suffix, "text")
+
+
+def matches(option: str, patterns: str | Sequence[str], part: str | None = None) -> list[TextFile]:
+    """The files that match glob patterns, named below the part of the pattern that has no wildcard.
+
+    Raises:
+        UserError: no file matches a pattern.
+    """
+    found = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        whole = Path(pattern).expanduser()
+        if whole.is_dir():
+            raise UserError(f"data.{option}: {pattern} is a folder; its files are {whole / '**' / '*.txt'}")
+        fixed = whole.parts[:-1]
+        wild = next((index for index, part in enumerate(fixed) if re.search(r"[*?[]", part)), len(fixed))
+        paths = [path for path in map(Path, glob.glob(str(whole), recursive=True)) if path.is_file()]
+        if not paths:
+            known = ", ".join((".txt", *KINDS))
+            raise UserError(f"data.{option}: no file matches {pattern!r}; files may be {known} or any plain text")
+        found += [TextFile(path, path.relative_to(Path(*fixed[:wild])).as_posix(), part) for path in paths]
+    return found
+
+
+def rows_of(
+    files: Sequence[TextFile], reading: Reading, cache: Path, streaming: bool = False, num_proc: int | None = None
+) -> list[Rows]:
+    """Files, in groups of one part and label each. With enough files, whole ones are held out; else documents.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    given = {file.part for file in files}
+    drawn = [file for file in files if file.part is None]
+    shares = [0.0 if part in given else share for part, share in zip(("val", "test"), reading.fractions, strict=True)]
+    if len(drawn) >= FEW or (reading.unit == "file" and all(file.kind == "text" for file in drawn)):
+        parts = held_out_files([file.name for file in drawn], *shares)
+        held = {file: replace(file, part=part) for file, part in zip(drawn, parts, strict=True)}
+        files = [held.get(file, file) for file in files]
+    groups: dict[str, dict[tuple, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    for file in sorted(files, key=lambda file: (file.name, str(file.path))):
+        groups[file.kind][file.part, file.label].append(file.path)
+    rows = []
+    for kind, members in groups.items():
+        options = {"sample_by": SAMPLES[reading.unit], "encoding": "utf-8-sig"} if kind == "text" else {}
+        names = {f"group_{number}": paths for number, paths in enumerate(members.values())}
+        try:
+            read = files_read(kind, names, cache, streaming, num_proc, **options)
+        except UserError:
+            if error := next(filter(None, (_error_in(file, cache) for file in files)), None):
+                raise UserError(f"{error}; data.on_error=skip leaves it out") from None
+            raise
+        drawing = replace(reading, fractions=tuple(shares))
+        rows += [Rows(dataset, drawing, *of) for dataset, of in zip(read.values(), members, strict=True)]
+    return rows
+
+
+def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
+    """The files that can be read; each is read once for it."""
+    return [file for file in files if _error_in(file, cache) is None]
+
+
+def _error_in(file: TextFile, cache: Path) -> UserError | None:
+    """Why a file cannot be read; None if it can."""
+    try:
+        if file.kind == "text":
+            with file.path.open(encoding="utf-8-sig") as text:
+                while text.read(2**24):
+                    pass
+            return None
+        with hub.reading(str(file.path)):
+            for _ in files_read(file.kind, {"train": [file.path]}, cache, True)["train"].with_format("arrow").iter(1000):
+                pass
+    except UserError as error:
+        return error
+    except (OSError, ValueError) as error:
+        return UserError(f"data: cannot read {file.path} ({getattr(error, 'strerror', None) or error})")
+    return None

@@ -1,0 +1,125 @@
+"""Packed blocks of text that is read as training needs it, for text that does not fit into memory or on the disk."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import fsspec.asyn
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from holotrain.data.hub import reading
+from holotrain.data.sampler import mixed_seed
+from holotrain.data.text.batches import Batch
+from holotrain.data.text.packed import blocks_in, gathered, offset_of
+from holotrain.data.text.tokenise import Rows, joined, table
+from holotrain.data.tokenizers.tokenizer import Tokenizer
+from holotrain.errors import UserError
+from holotrain.ranks.share import share
+
+ROWS = 16
+"""Rows that are read at once."""
+
+WINDOW, BATCHES = 2**22, 64
+"""Blocks are shuffled within so many characters of text, or characters for so many batches, if those are more."""
+
+HELD = 2**20
+"""Tokens of a held-out part, which is kept in memory."""
+
+
+class PackedStream(IterableDataset):
+    """Endless batches of packed blocks: ``tokens`` (B, context + 1) int64.
+
+    The rows are divided among processes and their workers with ``split_dataset_by_node``. Each reads a window of text, cuts its
+    tokens into blocks, shuffles them, and goes on with the next window; what does not fill a batch is left out. Each pass
+    through the rows takes their shards in another order. The state is the library's at the begin of the window, and the number
+    of batches taken from it, so a resumed stream reads that window again.
+
+    Args:
+        rows: those of the training part.
+        tokenizer: encodes them.
+        context: tokens that a model sees.
+        batch_size: blocks in a batch.
+        seed: for the order.
+
+    Raises:
+        UserError: the rows cannot be read, or hold less than a batch for each worker.
+    """
+
+    def __init__(self, rows: Sequence[Rows], tokenizer: Tokenizer, context: int, batch_size: int, seed: int = 0) -> None:
+        self.rows, self.tokenizer, self.context, self.batch_size, self.seed = rows, tokenizer, context, batch_size, seed
+        self.window = max(WINDOW, BATCHES * batch_size * context)
+        self.share = share()
+        self._state: dict[str, Any] = {"pass": 0, "rows": 0, "source": None, "window": 0, "batch": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = dict(state)
+
+    def __iter__(self) -> Iterator[Batch]:
+        from datasets.distributed import split_dataset_by_node
+
+        fsspec.asyn.reset_lock()  # of the process that a worker was forked from; files of the Hub would wait for it
+        worker = get_worker_info()
+        workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        node, nodes = self.share[0] * workers + number, self.share[1] * workers
+        sources = [replace(rows, dataset=split_dataset_by_node(rows.dataset, node, nodes)) for rows in self.rows]
+        while True:
+            state, before = self._state, self._state["window"]
+            for place in range(state["rows"], len(sources)):
+                yield from self._of(sources[place], place, node)
+            if self._state["window"] == before == 0:
+                raise UserError("data.batch_size: some process or worker has less than a batch of the training text")
+            self._state |= {"pass": self._state["pass"] + 1, "rows": 0}
+
+    def _of(self, rows: Rows, place: int, node: int) -> Iterator[Batch]:
+        """Batches of the rest of the current pass through some rows."""
+        state = self._state
+        rows.dataset.set_epoch(mixed_seed(self.seed, state["pass"]) % 2**31)
+        if state["rows"] == place and state["source"] is not None:
+            rows.dataset.load_state_dict(state["source"])
+        state["rows"] = place
+        for texts in self._windows(rows):
+            tokens, _ = joined(self.tokenizer, texts)
+            blocks = blocks_in(len(tokens), self.context) if len(tokens) > self.context else 0
+            seeds = (self.seed, node, state["pass"], state["window"])
+            order = torch.randperm(blocks, generator=torch.Generator().manual_seed(mixed_seed(*seeds))).tolist()
+            first = offset_of(len(tokens), self.context, *seeds) if blocks else 0
+            for batch in range(state["batch"], blocks // self.batch_size):
+                chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+                state["batch"] = batch + 1
+                yield gathered(tokens, [first + block * self.context for block in chosen], self.context + 1)
+            state["window"] += blocks >= self.batch_size
+            state["batch"], state["source"] = 0, rows.dataset.state_dict()
+        state["source"] = None
+
+    def _windows(self, rows: Rows) -> Iterator[list[str]]:
+        texts: list[str] = []
+        size = 0
+        for batch in rows.batches("train", ROWS):
+            texts += batch
+            size += sum(map(len, batch))
+            if size >= self.window:
+                yield texts
+                texts, size = [], 0
+        if texts:
+            yield texts
+
+
+def held_out_of(rows: Sequence[Rows], part: str, tokenizer: Tokenizer) -> Any:
+    """The first documents of a held-out part, up to ``HELD`` tokens, as a data set in memory."""
+    from datasets import Dataset
+
+    tokens, lengths = [np.empty(0, tokenizer.dtype)], [np.empty(0, np.int64)]
+    for texts in (texts for each in rows if each.may_be_in(part) for texts in each.batches(part, ROWS) if texts):
+        ids, counts = joined(tokenizer, texts)
+        tokens.append(ids)
+        lengths.append(counts)
+        if sum(map(len, tokens)) >= HELD:
+            break
+    counts = np.concatenate(lengths)
+    with reading("the text"):
+        return Dataset(table(np.concatenate(tokens), counts, [None] * len(counts)))

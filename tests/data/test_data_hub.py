@@ -1,0 +1,313 @@
+"""Data sets that the datasets library wrote or reads: text and images, streamed and resumed, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import chain
+
+import datasets
+import pytest
+import torch
+from data_files import write_folder
+from PIL import Image
+
+from holotrain.data import HubImages, HubText
+from holotrain.data.text import stream as streaming
+from holotrain.errors import UserError
+
+datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two splits of numbered lines of two classes, as save_to_disk writes them."""
+    folder = tmp_path_factory.mktemp("hub") / "saved"
+    words = [" ".join(f"{number}.{word}" for word in range(number % 30)) for number in range(600)]
+    rows = [{"text": f"row {number} {word}", "kind": number % 2} for number, word in enumerate(words)]
+    classes = datasets.Features({"text": datasets.Value("string"), "kind": datasets.ClassLabel(names=["even", "odd"])})
+    splits = {"train": rows[:500], "held": rows[500:]}
+    datasets.DatasetDict({name: datasets.Dataset.from_list(each, classes) for name, each in splits.items()}).save_to_disk(
+        folder
+    )
+    return folder
+
+
+def text(saved, **options) -> HubText:
+    data = HubText(str(saved), **{"cache_dir": str(saved.parent / "cache"), "context": 32, "batch_size": 4} | options)
+    data.setup()
+    return data
+
+
+def texts(data, part) -> list[str]:
+    corpus = data.part(part)
+    return [data.tokenizer.decode(corpus.tokens[a:b]) for a, b in zip(corpus.offsets, corpus.offsets[1:], strict=False)]
+
+
+def test_text_that_was_saved_to_disk(saved):
+    data = text(saved, val_fraction=0.1, test_fraction=0.1)
+    parts = {part: texts(data, part) for part in ("train", "val", "test")}
+    assert sorted(chain(*parts.values())) == sorted(datasets.load_from_disk(str(saved))["train"]["text"])
+    assert all(len(part) > 20 for part in parts.values()) and data.class_names == []
+    held = text(saved, val_split="held", test_fraction=0.1, label="kind", layout="documents")
+    assert texts(held, "val") == datasets.load_from_disk(str(saved))["held"]["text"][:]
+    assert held.class_names == ["even", "odd"]
+    for written, label in zip(texts(held, "train"), held.part("train").labels, strict=True):
+        assert int(written.split()[1]) % 2 == label
+
+
+def test_nothing_is_written_into_a_saved_data_set(saved):
+    before = sorted(saved.rglob("*"))
+    text(saved, tokenizer="bpe", vocab_size=270)
+    assert sorted(saved.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "*.parquet", "."])
+def test_files_and_folders_are_read_too(saved, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    rows = datasets.load_from_disk(str(saved))["train"].select(range(60))
+    {"jsonl": rows.to_json, "csv": rows.to_csv}.get(name.rpartition(".")[2], rows.to_parquet)(
+        str(tmp_path / ("a.parquet" if name in (".", "*.parquet") else name))
+    )
+    data = HubText(name, cache_dir=str(tmp_path / "cache"), val_fraction=0.2, test_fraction=0.2)
+    data.setup()
+    assert sorted(chain(*(texts(data, part) for part in ("train", "val", "test")))) == sorted(rows["text"])
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    monkeypatch.setattr(streaming, "WINDOW", 4000)
+    monkeypatch.setattr(streaming, "BATCHES", 1)
+
+
+def stream(saved, **options):
+    return text(saved, **{"streaming": True, "epoch_batches": 7, "val_fraction": 0.1, "test_fraction": 0.1} | options)
+
+
+def epochs(loader, which) -> list[torch.Tensor]:
+    batches = []
+    for epoch in which:
+        loader.set_epoch(epoch)
+        batches += [batch["tokens"] for batch in loader]
+    return batches
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_resumes_in_mid_epoch_bit_for_bit(saved, small_windows, workers):
+    def loader():
+        return stream(saved, num_workers=workers).train_dataloader()
+
+    last = 90  # several passes through the text
+    reference = epochs(loader(), range(last))
+    assert len(reference) == 7 * last and reference[0].shape == (4, 33)
+    for stopped in (0, 3, 7) if workers == 0 else (3,):
+        first = loader()
+        head = epochs(first, range(60))
+        first.set_epoch(60)
+        iterator = iter(first)
+        head += [next(iterator)["tokens"] for _ in range(stopped)]
+        second = loader()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))  # plain containers
+        assert same(head + epochs(second, range(60 + (stopped == 7), last)), reference)
+    passes = {state["pass"] for state in ([first.state_dict()["stream"]["dataset_state"]] if workers == 0 else [])}
+    assert all(number >= 1 for number in passes)
+
+
+def test_a_stream_holds_the_training_text_and_no_other(saved, small_windows):
+    """Every document comes in a pass, in another order than before; held-out ones never."""
+    data, whole = stream(saved, context=8), text(saved, val_fraction=0.1, test_fraction=0.1)
+    assert texts(data, "val") == texts(whole, "val") and texts(data, "test") == texts(whole, "test")
+    numbers = {part: {written.split()[1] for written in texts(whole, part)} for part in ("train", "val", "test")}
+    loader = data.train_dataloader()
+    seen, passes = [], []
+    for batch in loader.batches:
+        if loader.batches.state_dict()["dataset_state"]["pass"] == 2:
+            break
+        passes.append(loader.batches.state_dict()["dataset_state"]["pass"])
+        seen.append(batch["tokens"])
+    rows = [set(map(bytes, torch.cat([b for b, p in zip(seen, passes, strict=True) if p == number]).numpy().astype("u1")))
+            for number in (0, 1)]  # fmt: skip
+    assert rows[0] != rows[1]
+    found = "".join(data.tokenizer.decode(row) + "|" for batch in seen for row in batch)
+    shown = {word for word in numbers["train"] if f"row {word} " in found}
+    assert len(shown) > 0.3 * len(numbers["train"])  # the others are cut by the ends of blocks
+    assert not any(f"row {word} " in found for word in numbers["val"] | numbers["test"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_processes_share_a_stream(saved, small_windows, monkeypatch, workers):
+    seen = []
+    for rank in (0, 1):
+        monkeypatch.setattr(streaming, "share", lambda rank=rank: (rank, 2))
+        loader = stream(saved, context=16, batch_size=2, num_workers=workers, epoch_batches=40).train_dataloader()
+        seen.append({tuple(row) for batch in epochs(loader, [0]) for row in batch.tolist()})
+    assert min(map(len, seen)) > 70 and len(seen[0] & seen[1]) <= 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1)])
+def test_a_stream_continues_with_as_many_workers_only(saved, small_windows, before, after):
+    first = stream(saved, num_workers=before).train_dataloader()
+    next(iter(first))
+    second = stream(saved, num_workers=after).train_dataloader()
+    with pytest.raises(UserError, match=f"as many workers as before, {before}, not {after}"):
+        second.load_state_dict(first.state_dict())
+    with pytest.raises(UserError, match="position is that of a stream"):
+        text(saved).train_dataloader().load_state_dict(first.state_dict())
+    with pytest.raises(UserError, match="position is not that of a stream"):
+        second.load_state_dict(text(saved).train_dataloader().state_dict())
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Sixty small images of three classes; the red of each is its number."""
+    folder = tmp_path_factory.mktemp("images") / "saved"
+    rows = {
+        "image": [Image.new("RGB", (20 + n % 5, 18), (n * 4, 9, n % 3)) for n in range(60)],
+        "label": [n % 3 for n in range(60)],
+    }
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
+    datasets.Dataset.from_dict(rows, features).save_to_disk(folder)
+    return folder
+
+
+def pictures(images, **options) -> HubImages:
+    options = {"cache_dir": str(images.parent / "cache"), "image_size": 16, "batch_size": 4} | options
+    data = HubImages(str(images), **options)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def test_images_that_were_saved_to_disk(images):
+    data = pictures(images, augment=False, val_fraction=0.2)
+    assert data.class_names == ["a", "b", "c"] and data.num_classes == 3
+    assert [len(data.split(part)) for part in ("train", "val", "test")] == [48, 12, 12]
+    shown, labels = zip(*(batch for batch in data.val_dataloader()), strict=True)
+    assert shown[0].shape == (4, 3, 16, 16) and shown[0].dtype == torch.float32
+    for part in ("train", "val"):
+        for index in range(len(data.split(part))):
+            image, label = data.split(part)[index]
+            assert image.getpixel((0, 0))[2] == label
+    two = pictures(images, classes=["c", "a"])
+    assert two.class_names == ["c", "a"] and {label for _, label in (two.split("train")[i] for i in range(30))} == {0, 1}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_resume_in_mid_epoch_bit_for_bit(images, workers):
+    def loader():
+        return pictures(images, num_workers=workers).train_dataloader()
+
+    def rest(loader):
+        return [batch[0] for epoch in (1, 2) for _ in [loader.batch_sampler.set_epoch(epoch)] for batch in loader]
+
+    reference = rest(loader())
+    first = loader()
+    first.batch_sampler.set_epoch(1)
+    iterator = iter(first)
+    head = [next(iterator)[0] for _ in range(3)]
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert same(head + rest(second), reference)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_channels_last_changes_the_strides_alone(images, workers):
+    batches = [
+        next(iter(pictures(images, channels_last=last, num_workers=workers).train_dataloader())) for last in (False, True)
+    ]
+    assert torch.equal(batches[0][0], batches[1][0]) and torch.equal(batches[0][1], batches[1][1])
+    assert batches[0][0].is_contiguous() and batches[1][0].is_contiguous(memory_format=torch.channels_last)
+    assert not batches[1][0].is_contiguous()
+
+
+def test_a_folder_of_images_is_read_too(tmp_path):
+    write_folder(tmp_path / "root", parts=("train", "test"))
+    data = HubImages(
+        str(tmp_path / "root"), cache_dir=str(tmp_path / "cache"), image_size=16, test_split="test", val_fraction=0.3
+    )
+    data.setup()
+    assert data.class_names == ["cat", "dog"] and [len(data.split(part)) for part in ("train", "val", "test")] == [8, 4, 12]
+
+
+def test_a_damaged_image_is_named_by_its_row(images, tmp_path):
+    rows = datasets.load_from_disk(str(images)).cast_column("image", datasets.Image(decode=False)).to_list()
+    rows[7]["image"]["bytes"] = b"no image"
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
+    datasets.Dataset.from_list(rows, features).save_to_disk(tmp_path / "damaged")
+    data = pictures(tmp_path / "damaged", num_workers=1, val_fraction=0)
+    with pytest.raises(UserError, match=r"^data: row 7 holds no readable image"):
+        list(data.train_dataloader())
+
+
+REFUSED = [
+    (HubText, {"text": "txt"}, r"data\.text: the data have no column 'txt'; they have text, kind\. Did you mean 'text'"),
+    (HubText, {"text": "kind"}, r"data\.text: column 'kind' holds no text, but ClassLabel"),
+    (HubText, {"label": "kinds"}, r"data\.label: the data have no column 'kinds'.* Did you mean 'kind'"),
+    (HubText, {"split": "hold"}, r"data\.split: 'hold' is not one of train, held\. Did you mean 'held'"),
+    (HubText, {"val_split": "validation"}, r"data\.split: 'validation' is not one of train, held"),
+    (HubText, {"name": "nobody/nothing"}, r"data: cannot read nobody/nothing"),
+    (HubText, {"streaming": True, "context": 10**6}, r"data\.batch_size: some process or worker has less than a batch"),
+    (HubImages, {}, r"data\.image: the data have no column 'image'; they have text, kind"),
+    (HubImages, {"image": "text"}, r"data\.image: column 'text' holds no images"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
+def test_mistakes_are_said_in_one_line(saved, tmp_path, monkeypatch, kind, options, message):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    data = kind(**{"name": str(saved), "cache_dir": str(tmp_path)} | options)
+    with pytest.raises(UserError, match=message) as error:
+        data.setup()
+        next(iter(data.train_dataloader()))
+    assert "\n" not in str(error.value)
+
+
+def test_streams_that_cannot_be_are_refused(saved):
+    for options in ({"layout": "documents"}, {"tokenizer": "bpe"}):
+        with pytest.raises(ValueError, match="streaming needs"):
+            HubText(str(saved), streaming=True, **options)
+
+
+def test_no_code_of_a_data_set_runs(saved, tmp_path):
+    """A loading script, and pickles among the files."""
+    import pickle
+
+    class Payload:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    folder = tmp_path / "crafted"
+    folder.mkdir()
+    (folder / "crafted.py").write_text(f"import os\nos.system('touch {tmp_path / 'ran'}')\n")
+    with pytest.raises(UserError):
+        HubText(str(folder), cache_dir=str(tmp_path / "cache")).setup()
+    for name in ("a.pkl", "a.pickle", "a.pt", "a.npy", "a.tar"):
+        (folder / name).write_bytes(pickle.dumps(Payload()))
+        for what in (folder, folder / name):
+            with pytest.raises(UserError):
+                HubText(str(what), cache_dir=str(tmp_path / "cache")).setup()
+        (folder / name).unlink()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_is_asked_of_a_server(saved, tmp_path):
+    """Without a network, and without being told that there is none."""
+    script = """
+import socket, sys
+def refuse(*args, **kwargs):
+    print("asked")
+    raise OSError("no network")
+socket.getaddrinfo = socket.socket.connect = refuse
+from holotrain.data import HubText, TextFiles
+HubText(sys.argv[1], cache_dir="c").setup()
+TextFiles("a.txt", unit="line", val_fraction=0.3, test_fraction=0.3, cache_dir="c").setup()
+"""
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(30)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    words = [sys.executable, "-c", script, str(saved)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
