@@ -1,24 +1,22 @@
 """Runs a command in as many processes as its configuration asks for.
 
-Only the main process runs Hydra. It sends the checked configuration of each job to the other processes. So a sweep works with
-any number of processes, and all processes of a job share one folder and one configuration.
+Only one process runs Hydra. It sends the checked configuration of each job to the others, as JSON. So a sweep works with any
+number of processes, and all processes of a job share one folder and one configuration.
 """
 
 import importlib
 import os
-import re
 import signal
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
 
 from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
@@ -27,41 +25,39 @@ from holotrain.commands.summary import ended
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
+from holotrain.data.share import set_share
 from holotrain.errors import UserError
-from holotrain.ranks.launch import launched, threads_each
-from holotrain.ranks.place import Place
+from holotrain.parallel.launch import GRACE, ProcessFailed, launch
+from holotrain.parallel.place import Place, found
+from holotrain.parallel.world import World, connected
 from holotrain.ranks.shards import recover
-from holotrain.ranks.share import set_share
-from holotrain.ranks.watch import GRACE, PATIENCE
-from holotrain.ranks.world import Broken, World
 
 TOGETHER = ("fit", "validate", "test")
 """The commands that support several processes."""
 
 
 class Together:
-    """The main process's view of the other processes, over all jobs.
+    """Runs jobs, each in one process or in several.
 
     Args:
-        place: rank and size that a launcher (torchrun, srun) gave this process; None: processes are started for each job.
+        place: rank and size that a launcher (torchrun, srun) gave this process, which is the main one; None: processes are
+            started for each job.
+        quiet: print nothing to standard output in processes that are started.
 
     Attributes:
-        broken: a process of the launcher died, so no further job can run.
-        unreachable: the processes of the launcher could not connect.
+        broken: the launcher's processes cannot run another job.
     """
 
-    def __init__(self, place: Place | None) -> None:
-        self.place = place
-        self._world: World | None = None
+    def __init__(self, place: Place | None, quiet: bool = False) -> None:
+        self.place, self.quiet = place, quiet
         self.broken = False
-        self.unreachable = False
+        self._jobs: Jobs | None = None
 
     def run(self, command: str, config: RunConfig, run: Run) -> int:
-        """Runs one job, in this process or in several. Returns the exit status: 1 if a process died, 2 after a
-        UserError in one of them.
+        """Runs one job. Returns the exit status: 1 if a process died.
 
         Raises:
-            UserError: the processes do not match the configuration.
+            UserError: a mistake, in any of the processes.
         """
         if command == "fit" and config.resume:
             recover(run.last_checkpoint)
@@ -84,117 +80,145 @@ class Together:
                 else f"{command} runs in one process, but {self.place.size} were started; start it without a launcher"
             )
         check_processes(config, self.place)
-        with self._joined(command, config) as world:
-            world.post(f"job/{world.jobs}", _posted(command, config, run))
-            try:
-                return job(world, command, config, run)
-            except Broken as broken:
-                print(f"holotrain: {broken}{run.hint()}", file=sys.stderr)
-                run.errors.append(str(broken))
-                return broken.status
-            finally:
-                self.broken = self.place is not None and world.watch.verdict is not None
-
-    @contextmanager
-    def _joined(self, command: str, config: RunConfig) -> Iterator[World]:
-        if self.place is not None:  # the launcher's processes serve all jobs
-            if self._world is None:
-                self.unreachable = True
-                self._world = World(self.place, config.trainer.timeout)
-                self.unreachable = False
-            self._world.timeout = self._world.watch.timeout = config.trainer.timeout  # this job's
-            yield self._world
-            return
-        size = processes_of(config.trainer)
-        threads = torch.get_num_threads()
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(threads_each(size))
-        world = launched(size, command, config.trainer.timeout)
+        posted = _posted(command, config, run)
+        if self.place is not None:
+            self.broken = True  # until they have met
+            self._jobs = self._jobs or Jobs(self.place)
+            self._jobs.post(posted)
+            status = self._jobs.run(command, config, run)
+            self.broken = self._jobs.broken
+            return status
+        posted |= {"quiet": self.quiet, "before": _written(run.last_checkpoint)}
         try:
-            yield world
-        finally:
-            world.post(f"job/{world.jobs}", None)
-            world.close()
-            torch.set_num_threads(threads)
+            return launch(__name__, posted, processes_of(config.trainer), config.trainer.max_restarts)
+        except ProcessFailed as failed:
+            print(f"{failed.trace}holotrain: {failed}{run.hint()}", file=sys.stderr)
+            run.errors.append(str(failed))
+            return 1
 
     def close(self) -> None:
         """Releases the launcher's processes, also if they never received a job."""
-        if self.place is not None and not self.unreachable:
-            world = self._world or World(self.place, PATIENCE)
-            world.post(f"job/{world.jobs}", None)
-            world.see_off()
-            world.close()
+        if self.place is not None and not self.broken:
+            jobs = self._jobs or Jobs(self.place)
+            jobs.post(None)
+            jobs.all_through(GRACE)  # this process may host the store
+
+
+class Jobs:
+    """The jobs of processes that torchrun or srun started: one after the other, the same in all.
+
+    Raises:
+        UserError: they cannot reach each other.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.store, self.number, self.broken = place, connected(), 0, False
+
+    @property
+    def world(self) -> World:
+        return World(self.place, self._of_job())
+
+    def _of_job(self) -> Store:
+        return PrefixStore(str(self.number), self.store)
+
+    def post(self, job: dict[str, Any] | None) -> None:
+        """Sends a job to the other processes. None: there is no other."""
+        self.world.post("job", job)
+
+    def all_through(self, seconds: float) -> bool:
+        """Whether all processes call this within these seconds."""
+        store = self._of_job()
+        store.set(f"through/{self.place.rank}", "")
+        try:
+            store.wait([f"through/{rank}" for rank in range(self.place.size)], timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
+
+    def run(self, command: str, config: RunConfig, run: Run) -> int:
+        """Runs the job in this process. Returns its exit status."""
+        seconds = config.trainer.timeout
+        try:
+            status = _member(self.world, command, config, run)
+        except Exception as error:
+            seconds = 4 * GRACE
+            if isinstance(error, UserError):
+                status, words, trace = 2, str(error), ""
+            else:
+                status, words, trace = 1, f"{type(error).__name__}: {error}".splitlines()[0], traceback.format_exc()
+                words = f"rank {self.place.rank} failed: {words}{run.hint()}"
+            run.errors.append(words)
+            self._tell(f"{trace}holotrain: {words}", run)
+        self.broken = not self.all_through(seconds)
+        if not self.broken:
+            self.world.leave()
+        self.number += 1
+        return status
+
+    def _tell(self, words: str, run: Run) -> None:
+        """Prints an error, from one process: the main one, or another whose error the main one does not have."""
+        time.sleep(0 if self.place.is_main else GRACE)
+        try:
+            if self._of_job().add("told", 1) == 1:
+                print(words, file=sys.stderr, flush=True)
+        except RuntimeError:  # the store is gone, and with it the main process, which hosts it
+            if self.place.rank == 1:
+                print(f"holotrain: rank 0 died{run.hint()}", file=sys.stderr, flush=True)
 
 
 def follow(place: Place) -> int:
-    """Runs the jobs of the main process and prints nothing. Returns the exit status."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    warnings.simplefilter("ignore")
-    quieten()
-    statuses, world = [0], None
+    """Runs the main process's jobs in another process of the launcher, which prints nothing. Returns the exit status."""
+    _silence()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    statuses = [0]
     try:
-        world = World(place, timeout=float("inf"))
-        while (posted := world.read(f"job/{world.jobs}")) is not None:
-            config = typed(posted["command"], posted["config"])
-            run = Run(**posted["run"] | {"folder": Path(posted["run"]["folder"])})
-            world.watch.timeout = world.timeout = config.trainer.timeout
-            statuses.append(job(world, posted["command"], config, run))
-    except (Broken, UserError) as error:
-        if place.rank == 1 and str(error).startswith("rank 0 died"):
-            print(f"holotrain: {error}{world.watch.hint() if world else ''}", file=sys.stderr)
-        return error.status if isinstance(error, Broken) else 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    world.leave()
+        jobs = Jobs(place)
+    except UserError:
+        return 2
+    try:
+        while not jobs.broken and (job := jobs.world.read("job")) is not None:
+            statuses.append(jobs.run(*_received(job)))
+    except RuntimeError:  # the main process died between two jobs
+        return 1
+    if not jobs.broken:
+        jobs.all_through(GRACE)
     return max(statuses)
 
 
-def job(world: World, command: str, config: RunConfig, run: Run) -> int:
-    """Runs one job in this process, one of several. Returns the exit status, the same in all processes.
+def work(job: dict[str, Any]) -> int:
+    """Runs a job in this process, one of several that :func:`launch` started. Returns the exit status."""
+    place = found()
+    if job["quiet"] or not place.is_main:
+        _silence()
+    quieten()
+    command, config, run = _received(job)
+    world, attempt = World(place, connected()), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt and command == "fit":
+        if place.is_main:
+            recover(run.last_checkpoint)
+        # Not from one that was in the folder before, which may be of another run.
+        own = world.agreed("own", config.resume or _written(run.last_checkpoint) != job["before"])
+        if own and run.last_checkpoint.exists():
+            config = replace(config, resume=True, ckpt_path=None)
+        if place.is_main:
+            origin = run.last_checkpoint if config.resume else "the start"
+            again = f"restart {attempt} of {config.trainer.max_restarts}"
+            print(f"holotrain: a process failed; {again}, from {origin}", file=sys.stderr)
+    status = _member(world, command, config, run)
+    world.leave()
+    return status
 
-    Raises:
-        Broken: a process died or failed alone.
-    """
-    run = replace(run, world=world)
-    mistake, status, trace = None, 0, ""
-    world.watch.hint = run.hint
+
+def _member(world: World, command: str, config: RunConfig, run: Run) -> int:
+    """Runs a job in this process, one of several. The process group stays, for others may still use its connections."""
+    trainer = config.trainer
+    device = device_of(trainer, world.place)
+    world.join(backend_of(trainer, device), device, trainer.timeout, run.folder)
+    set_share(*share_of(trainer, world.place))
     try:
-        device = device_of(config.trainer, world.place)
-        _check_equal(world, device)
-        with world.group(backend_of(config.trainer, device), device):
-            set_share(*share_of(config.trainer, world.place))
-            status = _command(command, config, run)
-    except Broken:
-        raise
-    except UserError as error:
-        mistake, status = str(error), 2
-        if world.place.is_main:
-            print(f"holotrain: {error}", file=sys.stderr)
-    except Exception as error:
-        verdict = world.watch.verdict or (world.watch.waited(4 * GRACE) if _lost_a_peer(error) else None)
-        if verdict is not None:
-            raise Broken(verdict) from error
-        mistake, status, trace = f"{type(error).__name__}: {error}".splitlines()[0], 1, traceback.format_exc()
-        if world.place.is_main:
-            print(trace, file=sys.stderr)
+        return _command(command, config, replace(run, world=world))
     finally:
         set_share()
-    if mistake:
-        run.errors.append(mistake)
-    try:
-        return world.finish_job(status, mistake)
-    except Broken:
-        if mistake and world.place.is_main:  # it has already printed the message
-            return status
-        if trace:  # no other process has printed it
-            print(trace, file=sys.stderr)
-        raise
-
-
-def _lost_a_peer(error: Exception) -> bool:
-    """Whether this is the error of a collective that lost a process."""
-    signs = r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|peer"
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(signs, str(error), re.I)))
 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
@@ -206,12 +230,21 @@ def _posted(command: str, config: RunConfig, run: Run) -> dict[str, Any]:
     return {"command": command, "config": container(config), "run": shown | {"folder": str(run.folder)}}
 
 
-def _check_equal(world: World, device: torch.device) -> None:
-    """
-    Raises:
-        UserError: the machines differ.
-    """
-    mine = f"{world.place.local_size} processes, on {device.type}"
-    for rank, theirs in enumerate(world.gathered("machine", mine)):
-        if theirs != mine:
-            raise UserError(f"the machines differ: rank {rank} has {theirs}, rank {world.place.rank} has {mine}")
+def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
+    run = Run(**job["run"] | {"folder": Path(job["run"]["folder"])})
+    return job["command"], typed(job["command"], job["config"]), run
+
+
+def _written(checkpoint: Path) -> list[int] | None:
+    """What tells a checkpoint from one that replaces it; None: there is no such file."""
+    try:
+        found = checkpoint.stat()
+    except OSError:
+        return None
+    return [found.st_ino, found.st_mtime_ns]
+
+
+def _silence() -> None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    quieten()

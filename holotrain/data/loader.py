@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
+from holotrain.data.share import share
 from holotrain.errors import UserError
-from holotrain.ranks.share import share
 
 
 class Loader(DataLoader):
