@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ class World:
     """
     Args:
         place: place of this process.
-        store: the shared store; keys of an earlier job must not be in it.
+        store: a store of this job alone.
     """
 
     def __init__(self, place: Place, store: Store) -> None:
@@ -92,24 +94,36 @@ class World:
         )
 
     def leave(self) -> None:
-        """Destroys the process group, if there is one."""
-        if dist.is_initialized():
+        """Destroys the process group, when all processes call this: a connection may still carry another one's last message."""
+        self.post(f"through/{self.place.rank}", True)
+        for rank in range(self.place.size):
+            self.read(f"through/{rank}")
+        destroy_group()
+
+
+def destroy_group() -> None:
+    """Destroys the process group, if there is one, whatever the other processes do."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):
             dist.destroy_process_group()
-        # The group's threads end when the last reference is gone; one that outlives Python (torch 2.15) aborts the process.
-        gc.collect()
+    # The group's threads end when the last reference is gone; one that outlives Python (torch 2.15) aborts the process.
+    gc.collect()
 
 
-def connected() -> Store:
-    """The store of the processes that a launcher started; its environment variables say where.
+def worlds(place: Place) -> Iterator[World]:
+    """One for each job of the processes that a launcher started; its environment variables say where they meet.
 
     Raises:
-        UserError: the port is in use, or the store cannot be reached.
+        UserError: the port is in use, or the main process cannot be reached.
     """
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    port = os.environ["MASTER_PORT"]
     try:
         store = next(rendezvous("env://", timeout=PATIENCE))[0]
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
-            raise UserError(f"MASTER_PORT={os.environ['MASTER_PORT']}: the port is in use; give another") from error
-        raise UserError(f"rank {os.environ['RANK']} cannot reach the main process at {where}") from error
-    return PrefixStore(f"holotrain/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            raise UserError(f"MASTER_PORT={port}: the port is in use; give another") from error
+        where = f"{os.environ['MASTER_ADDR']}:{port}"
+        raise UserError(f"rank {place.rank} cannot reach the main process at {where}") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    for job in count():
+        yield World(place, PrefixStore(f"holotrain/{attempt}/{job}", store))
