@@ -44,6 +44,11 @@ class Witness(ExactResume):
     def setup(self, trainer, module, stage) -> None:
         self.noted = self.seen.setdefault(str(trainer.default_root_dir), {})
 
+    def on_train_start(self, trainer, module) -> None:
+        super().on_train_start(trainer, module)
+        if "_tp_" in self.job:  # as on GPUs by default; some parameters are DTensors, others are not
+            trainer.optimizers[0].param_groups[0]["foreach"] = True
+
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
         if (self.job, RANK, trainer.global_step) == ("signalled", 1, 2):
             os.kill(os.getpid(), signal.SIGTERM)
