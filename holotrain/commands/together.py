@@ -8,12 +8,13 @@ import importlib
 import os
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
@@ -94,59 +95,36 @@ class Together:
         self._jobs = self._jobs or worlds(self.place)
         world = next(self._jobs)
         world.post("job", job)
-        try:
-            status = _member(world, command, config, run)
-        except Exception:
-            if _first_to_tell(world):
-                raise
-            return 1  # this error follows from that of another process
+        status = _member(world, command, config, run)
         self.broken = False
         return status
 
     def close(self) -> None:
         """Releases the launcher's processes, also if they never received a job."""
-        if self.broken:
-            time.sleep(2 * GRACE)  # this process may host the store, where the others look who has told what went wrong
-        elif self.place is not None:
+        if self.place is not None and not self.broken:
             next(self._jobs or worlds(self.place)).post("job", None)
         destroy_group()
 
 
 def follow(place: Place) -> int:
-    """Runs the main process's jobs in another process of a launcher, and prints nothing but what fails in it alone. Returns the
-    exit status."""
+    """Runs the main process's jobs in another process of a launcher, and prints only why it fails. Returns the exit status."""
     _silence()
-    status = 0
+    status, hint = 0, str
     try:
         for world in worlds(place):
             if (job := world.read("job")) is None:
                 break
             command, config, run = _received(job)
-            try:
-                status = max(status, _member(world, command, config, run))
-            except Exception as error:
-                time.sleep(GRACE)  # the main process may have the same error
-                mistake, trace = isinstance(error, UserError), traceback.format_exc()
-                try:
-                    if _first_to_tell(world):
-                        words = str(error) if mistake else f"rank {place.rank} failed: {error}{run.hint()}"
-                        print(f"{'' if mistake else trace}holotrain: {words}", file=sys.stderr)
-                except RuntimeError:  # the store is gone, and with it the main process, which hosts it
-                    if place.rank == 1:
-                        print(f"holotrain: rank 0 died{run.hint()}", file=sys.stderr)
-                status = 2 if mistake else 1
-                break
-    except UserError:  # the main process says so too
-        return 2
-    except RuntimeError:  # the main process has ended, and with it the store
-        pass
+            hint = run.hint
+            status = max(status, _member(world, command, config, run))
+    except Exception as error:
+        get_error_handler().record_exception(error)  # which torchrun shows
+        time.sleep(GRACE)  # the launcher may end this process, because the main one has said the same
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"holotrain: rank {place.rank} failed: {words}{hint()}", file=sys.stderr)
+        status = 2 if isinstance(error, UserError) else 1
     destroy_group()
     return status
-
-
-def _first_to_tell(world: World) -> bool:
-    """Whether no other process has told what went wrong. From now on, one has."""
-    return world.store.add("told", 1) == 1
 
 
 def work(job: dict[str, Any]) -> int:

@@ -129,32 +129,25 @@ def serve(work: Callable[[Any], int], job: dict[str, Any]) -> None:
         Path(job["result"]).write_text(json.dumps(status))
 
 
-def threads_each(size: int) -> int:
-    """Number of threads per process, for ``size`` processes on this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // size) if hasattr(os, "sched_getaffinity") else 1
-
-
 def _environment(size: int) -> dict[str, str]:
     """Variables that are read when torch is imported."""
-    chosen = {"OMP_NUM_THREADS": str(threads_each(size)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    chosen = {"OMP_NUM_THREADS": str(max(1, cores // size)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return chosen | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ends the wait at SIGTERM too, and restores all handlers. The processes get SIGINT in its place: SIGTERM would end their
-    data workers, which are in their process groups."""
+    """Passes SIGTERM on as SIGINT, for it would end the processes' data workers too, and restores the handlers of both."""
     received: list[int] = []
 
     def terminated(signum: int, frame: object) -> None:
         received.append(signum)
         raise SignalException("SIGTERM", signal.SIGINT)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, terminated)
+    kept = {}
+    if threading.current_thread() is threading.main_thread():
+        kept = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminated), signal.SIGINT: signal.getsignal(signal.SIGINT)}
     try:
         yield received
     finally:

@@ -44,44 +44,42 @@ def found(environment: MutableMapping[str, str] = os.environ) -> Place | None:
         UserError: the launcher's variables are not valid.
     """
     try:
-        if not _variables("", "", "", "", "").keys() <= environment.keys():
-            if not {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
-                return None
-            if int(environment["SLURM_STEP_NUM_TASKS"]) > 1:
-                environment.update(_of_slurm(environment))
-        size = int(environment.get("WORLD_SIZE", 1))
-        if size == 1:
+        torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
+        if not torchrun and {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
+            environment.update(_of_slurm(environment))
+        elif not torchrun:
             return None
-        place = Place(
-            int(environment["RANK"]), size, int(environment["LOCAL_RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size))
+        if (size := int(environment.get("WORLD_SIZE", 1))) == 1:
+            return None
+        numbers = (
+            int(environment["RANK"]),
+            size,
+            int(environment["LOCAL_RANK"]),
+            int(environment.get("LOCAL_WORLD_SIZE", size)),
         )
-        _check(place, int(environment["MASTER_PORT"]))
+        return _checked(Place(*numbers), int(environment["MASTER_PORT"]))
     except ValueError as error:
         raise UserError(f"the launcher's environment variables are not numbers: {error}") from error
-    return place
 
 
-def _check(place: Place, port: int) -> None:
+def _checked(place: Place, port: int) -> Place:
     """Checks the numbers, because waiting for a process that does not exist takes long."""
-    if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size):
-        here = f"local rank {place.local_rank} of {place.local_size}"
+    rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size and 0 < port < 2**16):
         raise UserError(
-            f"the launcher's environment variables are not valid: rank {place.rank} of {place.size} processes, {here}"
+            f"the launcher's environment variables are not valid: RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} "
+            f"LOCAL_WORLD_SIZE={local_size} MASTER_PORT={port}"
         )
-    if place.size % place.local_size:
-        raise UserError(f"the launcher started {place.size} processes; each machine must have the same number")
-    if not 0 < port < 2**16:
-        raise UserError(f"MASTER_PORT={port} is not a port; give a number from 1 to 65535")
-
-
-def _variables(rank: str, size: str, local_rank: str, address: str, port: str) -> dict[str, str]:
-    return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "MASTER_ADDR": address, "MASTER_PORT": port}
+    if size % local_size:
+        raise UserError(f"the launcher started {size} processes; each machine must have the same number")
+    return place
 
 
 def _of_slurm(environment: MutableMapping[str, str]) -> dict[str, str]:
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    size = environment["SLURM_STEP_NUM_TASKS"]
+    if int(size := environment["SLURM_STEP_NUM_TASKS"]) == 1:
+        return {}
     # such as 4(x2),3: 4 on each of two machines, 3 on the next
     tasks = re.sub(r"\(x\d+\)", "", environment.get("SLURM_STEP_TASKS_PER_NODE", size)).split(",")
     if len(set(tasks)) > 1:
@@ -90,5 +88,6 @@ def _of_slurm(environment: MutableMapping[str, str]) -> dict[str, str]:
     address = environment.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes)
     # the job id is unique and known to all its processes
     port = environment.get("MASTER_PORT") or str(15000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000)
-    named = _variables(environment["SLURM_PROCID"], size, environment["SLURM_LOCALID"], address, port)
-    return named | {"LOCAL_WORLD_SIZE": tasks[0]}
+    rank, local_rank = environment["SLURM_PROCID"], environment["SLURM_LOCALID"]
+    named = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": tasks[0]}
+    return named | {"MASTER_ADDR": address, "MASTER_PORT": port}

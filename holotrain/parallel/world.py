@@ -114,16 +114,13 @@ def worlds(place: Place) -> Iterator[World]:
     """One for each job of the processes that a launcher started; its environment variables say where they meet.
 
     Raises:
-        UserError: the port is in use, or the main process cannot be reached.
+        UserError: the main process cannot be reached, or its port is in use.
     """
-    port = os.environ["MASTER_PORT"]
     try:
         store = next(rendezvous("env://", timeout=PATIENCE))[0]
     except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise UserError(f"MASTER_PORT={port}: the port is in use; give another") from error
-        where = f"{os.environ['MASTER_ADDR']}:{port}"
-        raise UserError(f"rank {place.rank} cannot reach the main process at {where}") from error
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"rank {place.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     for job in count():
         yield World(place, PrefixStore(f"holotrain/{attempt}/{job}", store))

@@ -287,8 +287,9 @@ def test_the_death_of_the_main_process_is_told_by_another(left):
     """kill -9 of rank 0 in the second epoch, to whom all are connected."""
     folder, (_, one) = left
     assert one["statuses"]["killed"] == 1
-    (said,) = (folder / "errors_1").read_text().splitlines()
-    assert said.startswith("holotrain: rank 0 died") and said.endswith("fit resume=true hydra.run.dir=did_killed")
+    mistake, said = (folder / "errors_1").read_text().splitlines()
+    assert mistake.startswith("holotrain: rank 1 failed: UserError: data.files: ")  # no launcher has ended it for rank 0's
+    assert said.startswith("holotrain: rank 1 failed: ") and said.endswith("fit resume=true hydra.run.dir=did_killed")
     assert torch.load(folder / "did_killed" / LAST, weights_only=True)["global_step"] == 3
 
 
