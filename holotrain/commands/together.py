@@ -84,7 +84,8 @@ class Together:
             return self._with_others(job, command, config, run)
         job |= {"quiet": self.quiet, "before": _written(run.last_checkpoint)}
         try:
-            return launch(__name__, job, processes_of(config.trainer), config.trainer.max_restarts)
+            trainer = config.trainer
+            return launch(__name__, job, processes_of(trainer), trainer.max_restarts, trainer.timeout)
         except ProcessFailed as failed:
             print(f"{failed.trace}holotrain: {failed}{run.hint()}", file=sys.stderr)
             run.errors.append(str(failed))

@@ -72,13 +72,14 @@ class Loopback(StaticTCPRendezvous):
 rendezvous_handler_registry.register("loopback", lambda given: Loopback(LOOPBACK, 0, 0, 1, given.run_id, 60))
 
 
-def launch(module: str, work: Any, size: int, max_restarts: int = 0) -> int:
+def launch(module: str, work: Any, size: int, max_restarts: int, patience: float) -> int:
     """Runs ``work(...)`` of a module in ``size`` processes. Only the first one prints.
 
     Args:
         module: its function ``work`` takes the next argument and returns an exit status.
         work: plain containers, passed on as JSON.
         max_restarts: how often all processes are started again after one of them died or failed.
+        patience: seconds that they have to save a checkpoint after a signal.
 
     Returns:
         The first process's exit status; 128 + n if signal n ended this process's wait. The signal is passed on.
@@ -94,6 +95,7 @@ def launch(module: str, work: Any, size: int, max_restarts: int = 0) -> int:
         job, result = Path(folder, "job.json"), Path(folder, "status.json")
         given = {"path": sys.path, "environment": _environment(size), "result": str(result), "work": work}
         job.write_text(json.dumps(given), encoding="utf-8")
+        new = {"shutdown_timeout": int(patience)}  # older versions of torch have 30 seconds
         config = LaunchConfig(
             1,
             1,
@@ -103,6 +105,7 @@ def launch(module: str, work: Any, size: int, max_restarts: int = 0) -> int:
             rdzv_backend="loopback",
             max_restarts=max_restarts,
             signals_to_handle="SIGINT",
+            **(new if new.keys() <= LaunchConfig.__dataclass_fields__.keys() else {}),
         )
         try:
             elastic_launch(config, sys.executable)("-c", START.format(module=module), str(job))

@@ -82,6 +82,7 @@ class World:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = f"{folder}/flight_recorder_"
+        self.timeout = timedelta(seconds=timeout)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -89,15 +90,14 @@ class World:
             store=PrefixStore("group", self.store),
             rank=self.place.rank,
             world_size=self.place.size,
-            timeout=timedelta(seconds=timeout),
+            timeout=self.timeout,
             device_id=device if device.type == "cuda" else None,
         )
 
     def leave(self) -> None:
         """Destroys the process group, when all processes call this: a connection may still carry another one's last message."""
         self.post(f"through/{self.place.rank}", True)
-        for rank in range(self.place.size):
-            self.read(f"through/{rank}")
+        self.store.wait([f"through/{rank}" for rank in range(self.place.size)], self.timeout)
         destroy_group()
 
 
