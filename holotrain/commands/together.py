@@ -113,7 +113,11 @@ def follow(place: Place) -> int:
     status, hint = 0, str
     try:
         for world in worlds(place):
-            if (job := world.read("job")) is None:
+            try:
+                job = world.read("job")
+            except RuntimeError:  # the main process has ended, and with it the store
+                break
+            if job is None:
                 break
             command, config, run = _received(job)
             hint = run.hint
