@@ -39,8 +39,8 @@ from holotrain.config.start import compose
 from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
 from holotrain.models import saved
+from holotrain.parallel.place import found
 from holotrain.planning import Plan
-from holotrain.ranks.place import found
 from holotrain.targets import TARGET
 
 OBJECTS = {"model": nn.Module, "data": pl.LightningDataModule, "task": pl.LightningModule}
@@ -274,7 +274,7 @@ def _run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with quietly(), _silent(quiet):
-            status = Together(None).run(command, config, run)
+            status = Together(None, quiet).run(command, config, run)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror}") from error
     finally:

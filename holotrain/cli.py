@@ -31,7 +31,7 @@ from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.schema.commands import WORD_COMMANDS
 from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError
-from holotrain.ranks.place import Place, found
+from holotrain.parallel.place import Place, found
 from holotrain.targets import first_line
 
 if TYPE_CHECKING:

@@ -58,6 +58,8 @@ def run(config: FitConfig, run: Run) -> int:
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data, begin=origin is None)
+    if config.trainer.precision == "64-true":
+        task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
     check_division(config.trainer, run.place, model_of(task))
     if origin is not None:
         check_continuable(task, config, origin)

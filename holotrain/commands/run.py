@@ -13,9 +13,8 @@ from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.given import GIVEN
 from holotrain.config.origin import LOCAL_LOGGERS
-from holotrain.errors import UserError
-from holotrain.ranks.place import Place
-from holotrain.ranks.world import World
+from holotrain.parallel.place import Place
+from holotrain.parallel.world import World
 from holotrain.targets import TARGET
 
 
@@ -96,19 +95,9 @@ class Run:
         """Calls ``act`` in one process per machine, and after that in the others.
 
         Raises:
-            UserError: ``act`` raised it in any process.
+            UserError: ``act`` raised it on this machine.
         """
         if self.world is None:
             act()
-            return
-        mistake = None
-        if self.place.local_rank == 0:
-            try:
-                act()
-            except UserError as error:
-                mistake = str(error)
-        for rank, theirs in enumerate(self.world.gathered(name, mistake)):
-            if theirs is not None:
-                raise UserError(theirs if rank == 0 else f"rank {rank}: {theirs}")
-        if self.place.local_rank != 0:
-            act()
+        else:
+            self.world.once_a_machine(name, act)

@@ -16,7 +16,7 @@ from holotrain.config.devices import device_name
 from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.schema.run import RunConfig
 from holotrain.data import TextDataModule
-from holotrain.ranks.place import Place
+from holotrain.parallel.place import Place
 
 PROFILES = {
     "profile": "fit-profile.txt",

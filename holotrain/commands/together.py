@@ -1,24 +1,20 @@
 """Runs a command in as many processes as its configuration asks for.
 
-Only the main process runs Hydra. It sends the checked configuration of each job to the other processes. So a sweep works with
-any number of processes, and all processes of a job share one folder and one configuration.
+Only one process runs Hydra. It sends the checked configuration of each job to the others, as JSON. So a sweep works with any
+number of processes, and all processes of a job share one folder and one configuration.
 """
 
 import importlib
 import os
-import re
-import signal
 import sys
-import traceback
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
@@ -27,41 +23,39 @@ from holotrain.commands.summary import ended
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
+from holotrain.data.share import set_share
 from holotrain.errors import UserError
-from holotrain.ranks.launch import launched, threads_each
-from holotrain.ranks.place import Place
+from holotrain.parallel.launch import GRACE, ProcessFailed, launch
+from holotrain.parallel.place import Place, found
+from holotrain.parallel.world import World, destroy_group, worlds
 from holotrain.ranks.shards import recover
-from holotrain.ranks.share import set_share
-from holotrain.ranks.watch import GRACE, PATIENCE
-from holotrain.ranks.world import Broken, World
 
 TOGETHER = ("fit", "validate", "test")
 """The commands that support several processes."""
 
 
 class Together:
-    """The main process's view of the other processes, over all jobs.
+    """Runs jobs, each in one process or in several.
 
     Args:
-        place: rank and size that a launcher (torchrun, srun) gave this process; None: processes are started for each job.
+        place: rank and size that a launcher (torchrun, srun) gave this process, which is the main one; None: processes are
+            started for each job.
+        quiet: print nothing to standard output in processes that are started.
 
     Attributes:
-        broken: a process of the launcher died, so no further job can run.
-        unreachable: the processes of the launcher could not connect.
+        broken: the launcher's processes cannot run another job.
     """
 
-    def __init__(self, place: Place | None) -> None:
-        self.place = place
-        self._world: World | None = None
+    def __init__(self, place: Place | None, quiet: bool = False) -> None:
+        self.place, self.quiet = place, quiet
         self.broken = False
-        self.unreachable = False
+        self._jobs: Iterator[World] | None = None
 
     def run(self, command: str, config: RunConfig, run: Run) -> int:
-        """Runs one job, in this process or in several. Returns the exit status: 1 if a process died, 2 after a
-        UserError in one of them.
+        """Runs one job. Returns the exit status: 1 if a process died.
 
         Raises:
-            UserError: the processes do not match the configuration.
+            UserError: a mistake, in any of the processes.
         """
         if command == "fit" and config.resume:
             recover(run.last_checkpoint)
@@ -84,134 +78,110 @@ class Together:
                 else f"{command} runs in one process, but {self.place.size} were started; start it without a launcher"
             )
         check_processes(config, self.place)
-        with self._joined(command, config) as world:
-            world.post(f"job/{world.jobs}", _posted(command, config, run))
-            try:
-                return job(world, command, config, run)
-            except Broken as broken:
-                print(f"holotrain: {broken}{run.hint()}", file=sys.stderr)
-                run.errors.append(str(broken))
-                return broken.status
-            finally:
-                self.broken = self.place is not None and world.watch.verdict is not None
-
-    @contextmanager
-    def _joined(self, command: str, config: RunConfig) -> Iterator[World]:
-        if self.place is not None:  # the launcher's processes serve all jobs
-            if self._world is None:
-                self.unreachable = True
-                self._world = World(self.place, config.trainer.timeout)
-                self.unreachable = False
-            self._world.timeout = self._world.watch.timeout = config.trainer.timeout  # this job's
-            yield self._world
-            return
-        size = processes_of(config.trainer)
-        threads = torch.get_num_threads()
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(threads_each(size))
-        world = launched(size, command, config.trainer.timeout)
+        posted = {name: value for name, value in vars(run).items() if name != "world"} | {"folder": str(run.folder)}
+        job = {"command": command, "config": container(config), "run": posted}
+        if self.place is not None:
+            return self._with_others(job, command, config, run)
+        job |= {"quiet": self.quiet, "before": _written(run.last_checkpoint)}
         try:
-            yield world
-        finally:
-            world.post(f"job/{world.jobs}", None)
-            world.close()
-            torch.set_num_threads(threads)
+            trainer = config.trainer
+            return launch(__name__, job, processes_of(trainer), trainer.max_restarts, trainer.timeout)
+        except ProcessFailed as failed:
+            print(f"{failed.trace}holotrain: {failed}{run.hint()}", file=sys.stderr)
+            run.errors.append(str(failed))
+            return 1
+
+    def _with_others(self, job: dict[str, Any], command: str, config: RunConfig, run: Run) -> int:
+        self.broken = True  # until the job has ended well; processes of which some have failed cannot go on
+        self._jobs = self._jobs or worlds(self.place)
+        world = next(self._jobs)
+        world.post("job", job)
+        status = _member(world, command, config, run)
+        self.broken = False
+        return status
 
     def close(self) -> None:
         """Releases the launcher's processes, also if they never received a job."""
-        if self.place is not None and not self.unreachable:
-            world = self._world or World(self.place, PATIENCE)
-            world.post(f"job/{world.jobs}", None)
-            world.see_off()
-            world.close()
+        if self.place is not None and not self.broken:
+            next(self._jobs or worlds(self.place)).post("job", None)
+        destroy_group()
 
 
 def follow(place: Place) -> int:
-    """Runs the jobs of the main process and prints nothing. Returns the exit status."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    warnings.simplefilter("ignore")
-    quieten()
-    statuses, world = [0], None
+    """Runs the main process's jobs in another process of a launcher, and prints only why it fails. Returns the exit status."""
+    _silence()
+    status, hint = 0, str
     try:
-        world = World(place, timeout=float("inf"))
-        while (posted := world.read(f"job/{world.jobs}")) is not None:
-            config = typed(posted["command"], posted["config"])
-            run = Run(**posted["run"] | {"folder": Path(posted["run"]["folder"])})
-            world.watch.timeout = world.timeout = config.trainer.timeout
-            statuses.append(job(world, posted["command"], config, run))
-    except (Broken, UserError) as error:
-        if place.rank == 1 and str(error).startswith("rank 0 died"):
-            print(f"holotrain: {error}{world.watch.hint() if world else ''}", file=sys.stderr)
-        return error.status if isinstance(error, Broken) else 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    world.leave()
-    return max(statuses)
-
-
-def job(world: World, command: str, config: RunConfig, run: Run) -> int:
-    """Runs one job in this process, one of several. Returns the exit status, the same in all processes.
-
-    Raises:
-        Broken: a process died or failed alone.
-    """
-    run = replace(run, world=world)
-    mistake, status, trace = None, 0, ""
-    world.watch.hint = run.hint
-    try:
-        device = device_of(config.trainer, world.place)
-        _check_equal(world, device)
-        with world.group(backend_of(config.trainer, device), device):
-            set_share(*share_of(config.trainer, world.place))
-            status = _command(command, config, run)
-    except Broken:
-        raise
-    except UserError as error:
-        mistake, status = str(error), 2
-        if world.place.is_main:
-            print(f"holotrain: {error}", file=sys.stderr)
+        for world in worlds(place):
+            try:
+                job = world.read("job")
+            except RuntimeError:  # the main process has ended, and with it the store
+                break
+            if job is None:
+                break
+            command, config, run = _received(job)
+            hint = run.hint
+            status = max(status, _member(world, command, config, run))
     except Exception as error:
-        verdict = world.watch.verdict or (world.watch.waited(4 * GRACE) if _lost_a_peer(error) else None)
-        if verdict is not None:
-            raise Broken(verdict) from error
-        mistake, status, trace = f"{type(error).__name__}: {error}".splitlines()[0], 1, traceback.format_exc()
-        if world.place.is_main:
-            print(trace, file=sys.stderr)
+        get_error_handler().record_exception(error)  # which torchrun shows
+        time.sleep(GRACE)  # the launcher may end this process, because the main one has said the same
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"holotrain: rank {place.rank} failed: {words}{hint()}", file=sys.stderr)
+        status = 2 if isinstance(error, UserError) else 1
+    destroy_group()
+    return status
+
+
+def work(job: dict[str, Any]) -> int:
+    """Runs a job in this process, one of several that :func:`launch` started. Returns the exit status."""
+    place = found()
+    if job["quiet"] or not place.is_main:
+        _silence()
+    quieten()
+    command, config, run = _received(job)
+    world, attempt = next(worlds(place)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt and command == "fit":
+        if place.is_main:
+            recover(run.last_checkpoint)
+        # Not from one that was in the folder before, which may be of another run.
+        if world.agreed("continues", config.resume or _written(run.last_checkpoint) not in (None, job["before"])):
+            config = replace(config, resume=True, ckpt_path=None)
+        if place.is_main:
+            again = f"restart {attempt} of {config.trainer.max_restarts}"
+            origin = run.last_checkpoint if config.resume else "the start"
+            print(f"holotrain: a process failed; {again}, from {origin}", file=sys.stderr)
+    return _member(world, command, config, run)
+
+
+def _member(world: World, command: str, config: RunConfig, run: Run) -> int:
+    """Runs a job in this process, one of several. After an error the process group stays, so that the others only wait."""
+    trainer = config.trainer
+    device = device_of(trainer, world.place)
+    world.join(backend_of(trainer, device), device, trainer.timeout, run.folder)
+    set_share(*share_of(trainer, world.place))
+    try:
+        status = _command(command, config, replace(run, world=world))
     finally:
         set_share()
-    if mistake:
-        run.errors.append(mistake)
-    try:
-        return world.finish_job(status, mistake)
-    except Broken:
-        if mistake and world.place.is_main:  # it has already printed the message
-            return status
-        if trace:  # no other process has printed it
-            print(trace, file=sys.stderr)
-        raise
-
-
-def _lost_a_peer(error: Exception) -> bool:
-    """Whether this is the error of a collective that lost a process."""
-    signs = r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|peer"
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(signs, str(error), re.I)))
+    world.leave()
+    return status
 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
 
 
-def _posted(command: str, config: RunConfig, run: Run) -> dict[str, Any]:
-    shown = {name: value for name, value in vars(run).items() if name != "world"}
-    return {"command": command, "config": container(config), "run": shown | {"folder": str(run.folder)}}
+def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
+    run = Run(**job["run"] | {"folder": Path(job["run"]["folder"])})
+    return job["command"], typed(job["command"], job["config"]), run
 
 
-def _check_equal(world: World, device: torch.device) -> None:
-    """
-    Raises:
-        UserError: the machines differ.
-    """
-    mine = f"{world.place.local_size} processes, on {device.type}"
-    for rank, theirs in enumerate(world.gathered("machine", mine)):
-        if theirs != mine:
-            raise UserError(f"the machines differ: rank {rank} has {theirs}, rank {world.place.rank} has {mine}")
+def _written(checkpoint: Path) -> int | None:
+    """When it was written; None: it does not exist."""
+    return checkpoint.stat().st_mtime_ns if checkpoint.exists() else None
+
+
+def _silence() -> None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    quieten()

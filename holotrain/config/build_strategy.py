@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
-from holotrain.parallel.data import ddp
+from holotrain.parallel.data import DataParallel
+from holotrain.parallel.place import Place
 from holotrain.parallel.sharded import Sharding
 from holotrain.parallel.tensor import overlapped
-from holotrain.ranks.place import Place
-from holotrain.ranks.watch import longer
 
 
 def processes_of(config: Chosen) -> int:
@@ -55,6 +55,12 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
     count = processes_of(trainer) if place is None else place.local_size
     if place is None and (trainer.num_nodes or 1) > 1:
         raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
+    if trainer.max_restarts and (place is not None or count == 1):
+        raise UserError(
+            "trainer.max_restarts: needs several devices"
+            if place is None
+            else "trainer.max_restarts: what started the processes must restart them, such as torchrun --max-restarts"
+        )
     if place is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, place.nodes)):
         machines = f" on each of {place.nodes} machines" if place.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
@@ -112,11 +118,11 @@ def build_strategy(config: Chosen, place: Place | None) -> Strategy | str:
     """Lightning's strategy; "auto" for a single process."""
     if place is None:
         return "auto"
-    common: dict[str, Any] = {"timeout": longer(config.timeout)}
+    common: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout)}
     if config.strategy in ("fsdp", "tp"):
         size = group_of(config, place)
         styles = None  # the tensor parallel layers of torch, without overlap
         if config.overlap is not None:
             styles = overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
         return Sharding(place.size // size, size, styles, config.sharded_checkpoints, **common)
-    return ddp(config.compression, **common)
+    return DataParallel(config.compression, **common)

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -17,8 +18,7 @@ from holotrain.config.devices import check_device
 from holotrain.config.schema.beside import BESIDE
 from holotrain.errors import UserError
 from holotrain.parallel.checkpoints import CheckpointFiles
-from holotrain.parallel.environment import Joined
-from holotrain.ranks.place import Place
+from holotrain.parallel.place import Place
 from holotrain.targets import first_line, made
 
 
@@ -52,7 +52,7 @@ def build_trainer(
     if profiler is not None:
         changed["profiler"] = _profiler(profiler if place is None or place.is_main else None, folder)
     if place is not None:
-        changed["plugins"].append(Joined(place))
+        changed["plugins"].append(TorchElasticEnvironment())
     if place is not None and config.precision == "64-true":
         # Lightning's ModelParallelStrategy only accepts it as a plugin.
         changed["precision"] = None

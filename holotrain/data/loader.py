@@ -11,8 +11,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
+from holotrain.data.share import share
 from holotrain.errors import UserError
-from holotrain.ranks.share import share
 
 
 class OwnGenerator(DataLoader):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
+from holotrain.data.share import share
 from holotrain.errors import UserError
-from holotrain.ranks.share import share
 from holotrain.seeds import mixed_seed
 
 Key = tuple[int, int]
@@ -15,7 +15,7 @@ Key = tuple[int, int]
 
 
 def process_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """The number of this process's share and the number of shares; where None, as :func:`holotrain.ranks.share.share` says."""
+    """The number of this process's share and the number of shares; where None, as :func:`holotrain.data.share.share` says."""
     here, size = share()
     return here if rank is None else rank, size if world_size is None else world_size
 

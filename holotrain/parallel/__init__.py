@@ -1,9 +1,12 @@
-"""Lightning strategies for several processes, with additions.
+"""Several processes: how they start and find each other, and Lightning's strategies for them.
 
-environment   Joined: a cluster environment for processes that already run
-data          DDP, with optional compression of gradients
-powersgd      PowerSGD with a state for checkpoints
+place         Place: rank and size of this process
+launch        starts the processes of one machine, with torch.distributed.elastic
+world         World: messages between the processes of a job, and their process group
+data          DDP
 sharded       FSDP2 and tensor parallel
 checkpoints   sharded checkpoints: written by each process, read by all strategies
 tensor        which layers are tensor parallel, and their styles
+
+Nothing is imported here, because the command line needs its place before it imports torch.
 """

@@ -1,32 +1,25 @@
 """Data parallel (DDP)."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from holotrain.parallel.powersgd import PowerSGD
-
-KEY = "powersgd"
-"""Key of its state in checkpoints."""
+HOOKS = {"none": None, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
-class CompressingDDP(DDPStrategy):
-    """Lightning's DDPStrategy, with communication hooks that also work on the CPU.
+class DataParallel(DDPStrategy):
+    """Lightning's DDPStrategy. Gradients are views of the communication buckets, which saves a copy.
 
     Args:
-        compression: ``"none"``, ``"bf16"`` or ``"powersgd"`` (:mod:`~holotrain.parallel.powersgd`); checkpoints contain the
-            state of PowerSGD.
+        compression: the data type in which gradients are sent: ``"none"`` (their own), ``"bf16"`` or ``"fp16"``.
         options: options of DDPStrategy.
     """
 
     def __init__(self, compression: str = "none", **options: Any) -> None:
-        super().__init__(**options)
-        self.compression = compression
-        self.powersgd: PowerSGD | None = None
+        super().__init__(ddp_comm_hook=HOOKS[compression], gradient_as_bucket_view=True, **options)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         modules = model.named_modules()
@@ -36,23 +29,5 @@ class CompressingDDP(DDPStrategy):
         return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
-        if self.compression == "bf16":
-            self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif self.compression == "powersgd":
-            self.powersgd = PowerSGD(self.model.module.named_parameters())
-            self.model.register_comm_hook(self.powersgd, PowerSGD.send)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.powersgd is not None and "optimizer_states" in checkpoint:
-            checkpoint[KEY] = self.powersgd.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self.powersgd is not None and KEY in checkpoint:
-            self.powersgd.load_state_dict(checkpoint[KEY])
-
-
-def ddp(compression: str, **options: Any) -> DDPStrategy:
-    """The DDP strategy. Gradients are views of the communication buckets, which saves a copy."""
-    return CompressingDDP(compression, gradient_as_bucket_view=True, **options)
+        if self._ddp_comm_hook is not None:  # Lightning registers it on GPUs only
+            self.model.register_comm_hook(None, self._ddp_comm_hook)

@@ -18,8 +18,9 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -35,6 +36,14 @@ set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_p
 
 BLOCKS = (ReversibleBlock, ResidualBlock, Transition)
 """Modules that FSDP2 gathers and frees as a unit."""
+
+KEPT = {"param_dtype_override_fn": lambda parameter: parameter.dtype if parameter.ndim < 2 else None}
+"""Norms and biases stay as they are, as in autocast. (torch before 2.15 has no such option.)"""
+
+OPTIONS = KEPT if KEPT.keys() <= MixedPrecisionPolicy.__dataclass_fields__.keys() else {}
+
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False, **OPTIONS)
+"""Of blocks under bf16-mixed: matrices are gathered in bf16, as autocast uses them, and gradients are summed in fp32."""
 
 
 class Sharding(ModelParallelStrategy):
@@ -70,16 +79,22 @@ class Sharding(ModelParallelStrategy):
         if layers.size() > 1:
             tensor_parallel(model, layers, self.styles)
         if data.size() > 1 or layers.size() == 1:
-            shard(model, data)
+            half = self.precision_plugin.precision == "bf16-mixed" and (OPTIONS or self.root_device.type == "cuda")
+            shard(model, data, HALF if half else None)  # layers of norms on the CPU take no bf16 parameters with fp32 inputs
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         self._step_one_by_one()
 
+    def optimizer_step(self, *args: Any, **options: Any) -> Any:
+        with implicit_replication():  # an optimizer's foreach kernel then takes DTensors and plain tensors
+            return super().optimizer_step(*args, **options)
+
     def _step_one_by_one(self) -> None:
-        """Turns off foreach if parameters have different meshes, which torch does not support."""
+        """Turns off foreach if parameters have different meshes (FSDP2 across tensor parallel groups), which torch does not
+        support."""
         for optimizer in self.optimizers:
-            mixed = len(by_mesh(_parameters(optimizer))) > 1
+            mixed = len(by_mesh(_parameters(optimizer)).keys() - {None}) > 1
             for group in optimizer.param_groups:
                 if "foreach" in group:
                     group["foreach"] = False if mixed else None
@@ -170,17 +185,21 @@ def by_mesh(parameters: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor
 def average(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Averages tensors, or local parts of DTensors, over the processes of a mesh, in place."""
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    for tensor in own:
-        dist.all_reduce(tensor, group=mesh.get_group())
     if own:
+        mesh.get_group().allreduce_coalesced(own).wait()
         torch._foreach_div_(own, mesh.size())
 
 
-def shard(model: nn.Module, mesh: Any) -> None:
-    """Applies fully_shard to every block, and to the rest of the model."""
+def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
+    """Applies fully_shard to every block, and to the rest of the model.
+
+    Args:
+        policy: of the blocks. The rest keeps its own precision: embeddings in bf16 would make the streams between blocks bf16,
+            and rebuilding those is exact to the precision of the streams.
+    """
     for module in model.modules():
         if isinstance(module, BLOCKS):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     fully_shard(model, mesh=mesh)
 
 

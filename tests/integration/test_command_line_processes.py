@@ -9,13 +9,11 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed
-import yaml
 from compared import assert_close, assert_equal
 from forked import Forked
 from left_by_runs import only, summary, weights
@@ -97,7 +95,7 @@ WORK = {
     **begun_and_continued("_in_shards", "fsdp", IN_SHARDS),
     "muon": ["-m", *MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
-    "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,powersgd"],
+    "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
     "mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"],
     "srun": [*IMAGES, *SHARED, *FEW, "trainer=ddp"],
     "signalled": [*SIGNALLED, "trainer=fsdp"],
@@ -262,18 +260,14 @@ def test_what_all_have_whole_stays_the_same_on_all(left):
 
 
 def test_compressed_gradients_train_nearly_as_others(holotrain, left):
-    """bf16 has 8 bits: an update of the weights is off by 1/256 of its size or so, and the losses by less, for they begin as
-    the same ones. PowerSGD's gradients are of rank 4 once it has begun, with what they lack at one step sent at the next."""
-    folder, (zero, _) = left
+    """bf16 has 8 bits, fp16 11: an update of the weights is off by 1/256 or 1/2048 of its size or so, and the losses by less,
+    for they begin as the same ones."""
+    folder, _ = left
     write_text(Path("text"))
     alone = losses(alone_in(holotrain, "alone", *COMPRESSED, "data.batch_size=16"))
-    rounded, approximated = (losses(folder / "did_compressed" / job) for job in "01")
-    assert rounded == pytest.approx(alone, rel=1 / 256) and rounded[1:] != pytest.approx(alone[1:], rel=1e-7)
-    ranks = zero["seen"]["did_compressed/1"]["gradient ranks"]
-    assert len(ranks) == LONG and all(min(of_step) > 4 for of_step in ranks[:4])
-    assert all(0 < rank <= 4 for of_step in ranks[4:] for rank in of_step)
-    assert approximated[:5] == pytest.approx(alone[:5], rel=1e-9)
-    assert sum(approximated[-5:]) < 0.9 * sum(approximated[:5])
+    for job, off in (("0", 1 / 256), ("1", 1 / 2048)):
+        rounded = losses(folder / "did_compressed" / job)
+        assert rounded == pytest.approx(alone, rel=off) and rounded[1:] != pytest.approx(alone[1:], rel=1e-8)
 
 
 def test_a_signal_to_one_process_ends_all_at_the_same_step_and_they_resume(holotrain, left):
@@ -293,8 +287,9 @@ def test_the_death_of_the_main_process_is_told_by_another(left):
     """kill -9 of rank 0 in the second epoch, to whom all are connected."""
     folder, (_, one) = left
     assert one["statuses"]["killed"] == 1
-    (said,) = (folder / "errors_1").read_text().splitlines()
-    assert said.startswith("holotrain: rank 0 died") and said.endswith("fit resume=true hydra.run.dir=did_killed")
+    mistake, said = (folder / "errors_1").read_text().splitlines()
+    assert mistake.startswith("holotrain: rank 1 failed: UserError: data.files: ")  # no launcher has ended it for rank 0's
+    assert said.startswith("holotrain: rank 1 failed: ") and said.endswith("fit resume=true hydra.run.dir=did_killed")
     assert torch.load(folder / "did_killed" / LAST, weights_only=True)["global_step"] == 3
 
 
@@ -435,52 +430,6 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
     assert order.count("first block") > 4 and order.index("all-reduce") < order.index("first block")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkeypatch, forked):
-    """kill -9 of rank 1 in the second job; the processes are started by the command line."""
-    from holotrain.ranks import launch
-
-    children, started = [], subprocess.Popen
-
-    def start(words, env, stdin):
-        """Forked, without the seconds of its imports."""
-        assert words[:3] == [sys.executable, "-m", "holotrain"]
-        fork = partial(Forked, COMMAND_LINE, *words[3:], folder=Path.cwd(), env=env)
-        children.append(fork() if forked else started(words, env=env, stdin=stdin))
-        return children[-1]
-
-    def kill(self, trainer, module, batch, index) -> None:
-        if len(children) == 2 and trainer.global_step == 4:
-            children[1].kill()
-
-    monkeypatch.setattr(launch.subprocess, "Popen", start)
-    monkeypatch.setattr(ExactResume, "on_train_batch_start", kill)
-    words = ["trainer=ddp", "trainer.devices=2", *CONTINUED, "logger=none", "optimizer.lr=1e-3,1e-4"]
-    status, out, err = holotrain("fit", "-m", *words)
-    (sweep,) = Path("runs/fit/sweeps").iterdir()
-    said = f"holotrain: rank 1 (process {children[1].pid}) was killed by SIGKILL; resume the sweep with its command plus "
-    assert (status, err.count("\n")) == (1, 1) and err.startswith(said) and f"hydra.run.dir={sweep}/1" in err, err
-    rows = list(csv.DictReader((sweep / "sweep.csv").open()))
-    assert [(row["status"], row["optimizer.lr"]) for row in rows] == [("completed", "0.001"), ("failed", "0.0001")]
-    assert out.count("sweep of 2 jobs") == 1
-    assert torch.load(sweep / "1/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
-    assert not (sweep / "2").exists()
-
-    before = summary(sweep / "0")
-    monkeypatch.setattr(ExactResume, "on_train_batch_start", lambda *_: None)
-    status, out, err = holotrain("fit", "-m", "resume=true", *words)
-    assert (status, err) == (0, "")
-    assert [summary(sweep / job)["steps"] for job in "01"] == [6, 6]
-    assert summary(sweep / "0") == before and "already complete, 2 of 2 epochs; nothing to do" in " ".join(out.split())
-
-    # another strategy changes the processes, and nothing else that the checkpoint brings
-    status, out, _ = holotrain("fit", f"ckpt_path={sweep}/0/checkpoints/last.ckpt", "trainer=fsdp", "trainer.max_epochs=3")
-    assert status == 0 and "trainer=fsdp: using one process for one device" in " ".join(out.split())
-    trainer = yaml.safe_load((only(Path("runs/fit")) / "config.yaml").read_text())["trainer"]
-    assert (trainer["strategy"], trainer["precision"], trainer["limit_train_batches"]) == ("fsdp", "64-true", 3)
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -499,6 +448,9 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
         (["trainer=fsdp", "backward=auto"], "set backward and the batch size yourself"),
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),
         (["trainer=fsdp", "trainer.precision=16-mixed"], "trainer=fsdp has no gradient scaling"),
+        (["trainer.max_restarts=1"], "trainer.max_restarts: needs several processes"),
+        (["trainer=ddp", "trainer.max_restarts=1"], "trainer.max_restarts: needs several devices"),
+        (["trainer=ddp", "trainer.max_restarts=-1"], "max_restarts: must be at least 0, not -1"),
         (["trainer=ddp", "trainer.timeout=0"], "trainer.timeout: must be at least 1, not 0"),
         (
             ["trainer=tp", "trainer.overlap=null", "trainer.signals=true"],
@@ -510,15 +462,6 @@ def test_a_sweep_outlives_a_rank_that_is_killed_and_is_resumed(holotrain, monkey
 def test_what_cannot_be_is_refused_in_a_line(holotrain, words, expected):
     status, _, err = holotrain("fit", "trainer.accelerator=cpu", *words, "trainer.accelerator=cpu")
     assert status == 2 and expected in err and err.count("\n") == 1, err
-
-
-def test_a_port_in_use_is_told_in_a_line(holotrain, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        status, _, err = holotrain("fit", "trainer=ddp", "trainer.devices=2", *IMAGES, *SHARED)
-    assert status == 2 and "the port is in use" in err and err.count("\n") == 1
 
 
 def test_more_devices_than_there_are_is_told_in_a_line(holotrain, monkeypatch):

@@ -52,7 +52,17 @@ def with_network(model: Chosen) -> Chosen:
         return model.with_arguments(config=network_of(model.arguments["name"], model.config, model.download))
 
 
-PROCESSES = ("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "compression", "sharded_checkpoints")
+PROCESSES = (
+    "strategy",
+    "devices",
+    "num_nodes",
+    "tensor_parallel",
+    "overlap",
+    "signals",
+    "compression",
+    "sharded_checkpoints",
+    "max_restarts",
+)
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
 BESIDE = (*PROCESSES, "backend", "timeout")
@@ -77,9 +87,10 @@ class TrainerOptions:
         signals: tp with overlap: one kernel signals each finished group, instead of one kernel per group (NVIDIA GPUs,
             bf16-mixed)
         backend: communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)
-        compression: ddp: compression of gradients: none, bf16 or powersgd (low rank; Vogels et al., 2019)
+        compression: ddp: the data type in which gradients are sent: none (their own), bf16 or fp16
         sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
-        timeout: seconds after which a process that does not answer is considered dead
+        timeout: seconds after which a collective fails that another process does not join
+        max_restarts: how often all processes start again from the run's last checkpoint after one of them died
     """
 
     def __init__(
@@ -94,12 +105,14 @@ class TrainerOptions:
         overlap: int | Literal["auto"] | None = "auto",
         signals: bool = False,
         backend: Literal["auto", "nccl", "gloo"] = "auto",
-        compression: Literal["none", "bf16", "powersgd"] = "none",
+        compression: Literal["none", "bf16", "fp16"] = "none",
         sharded_checkpoints: bool = False,
         timeout: float = 600.0,
+        max_restarts: int = 0,
     ) -> None:
         counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
         require_at_least(1, timeout=timeout, **counts)
+        require_at_least(0, max_restarts=max_restarts)
         if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
             raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp or tp")
         if compression != "none" and strategy != "ddp":
@@ -109,6 +122,8 @@ class TrainerOptions:
                 raise UserError(f"trainer.{name}: needs trainer=tp")
         if signals and (strategy != "tp" or overlap is None):
             raise UserError("trainer.signals: needs trainer=tp and trainer.overlap")
+        if max_restarts and strategy == "single":
+            raise UserError("trainer.max_restarts: needs several processes; use trainer=ddp, fsdp or tp")
         if sharded_checkpoints and strategy not in ("fsdp", "tp"):
             raise UserError("trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp")
 
@@ -122,8 +137,6 @@ def check_trainer(trainer: Chosen) -> None:
     if not is_a(trainer, "lightning.pytorch.trainer.trainer.Trainer"):
         raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
     TrainerOptions(**{name: trainer.arguments[name] for name in BESIDE})
-    if trainer.compression == "powersgd" and trainer.precision == "16-mixed":
-        raise UserError("trainer.compression=powersgd: no support for the gradient scaling of 16-mixed; use bf16-mixed")
     if trainer.strategy in ("fsdp", "tp") and trainer.precision == "16-mixed":
         raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
     if trainer.max_epochs not in (None, -1):

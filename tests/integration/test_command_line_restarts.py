@@ -1,0 +1,103 @@
+"""What becomes of a training whose processes the command line started, when something happens to one of them."""
+
+import csv
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed
+from left_by_runs import assert_same_weights, summary, weights
+
+from holotrain.parallel.launch import Loopback
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+
+LAST = Path("checkpoints/last.ckpt")
+WORDS = [
+    "model=rev_vit_tiny", "model.dim=16", "model.depth=2", "model.heads=2", "model.dropout=0.1", "data.batch_size=8",
+    "test=false", "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.precision=64-true",
+    "trainer.timeout=60", "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1",
+    "callbacks.progress=null", "logger=none", "hydra.run.dir=run",
+]  # fmt: skip
+
+
+def incident(what: str, **options: int) -> list[str]:
+    given = {"_target_": "incidents.Incident", "what": f"'{what}'", **options}
+    return [f"+callbacks.incident.{name}={value}" for name, value in given.items()]
+
+
+def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain):
+    status, _, err = holotrain("fit", *WORDS, "trainer.max_restarts=1", *incident("SIGKILL"))
+    assert (status, err) == (0, "holotrain: a process failed; restart 1 of 1, from run/checkpoints/last.ckpt\n")
+    assert (summary(Path("run"))["steps"], summary(Path("run"))["processes"]) == (6, 2)
+    assert holotrain("fit", *WORDS, "hydra.run.dir=whole")[0] == 0
+    assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
+
+
+def test_kill_9_ends_a_run_with_one_line(holotrain):
+    """Its checkpoint stays; one that another run has left in the folder is not what a restart continues from."""
+    status, _, err = holotrain("fit", *WORDS, *incident("SIGKILL"))
+    assert status == 1 and err.startswith("holotrain: rank 1 (process ") and err.count("\n") == 1, err
+    assert "was killed by SIGKILL; resume with: python -m holotrain fit resume=true hydra.run.dir=run" in err
+    assert weights(Path("run") / LAST)
+    status, _, err = holotrain("fit", *WORDS, "trainer.max_restarts=1", *incident("SIGKILL", step=1))
+    assert (status, err) == (0, "holotrain: a process failed; restart 1 of 1, from the start\n")
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_error_of_the_process_that_failed_is_what_is_said(holotrain, rank):
+    status, _, err = holotrain("fit", *WORDS, *incident("error", rank=rank))
+    assert status == 1 and err.startswith("Traceback") and err.count("Traceback") == 1, err
+    assert err.splitlines()[-2] == "RuntimeError: the disk is full"
+    assert err.splitlines()[-1].startswith(f"holotrain: rank {rank} failed: RuntimeError: the disk is full; resume with: ")
+
+
+def test_a_mistake_in_one_process_is_one_line(holotrain):
+    assert holotrain("fit", *WORDS, *incident("mistake"))[::2] == (2, "holotrain: give another disk\n")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_a_signal_saves_and_ends_all(holotrain, name):
+    signum = getattr(signal, name)
+    before = signal.getsignal(signum)
+    status, _, err = holotrain("fit", *WORDS, "data.num_workers=1", *incident(f"parent {name}"))
+    assert status == 128 + signum and "ended the training; its state is in run/checkpoints/last.ckpt" in err, err
+    assert signal.getsignal(signum) is before
+    assert torch.load(Path("run") / LAST, weights_only=True)["global_step"] in (5, 6)
+    assert [child for child in psutil.Process().children(recursive=True) if "holotrain" in " ".join(child.cmdline())] == []
+
+
+@pytest.mark.slow
+def test_a_sweep_outlives_a_process_that_is_killed_and_is_resumed(holotrain):
+    words = [*WORDS[:-1], "+callbacks.incident.step=9,4", *incident("SIGKILL")[:2]]
+    status, out, err = holotrain("fit", "-m", *words)
+    (sweep,) = Path("runs/fit/sweeps").iterdir()
+    assert (status, err.count("\n")) == (1, 1) and "was killed by SIGKILL; resume the sweep with its command plus " in err, err
+    assert f"hydra.run.dir={sweep}/1" in err and out.count("sweep of 2 jobs") == 1
+    rows = list(csv.DictReader((sweep / "sweep.csv").open()))
+    assert [row["status"] for row in rows] == ["completed", "failed"] and "was killed by SIGKILL" in rows[1]["error"]
+
+    before = summary(sweep / "0")
+    status, out, err = holotrain("fit", "-m", "resume=true", *words[:-3], "+callbacks.incident.step=9,8", *words[-2:])
+    assert (status, err) == (0, "")
+    assert [summary(sweep / job)["steps"] for job in "01"] == [6, 6]
+    assert summary(sweep / "0") == before and "already complete, 2 of 2 epochs; nothing to do" in " ".join(out.split())
+
+
+@pytest.mark.slow
+def test_a_hang_ends_with_the_timeout_of_the_process_group(holotrain):
+    status, _, err = holotrain("fit", *WORDS, "trainer.timeout=5", *incident("SIGSTOP"))
+    assert status == 1 and err.splitlines()[-1].startswith("holotrain: rank 0 failed: ") and "imed out" in err, err
+
+
+def test_the_store_listens_on_this_machine_alone():
+    rendezvous = Loopback("127.0.0.1", 0, 0, 1, "job", 60)
+    found = rendezvous.next_rendezvous()
+    port = found.bootstrap_store_info.master_port
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
+    assert listening == {"127.0.0.1"}
+    with socket.create_connection(("127.0.0.1", port)):
+        pass
+    assert rendezvous.next_rendezvous().bootstrap_store_info.master_port != port  # nothing of the first attempt is left

@@ -1,0 +1,97 @@
+"""Which process this is, as launchers say."""
+
+import pytest
+
+from holotrain.errors import UserError
+from holotrain.parallel.place import found
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS": "4", "SLURM_JOB_ID": "123456", "SLURM_NODELIST": "node[7-8]",
+}  # fmt: skip
+
+
+def test_the_place_that_torchrun_gives():
+    place = found(TORCHRUN)
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
+    assert (place.node, place.nodes, place.is_main) == (1, 2, False) and found(
+        TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}
+    ).is_main
+    assert found(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None and found({}) is None
+    assert found(SLURM | TORCHRUN) == place  # torchrun, started by srun
+
+
+def test_without_the_size_of_a_machine_there_is_one():
+    place = found({name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"})
+    assert (place.local_size, place.node, place.nodes) == (8, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "wrong", "said"),
+    [
+        (TORCHRUN, {"RANK": "x"}, "not numbers"),
+        (TORCHRUN, {"MASTER_PORT": ""}, "not numbers"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "four"}, "not numbers"),
+        (TORCHRUN, {"MASTER_PORT": "65536"}, "not valid: .* MASTER_PORT=65536"),
+        (TORCHRUN, {"MASTER_PORT": "0"}, "not valid: .* MASTER_PORT=0"),
+        (TORCHRUN, {"RANK": "8"}, "RANK=8 WORLD_SIZE=8"),
+        (TORCHRUN, {"RANK": "-1"}, "RANK=-1 WORLD_SIZE=8"),
+        (TORCHRUN, {"LOCAL_RANK": "4"}, "LOCAL_RANK=4 LOCAL_WORLD_SIZE=4"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "16"}, "LOCAL_RANK=1 LOCAL_WORLD_SIZE=16"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "0", "LOCAL_RANK": "0"}, "LOCAL_RANK=0 LOCAL_WORLD_SIZE=0"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "3"}, "8 processes; each machine must have the same number"),
+        (SLURM, {"SLURM_PROCID": "two"}, "not numbers"),
+        (SLURM, {"SLURM_JOB_ID": "12.3"}, "not numbers"),
+        (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "many"}, "not numbers"),
+        (SLURM, {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "srun started 2 and 1 processes"),
+        (SLURM, {"SLURM_PROCID": "4"}, "RANK=4 WORLD_SIZE=4"),
+    ],
+)
+def test_a_launcher_that_makes_no_sense_is_told_so(launcher, wrong, said):
+    with pytest.raises(UserError, match=said):
+        found(launcher | wrong)
+
+
+def of_slurm(**changed):
+    """The place, and the variables that torch reads, of the same names as those of torchrun."""
+    environment = {name: value for name, value in (SLURM | changed).items() if value is not None}
+    return found(environment), environment
+
+
+def test_the_place_that_slurm_gives():
+    place, environment = of_slurm()
+    assert (place.rank, place.size, place.local_rank, place.local_size, place.node) == (2, 4, 0, 2, 1)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("node7", "18456") and found(environment) == place
+    assert of_slurm(SLURM_STEP_NUM_TASKS=None)[0] is None  # no srun
+    assert of_slurm(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")[0] is None
+    assert of_slurm(SLURM_JOB_ID=None)[1]["MASTER_PORT"] == "15000"
+    _, given = of_slurm(MASTER_ADDR="a", MASTER_PORT="29500")
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("a", "29500")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node[007-010]", "node007"),
+        ("node[3]", "node3"),
+        ("node[3,5-9]", "node3"),
+        ("a1,node[3-4]", "a1"),
+        ("rack2-n[3,5],rack1-n[1-2]", "rack2-n3"),
+        ("gpu-a.example.org,gpu-b.example.org", "gpu-a.example.org"),
+    ],
+)
+def test_processes_meet_on_the_first_of_slurms_nodes(nodes, first):
+    """A step's own nodes, where it has not all of the job's."""
+    assert of_slurm(SLURM_NODELIST=nodes)[1]["MASTER_ADDR"] == first
+    assert of_slurm(SLURM_STEP_NODELIST=nodes)[1]["MASTER_ADDR"] == first
+
+
+@pytest.mark.parametrize(("tasks", "size", "of_each"), [("4", 4, 4), ("1(x3)", 3, 1), ("2,2", 4, 2), ("2(x2),2", 6, 2)])
+def test_the_tasks_of_each_node(tasks, size, of_each):
+    found_here = found(SLURM | {"SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_TASKS_PER_NODE": tasks})
+    assert (found_here.local_size, found_here.nodes) == (of_each, size // of_each)
