@@ -11,12 +11,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holotrain.data.hub import reading
 from holotrain.data.sampler import mixed_seed
+from holotrain.data.share import share
 from holotrain.data.text.batches import Batch
 from holotrain.data.text.packed import blocks_in, gathered, offset_of
 from holotrain.data.text.tokenise import Rows, joined, table
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
-from holotrain.ranks.share import share
 
 ROWS = 16
 """Rows that are read at once."""
