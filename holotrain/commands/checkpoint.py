@@ -20,6 +20,7 @@ from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.foreign.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
+from holotrain.models.layers.attention import order_by_head
 from holotrain.ranks.shards import read_all
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.modules import model_of
@@ -220,7 +221,8 @@ def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> Non
     Raises:
         UserError: the names or shapes of the weights do not match. The message names the first that differs.
     """
-    expected = module.state_dict()
+    expected, weights = module.state_dict(), dict(weights)
+    order_by_head(weights, module)  # as load_state_dict does
     for name in [*expected, *weights]:
         here, there = (tuple(s[name].shape) if name in s else "none" for s in (expected, weights))
         if here != there:

@@ -55,7 +55,9 @@ class Witness(ExactResume):
 
     def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
         if self.job == "compressed":
-            wide = [p.grad for name, p in module.named_parameters() if name.endswith(("qkv.weight", "widen.weight"))]
+            wide = [
+                p.grad for name, p in module.named_parameters() if name.endswith(("query_key_value.weight", "widen.weight"))
+            ]
             self.noted["gradient ranks"].append([torch.linalg.matrix_rank(grad, rtol=1e-9).item() for grad in wide])
 
     def on_train_end(self, trainer, module) -> None:
