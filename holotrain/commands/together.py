@@ -28,9 +28,9 @@ from holotrain.config.build_strategy import backend_of, check_processes, device_
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
+from holotrain.models.checkpoint_files import recover
 from holotrain.ranks.launch import launched, threads_each
 from holotrain.ranks.place import Place
-from holotrain.ranks.shards import recover
 from holotrain.ranks.share import set_share
 from holotrain.ranks.watch import GRACE, PATIENCE
 from holotrain.ranks.world import Broken, World

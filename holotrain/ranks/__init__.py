@@ -5,8 +5,6 @@ launch    starts the other processes on this machine
 world     World: the processes of a run, messages between them, their process group
 watch     Watch: detects which process died or hangs
 progress  compares the numbers of launched collectives, to find the process that others wait for
-tensors   gathers and shards tensors
-shards    reads sharded checkpoints, and defines their format
 share     which shard of the data a process reads
 
 Nothing is imported here, because the command line needs its place before it imports torch.
