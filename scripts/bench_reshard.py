@@ -122,7 +122,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results[ranks] = measure(ranks, shapes, Path(folder))
         print(f"{ranks:4} ranks: " + ", ".join(f"{name} {of:.2f} s" for name, of in results[ranks].items()), flush=True)
-    save({"machine": machine(), "settings": settings_of(options), "seconds": results}, options.json)
+        save({"machine": machine(), "settings": settings_of(options), "seconds": results}, options.json)
 
 
 if __name__ == "__main__":
