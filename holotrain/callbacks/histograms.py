@@ -5,12 +5,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from holotrain.callbacks.period import checked_period, period_of
 from holotrain.optimizers import InBackward
-from holotrain.ranks.tensors import whole
 
 
 class Histograms(pl.Callback):
@@ -72,6 +72,7 @@ def finite(tensor: Tensor | None) -> Any:
     """The finite values, on the CPU; None if there are none. All processes must call it if the tensor is sharded."""
     if tensor is None:
         return None
-    values = whole(tensor.detach()).to_dense().cpu().float().flatten()
+    tensor = tensor.detach()
+    values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to_dense().cpu().float().flatten()
     values = values[values.isfinite()]
     return values if len(values) else None

@@ -20,7 +20,7 @@ from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.foreign.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
-from holotrain.ranks.shards import read_all
+from holotrain.models.layers.attention import order_by_head
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.modules import model_of
 
@@ -121,9 +121,9 @@ def described_model(
     if model is None:
         model = _built(kept, path, trust or (), vouched)
     prefix = "" if kept["config"]["model"] is None else "model."
-    weights = {name.removeprefix(prefix): w for name, w in checkpoint["state_dict"].items() if name.startswith(prefix)}
+    weights = {name.removeprefix(prefix): w for name, w in checkpointed.weights(path).items() if name.startswith(prefix)}
     check_weights(model, weights, path)
-    model.load_state_dict(read_all(weights))
+    model.load_state_dict(weights)
     return model, described
 
 
@@ -172,9 +172,9 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         check_weights(model_of(task), model.state_dict(), path)
         model_of(task).load_state_dict(model.state_dict())
         return
-    weights = checkpointed.load(path)["state_dict"]
+    weights = checkpointed.weights(path)
     check_weights(task, weights, path)
-    task.load_state_dict(read_all(weights))
+    task.load_state_dict(weights)
 
 
 def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -> None:
@@ -220,7 +220,8 @@ def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> Non
     Raises:
         UserError: the names or shapes of the weights do not match. The message names the first that differs.
     """
-    expected = module.state_dict()
+    expected, weights = module.state_dict(), dict(weights)
+    order_by_head(weights, module)  # as load_state_dict does
     for name in [*expected, *weights]:
         here, there = (tuple(s[name].shape) if name in s else "none" for s in (expected, weights))
         if here != there:

@@ -25,10 +25,10 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
 from holotrain.data.share import set_share
 from holotrain.errors import UserError
+from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
 from holotrain.parallel.place import Place, found
 from holotrain.parallel.world import World, destroy_group, worlds
-from holotrain.ranks.shards import recover
 
 TOGETHER = ("fit", "validate", "test")
 """The commands that support several processes."""

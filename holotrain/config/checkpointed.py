@@ -60,27 +60,39 @@ def _kept(config: RunConfig) -> dict[str, Any]:
 def load(path: Path) -> dict[str, Any]:
     """Reads a checkpoint of holotrain's, on the CPU, running nothing that stands in it; of an exported folder all but weights.
 
-    What lies in shards is not read yet (:func:`holotrain.ranks.shards.read_all`).
+    Tensors in a folder of several processes are not read (:func:`weights`).
 
     Raises:
         UserError: it is missing, damaged, or of another program.
     """
-    from holotrain.ranks import shards
+    from holotrain.models import checkpoint_files
 
     if is_exported(path):
         return _exported(path)
     if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}")
     with described_by("ckpt_path"):
-        checkpoint = shards.load(path)
+        checkpoint = checkpoint_files.load(path)
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
     return _described(checkpoint, path)
 
 
+def weights(path: Path) -> dict[str, Any]:
+    """The ``state_dict`` of a checkpoint that :func:`load` has read.
+
+    Raises:
+        UserError: a part of it is missing or damaged.
+    """
+    from holotrain.models import checkpoint_files
+
+    with described_by("ckpt_path"):
+        return checkpoint_files.read(path, ["state_dict"])["state_dict"]
+
+
 def is_exported(path: Path) -> bool:
-    """Whether this is a folder of ``holotrain export``'s, if it is anything: a checkpoint in shards is one too."""
-    from holotrain.ranks.shards import is_folder
+    """Whether this is a folder of ``holotrain export``'s, if it is anything: a checkpoint of several processes is one too."""
+    from holotrain.models.checkpoint_files import is_folder
 
     return path.is_dir() and not is_folder(path)
 

@@ -117,12 +117,12 @@ def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]
 
 def _checkpoint_path(arguments: Arguments) -> Path | None:
     if arguments.resume:
-        from holotrain.ranks import shards
+        from holotrain.models.checkpoint_files import recover
 
         folder = arguments.value("hydra.run.dir")
         folder = folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
         path = Path(folder).expanduser() / LAST_CHECKPOINT
-        shards.recover(path)
+        recover(path)
         return path
     given = arguments.value("ckpt_path")
     if given in (None, "null", ""):

@@ -14,6 +14,7 @@ What can be done with a model:
 generation      generate text with a causal model
 sampling        how the next token is drawn
 pretrained      load published weights
+checkpoint_files  read a checkpoint: a file, or a folder of several processes
 adapters        fine-tune a part: bottleneck adapters, freezing
 int8            quantise weights to a quarter of the memory
 saved           save a model in a folder and load it (registry finds its class)

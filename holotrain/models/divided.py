@@ -54,9 +54,8 @@ def divide(model: nn.Module, ranks: int) -> Sums:
     sums = Sums(ranks, found.whole)
     for layer in found.layers:
         if isinstance(layer, Attention):
-            layer.heads //= ranks
             width = layer.project.in_features // ranks
-            layer.qkv = _Columns(layer.qkv, 3 * width, sums)
+            layer.query_key_value = _Columns(layer.query_key_value, 3 * width, sums)
             layer.project = _Rows(layer.project, width, sums)
         else:
             width = layer.widen.out_features // ranks

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from holotrain.models.adapters import adapter_width, add_adapters
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
+from holotrain.models.layers.attention import order_by_head
 from holotrain.models.pretrained.files import read_weights
 from holotrain.models.registry import build
 
@@ -83,6 +84,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
         raise ValueError(f"{folder / CONFIG} describes no model that can be built: {error}") from error
     if config["int8"]:
         quantise(model)
+    order_by_head(weights, model)
     _check(unpacked(model.state_dict()), weights, folder)
     model.load_state_dict(packed(weights) if config["int8"] else weights)
     return model.eval()

@@ -1,47 +1,59 @@
-"""Saves and loads sharded checkpoints (:mod:`holotrain.ranks.shards`).
+"""Saves and loads checkpoints of several processes, with torch.distributed.checkpoint (DCP).
 
-Each process plans its own pieces, and torch.distributed.checkpoint writes them. The default plan of torch (2.15) does not work
-for stacked rows of tensor parallel (queries, keys and values): it treats them as contiguous and reports an overlap.
+:mod:`holotrain.models.checkpoint_files` describes and reads the format. A checkpoint is the same for any strategy and number of
+processes: an optimizer's state has the numbers of parameters, as in one process, where DCP has their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_with_path
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_with_path
 
+from holotrain.checks import described_by
 from holotrain.errors import UserError
-from holotrain.ranks.shards import (
+from holotrain.models.checkpoint_files import (
     CHECKPOINT,
-    SHARDS,
+    TENSORS,
     begun,
+    cause,
     is_folder,
     load,
+    named,
     numbered,
-    placeholder,
-    read_all,
-    remove_shards,
-    stack_name,
+    read,
+    remove_tensors,
 )
-from holotrain.ranks.tensors import numbers, stacks
+from holotrain.optimizers import CombinedOptimizer
+
+IN_PARTS = ("state_dict", "optimizer_states")
+"""Entries of a checkpoint whose tensors all processes write together."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Lightning's checkpoint I/O for all strategies, which also reads sharded checkpoints.
+    """Lightning's checkpoint I/O for all strategies, which also reads folders.
 
-    A checkpoint file that replaces a sharded one is written into its folder, because a file cannot replace a folder atomically.
+    A file that replaces a folder is written into it, because a file cannot replace a folder atomically.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -50,10 +62,98 @@ class CheckpointFiles(TorchCheckpointIO):
             path.parent.mkdir(parents=True, exist_ok=True)
             write(checkpoint, path / CHECKPOINT if path.is_dir() else path)
         if path.is_dir():
-            remove_shards(path)
+            remove_tensors(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        return read_all(load(path)) if is_folder(path) else super().load_checkpoint(path, *args, **options)
+        with described_by("ckpt_path"):
+            return read(path)
+
+
+class ShardedCheckpoints(ModelParallelStrategy):
+    """Lightning's strategy, with checkpoints from which every strategy continues on any number of processes.
+
+    Lightning (2.6) numbers an optimizer's state by the order of the module's parameters, torch by the order of the optimizer's
+    groups. They differ when only some parameters have weight decay.
+
+    Attributes:
+        sharded_checkpoints: each process writes its part into a folder; False: the first process writes one file.
+    """
+
+    sharded_checkpoints: bool
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.lightning_module, options=self._saved())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if not optimizer.state:  # torch would initialise it, with a step that counts
+            return optimizer.state_dict()
+        return state_of(optimizer, self.lightning_module, self._saved())
+
+    def _saved(self) -> StateDictOptions:
+        whole = not self.sharded_checkpoints
+        return StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.sharded_checkpoints:
+            save_in_parts(checkpoint, Path(filepath))
+        else:
+            ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if not is_folder(checkpoint_path):
+            return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        here: dict[str, Any] = {"state_dict": get_model_state_dict(self.lightning_module)}
+        if self.optimizers:
+            here["optimizer_states"] = [state_of(optimizer, self.lightning_module) for optimizer in self.optimizers]
+        with described_by("ckpt_path"):
+            return load(checkpoint_path) | read(checkpoint_path, here, dict(tree_leaves_with_path(here)))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state = sharded_like(get_model_state_dict(self.lightning_module), checkpoint["state_dict"])
+        set_model_state_dict(self.lightning_module, state, options=StateDictOptions(strict=strict))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            # torch's set_optimizer_state_dict (2.15) refuses several groups without parameters.
+            optimizer.load_state_dict(sharded_like(state_of(optimizer, self.lightning_module), state))
+
+
+def state_of(optimizer: Optimizer, model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """An optimizer's state as its ``state_dict`` has it, with the tensors that DCP saves and loads. Initialises it.
+
+    Args:
+        options: whether tensors are gathered; then it is {} in all processes but the first.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return {"parts": [state_of(part, model, options) for part in optimizer.parts]}
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if not state:
+        return {}
+    names = chain.from_iterable(group["params"] for group in state["param_groups"])
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    for group in groups:
+        group |= {"foreach": None} if "foreach" in group else {}  # set by the strategy, not by the training
+    return {"state": {numbers[name]: kept for name, kept in state["state"].items()}, "param_groups": groups}
+
+
+def sharded_like(here: Any, state: Any) -> Any:
+    """A state whose full tensors become this process's parts, where ``here`` has DTensors in the same places."""
+    like = dict(tree_leaves_with_path(here))
+
+    def shard(keys: KeyPath, value: Any) -> Any:
+        of = like.get(keys)
+        if (
+            not isinstance(of, DTensor)
+            or isinstance(value, DTensor)
+            or not isinstance(value, Tensor)
+            or value.shape != of.shape
+        ):
+            return value
+        return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None)
+
+    return tree_map_with_path(shard, state)
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
@@ -76,105 +176,53 @@ def write_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except dcp.CheckpointException as error:  # is not an Exception, and prints a traceback for each process
-        _, (failure, _) = min(error.failures.items(), key=lambda found: found[0])
-        raise UserError(f"{path} cannot be written: {failure}") from error
-    except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError from an OSError
-        failure = error.__context__ if isinstance(error.__context__, OSError) else error
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:  # torch's writer raises a RuntimeError from an OSError
+        failure = cause(error)
+        failure = failure.__context__ if isinstance(failure.__context__, OSError) else failure
         raise UserError(f"{path} cannot be written: {failure}") from error
 
 
-@dataclass(frozen=True)
-class Own:
-    """This process's part of a sharded tensor.
+class Copies(dcp.DefaultSavePlanner):
+    """Writes a copy of each tensor, because safetensors rejects tensors that share memory."""
 
-    Args:
-        begins: index of its first element in the full tensor.
-        shape: shape of the full tensor.
-    """
-
-    tensor: Tensor
-    begins: tuple[int, ...]
-    shape: tuple[int, ...]
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return super().transform_object(write_item, object).clone()
 
 
-class Plan(dcp.DefaultSavePlanner):
-    """Every process writes its pieces; one process writes a replicated piece."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_item(name, own) for name, own in self.state_dict.items()])
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        # A copy, because safetensors rejects tensors that share memory.
-        return self.state_dict[index.fqn].tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _item(name: str, own: Own) -> WriteItem:
-    begins = torch.Size(own.begins)
-    data = TensorWriteData(
-        ChunkStorageMetadata(begins, own.tensor.shape), TensorProperties(own.tensor.dtype), torch.Size(own.shape)
-    )
-    return WriteItem(MetadataIndex(name, begins), WriteItemType.SHARD, tensor_data=data)
-
-
-def save_in_shards(checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes a checkpoint into a folder, from all processes: each writes its parts of sharded tensors, the first one the rest.
+def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint into a folder, from all processes: each writes its parts of the tensors, the first one the rest.
 
     An existing checkpoint stays valid until the new one is complete. (Except for a moment when the folder replaces a file:
-    :func:`~holotrain.ranks.shards.recover` repairs that.)
+    :func:`~holotrain.models.checkpoint_files.recover` repairs that.)
 
     Args:
         path: the path of the first process is used.
     """
     folder, name = _agreed(path)
-    pieces: dict[str, Own] = {}
-    rest = tree_map_with_path(lambda keys, leaf: _taken_out(_named(keys), leaf, pieces), checkpoint)
+    tensors: dict[str, Tensor] = {}
+
+    def take(keys: KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        tensors[named(keys)] = leaf.detach()
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+    rest = checkpoint | tree_map_with_path(take, {key: checkpoint[key] for key in IN_PARTS if key in checkpoint})
     with write_errors(path):
-        dcp.save(pieces, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True), planner=Plan())
+        writer = dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, planner=Copies(flatten_state_dict=False, flatten_sharded_tensors=False))
         if dist.get_rank() != 0:
             return
-        write(rest | {SHARDS: name}, folder / CHECKPOINT)
-    remove_shards(folder, but=name)
+        write(rest | {TENSORS: name}, folder / CHECKPOINT)
+    remove_tensors(folder, but=name)
     if folder != path:
         path.unlink(missing_ok=True)
         folder.rename(path)
 
 
 def _agreed(path: Path) -> tuple[Path, str]:
-    """The folder to write into, and the name of a new folder for the shards in it."""
+    """The folder to write into, and the name of a new folder for the tensors in it."""
     folder = path if path.is_dir() else begun(path)
-    said = [(folder, f"{SHARDS}-{max(numbered(folder), default=0) + 1}")]
+    said = [(folder, f"{TENSORS}-{max(numbered(folder), default=0) + 1}")]
     dist.broadcast_object_list(said, src=0)
     return said[0]
-
-
-def _named(keys: tuple[Any, ...]) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
-
-
-def _taken_out(name: str, leaf: Any, pieces: dict[str, Own]) -> Any:
-    """The value of a leaf in checkpoint.pt. Adds this process's pieces of a sharded tensor to ``pieces``."""
-    if not isinstance(leaf, DTensor):
-        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-    count = stacks(leaf)
-    assert leaf.ndim and not pieces.keys() & {stack_name(name, stack, count) for stack in range(count)}
-    pieces |= {stack_name(name, stack, count): own for stack, own in owned(leaf)}
-    return placeholder(name, leaf.shape, leaf.dtype, count)
-
-
-def owned(part: DTensor) -> Iterator[tuple[int, Own]]:
-    """This process's contiguous rows of each stack of a tensor, with the number of the stack."""
-    local, rows, count = part.detach().to_local(), numbers(part, 0), stacks(part)
-    if not local.numel():
-        return
-    columns = [int(numbers(part, dim)[0]) for dim in range(1, part.ndim)]
-    shape = (len(part) // count, *part.shape[1:])
-    for stack in range(count):
-        mine = (rows // shape[0] == stack).nonzero().flatten()
-        if len(mine):
-            first, last = int(mine[0]), int(mine[-1])
-            yield stack, Own(local[first : last + 1], (int(rows[first]) % shape[0], *columns), shape)

@@ -1,35 +1,24 @@
-"""FSDP2 and tensor parallel, with Lightning's ModelParallelStrategy.
-
-Lightning (2.6) numbers an optimizer's state by the order of the module's parameters, torch by the order of the optimizer's
-groups. They differ when only some parameters have weight decay. So states are gathered and sharded here. A checkpoint is the
-same as from a single process, so any strategy can continue from it, with any number of processes.
-"""
+"""FSDP2 and tensor parallel, with Lightning's ModelParallelStrategy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from holotrain.models.layers.residual import ResidualBlock
 from holotrain.models.mvit import Transition
-from holotrain.parallel.checkpoints import save_in_shards
+from holotrain.parallel.checkpoints import ShardedCheckpoints
 from holotrain.parallel.tensor import Styles, tensor_parallel
-from holotrain.ranks import shards
-from holotrain.ranks.tensors import part_like, whole
 from holotrain.reversible import ReversibleBlock
 
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.15; older versions
@@ -46,15 +35,14 @@ HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=F
 """Of blocks under bf16-mixed: matrices are gathered in bf16, as autocast uses them, and gradients are summed in fp32."""
 
 
-class Sharding(ModelParallelStrategy):
+class Sharding(ShardedCheckpoints):
     """Shards a task's model when its ``configure_model`` asks for it.
 
     Args:
         groups: number of data parallel groups; FSDP2 shards parameters over them if there are several.
         size: number of tensor parallel processes per group.
         styles: tensor parallel styles; None: those of torch.
-        sharded_checkpoints: each process writes its own part (:mod:`holotrain.ranks.shards`); False: the first process writes
-            one file.
+        sharded_checkpoints: each process writes its own part into a folder; False: the first process writes one file.
         options: options of ModelParallelStrategy.
     """
 
@@ -128,39 +116,8 @@ class Sharding(ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._to_save(self.lightning_module.state_dict())
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = self._to_save(optimizer.state_dict())
-        for part in state.get("parts", [state]) if state else []:
-            for group in part["param_groups"]:
-                group |= {"foreach": None} if "foreach" in group else {}  # set by this strategy, not by the training
-        return state
-
-    def _to_save(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state if self.sharded_checkpoints else put_together(state, self.is_global_zero)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.sharded_checkpoints:
-            save_in_shards(checkpoint, Path(filepath))
-        else:
-            ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if shards.is_folder(checkpoint_path):  # reads one full tensor at a time
-            return shards.load(checkpoint_path)
-        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        here, there = self.lightning_module.state_dict(), checkpoint["state_dict"]
-        parted = {name: part_of(value, here[name]) if name in here else value for name, value in there.items()}
-        self.lightning_module.load_state_dict(parted, strict=strict)
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(parted_state(optimizer, state))
+        super().load_optimizer_state_dict(checkpoint)
         self._step_one_by_one()
 
 
@@ -201,34 +158,3 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | Non
         if isinstance(module, BLOCKS):
             fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     fully_shard(model, mesh=mesh)
-
-
-def put_together(state: Any, keep: bool) -> Any:
-    """The state with full tensors on the CPU. All processes must call it; the result is empty if ``keep`` is False."""
-
-    def gathered(part: Tensor) -> Tensor | None:
-        full = whole(part)
-        return full.detach().cpu() if keep else None
-
-    found = tree_map_only(Tensor, gathered, state)
-    return found if keep else {}
-
-
-def part_of(value: Any, like: Any) -> Any:
-    """This process's part of a full tensor (which may be in a sharded checkpoint), sharded like another one."""
-    value = shards.read(value)
-    return part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
-
-
-def parted_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer, with full tensors replaced by this process's parts."""
-    if "parts" in state:
-        pairs = zip(optimizer.parts, state["parts"], strict=True)
-        return {"parts": [parted_state(part, kept) for part, kept in pairs]}
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    of_number = dict(zip(numbers, _parameters(optimizer), strict=True))
-    parted = {
-        number: {name: part_of(value, of_number[number]) for name, value in kept.items()}
-        for number, kept in state["state"].items()
-    }
-    return state | {"state": parted}

@@ -4,10 +4,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Muon
-
-from holotrain.ranks.tensors import part_like, whole
 
 
 class ShardedMuon(Muon):
@@ -45,8 +43,9 @@ class ShardedMuon(Muon):
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         matrix = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device))
-        matrix.grad = whole(update)
+        matrix.grad = update.full_tensor()
         options = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
         Muon([matrix], weight_decay=0, momentum=0, nesterov=False, **options).step()
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(part_like(matrix.detach(), parameter))
+        own = distribute_tensor(matrix.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.add_(own)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holotrain.models.layers.attention import order_by_head
 from holotrain.optimizers import InBackward
 from holotrain.reversible import GraphedStep
+from holotrain.tasks.earlier import order_states_by_head
 from holotrain.tasks.in_backward import settle_in_backward
 
 
@@ -103,6 +105,10 @@ class Task(pl.LightningModule):
             return optimizer
         scheduler = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if order_by_head(checkpoint["state_dict"], self) and self.make_optimizer is not None:
+            order_states_by_head(checkpoint.get("optimizer_states", []), self.model, self.make_optimizer(self.model))
 
     def teardown(self, stage: str) -> None:
         optimizer = InBackward.among(self.trainer.optimizers)

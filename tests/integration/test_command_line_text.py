@@ -321,7 +321,7 @@ def test_fine_tuning_of_a_masked_model(holotrain, trained):
     assert status == 0
     adapted = only(Path("adapted/fit")) / "checkpoints/last.ckpt"
     after = torch.load(adapted, weights_only=True)["state_dict"]
-    words = "model.blocks.blocks.0.f.branch.attention.qkv.weight", "model.blocks.blocks.0.f.down.weight"
+    words = "model.blocks.blocks.0.f.branch.attention.query_key_value.weight", "model.blocks.blocks.0.f.down.weight"
     torch.testing.assert_close(after[words[0]], before[words[0].replace("branch.", "")], rtol=0, atol=0)
     assert words[1] in after
     holotrain("export", f"ckpt_path={adapted}", "to=exported")

@@ -115,14 +115,29 @@ def legacy_pickle(path: Path, checkpoint: dict) -> None:
     torch.save({"holotrain": Payload()}, path, _use_new_zipfile_serialization=False)
 
 
-def shards_elsewhere(path: Path, checkpoint: dict) -> None:
-    path.mkdir()
-    torch.save(checkpoint | {"shards": "../elsewhere"}, path / "checkpoint.pt")
+def without_numbers(checkpoint: dict) -> dict:
+    """As the file in a folder has it, whose tensors are elsewhere."""
+    weights = {name: torch.empty_like(x, device="meta") for name, x in checkpoint["state_dict"].items()}
+    return checkpoint | {"state_dict": weights}
 
 
-def shards_with_a_pickle(path: Path, checkpoint: dict) -> None:
+def tensors_elsewhere(path: Path, checkpoint: dict) -> None:
     path.mkdir()
-    torch.save({"holotrain": Payload(), "shards": "shards-0"}, path / "checkpoint.pt")
+    torch.save(without_numbers(checkpoint) | {"tensors": "../elsewhere"}, path / "checkpoint.pt")
+
+
+def tensors_nowhere(path: Path, checkpoint: dict) -> None:
+    torch.save(without_numbers(checkpoint), path)
+
+
+def folder_with_a_pickle(path: Path, checkpoint: dict) -> None:
+    path.mkdir()
+    torch.save({"holotrain": Payload(), "tensors": "tensors-0"}, path / "checkpoint.pt")
+
+
+def folder_of_an_earlier_version(path: Path, checkpoint: dict) -> None:
+    path.mkdir()
+    torch.save(without_numbers(checkpoint) | {"shards": "shards-1"}, path / "checkpoint.pt")
 
 
 def state_of_another_type(path: Path, checkpoint: dict) -> None:
@@ -143,7 +158,8 @@ def another_lightning(path: Path, checkpoint: dict) -> None:
 
 
 FILES = [
-    *(zipped_pickle, bare_pickle, legacy_pickle, shards_elsewhere, shards_with_a_pickle),
+    *(zipped_pickle, bare_pickle, legacy_pickle, tensors_elsewhere, tensors_nowhere),
+    *(folder_with_a_pickle, folder_of_an_earlier_version),
     *(state_of_another_type, weights_of_another_type, tensor_in_place_of_a_number, another_lightning),
 ]
 """Checkpoints that are crafted as files."""

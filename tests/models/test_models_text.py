@@ -159,7 +159,7 @@ def test_cached_logits_are_those_of_the_whole(model_class, positions, static):
     model = model_class(**SMALL, positions=positions).eval()
     with torch.no_grad():  # a fresh model hardly attends to places
         for block in model.blocks.blocks:
-            block.f.attention.qkv.weight.mul_(30)
+            block.f.attention.query_key_value.weight.mul_(30)
     tokens = torch.randint(50, (3, 12))
     lengths = torch.tensor([5, 2, 4])
     whole = model(tokens)

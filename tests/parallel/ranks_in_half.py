@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from holotrain.models.vit import RevViT
 from holotrain.parallel.sharded import HALF, shard
-from holotrain.ranks.tensors import whole
 
 GATHER, REDUCE = (
     next(name for name in names if hasattr(dist, name))
@@ -44,7 +43,7 @@ def trained(policy, sharded: bool) -> dict:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(images).float().square().mean()
         loss.backward()
-    grads = [whole(parameter.grad).flatten() for parameter in model.parameters()]
+    grads = [parameter.grad.full_tensor().flatten() for parameter in model.parameters()]
     found = {"loss": loss.item(), "grad": torch.cat(grads).tolist(), "streams": sorted(streams)}
     return found | {"gathered": sent[GATHER], "reduced": sent[REDUCE]}
 

@@ -32,8 +32,8 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make):
     adamw, muon = by_part
     assert [type(part).__name__ for part in optimizer.parts] == ["AdamW", "ShardedMuon"]
     assert adamw | muon == set(names.values()) - {names[id(frozen)]} and not adamw & muon
-    ends = ("qkv.weight", "project.weight", "widen.weight", "narrow.weight", "shortcut.weight")
-    assert muon and all(".blocks." in f".{name}" and name.endswith(ends) for name in muon)
+    ends = [f"{name}.weight" for name in ("query_key_value", "qkv", "project", "widen", "narrow", "shortcut")]
+    assert muon and all(".blocks." in f".{name}" and name.endswith(tuple(ends)) for name in muon)
     for group in optimizer.param_groups:
         decays = {names[id(p)] for p in group["params"] if group["weight_decay"]}
         assert not any(name.endswith(("bias", "position", "norm.weight")) for name in decays)

@@ -21,7 +21,7 @@ class Beginning:
         pretrained: initial weights: a local file or folder from timm, Hugging Face or holotrain; null: random
         trained: what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen
         adapters: width of the adapter after each branch of each block; 0: no adapters; or a configuration of peft, such as
-            {_target_: peft.LoraConfig, r: 8, target_modules: [qkv]}, which trains its layers and the head
+            {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}, which trains its layers and the head
     """
 
     def __init__(

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, C channels, H heads, D = C / H head width, S tokens that are attended to.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +26,9 @@ def with_one_kernel(bias: Tensor) -> Tensor:
 
 class Attention(nn.Module):
     """Multi-head self-attention on PyTorch's scaled_dot_product_attention. (B, T, C) -> (B, T, C).
+
+    The rows of ``query_key_value`` are ordered by head: D for the queries of a head, D for its keys and D for its values. So a
+    contiguous part of them is whole heads, which a process can hold. State dicts of earlier versions, with ``qkv``, load.
 
     Args:
         dim, heads: C, H.
@@ -49,10 +54,11 @@ class Attention(nn.Module):
         if dim % heads:
             raise ValueError(f"dim must be a multiple of heads, but {dim} is not a multiple of {heads}")
         self.heads = heads
+        self.width = dim // heads
         self.attention_dropout = attention_dropout
         self.causal = causal
         self.layer = layer
-        self.qkv = nn.Linear(dim, 3 * dim)
+        self.query_key_value = nn.Linear(dim, 3 * dim)
         self.project = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -65,7 +71,8 @@ class Attention(nn.Module):
             rotation: of rotary positions.
             cache: keys and values of the tokens before ``x``; the mask is then the cache's.
         """
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        # The number of heads is that of this process.
+        q, k, v = self.query_key_value(x).unflatten(-1, (-1, 3, self.width)).permute(3, 0, 2, 1, 4)  # each (B, H, T, D)
         if rotation is not None:
             q, k = rotated(q, rotation), rotated(k, rotation)
         if cache is not None:
@@ -74,3 +81,37 @@ class Attention(nn.Module):
         causal = self.causal and mask is None
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.dropout(self.project(x.transpose(1, 2).flatten(2)))
+
+    def by_head(self, stacked: Tensor) -> Tensor:
+        """The rows of a matrix or bias, ordered by head.
+
+        Args:
+            stacked: (3C, ...), the queries of all heads, their keys and their values. Other shapes are returned unchanged.
+        """
+        if not stacked.ndim or len(stacked) != 3 * self.width * self.heads:
+            return stacked
+        return stacked.unflatten(0, (3, self.heads, self.width)).transpose(0, 1).flatten(0, 2)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        order_by_head(state_dict, self, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def order_by_head(state_dict: dict[str, Any], module: nn.Module, prefix: str = "") -> bool:
+    """Renames ``qkv`` in a state dict, whose rows are stacked, to ``query_key_value``, ordered by head, in place.
+
+    Args:
+        prefix: of the module's names in the state dict.
+
+    Returns:
+        Whether there was any.
+    """
+    found = False
+    for name, attention in module.named_modules(prefix=prefix.removesuffix(".")):
+        if isinstance(attention, Attention):
+            stacked = f"{name}.qkv.".removeprefix(".")
+            for key in [key for key in state_dict if key.startswith(stacked)]:
+                ordered = f"{stacked.removesuffix('qkv.')}query_key_value.{key.removeprefix(stacked)}"
+                state_dict[ordered] = attention.by_head(state_dict.pop(key))
+                found = True
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holotrain.ranks.shards import Sharded, is_folder, load, read
+from holotrain.models.checkpoint_files import is_folder, read
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
@@ -28,7 +28,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if is_folder(path):
-        return {name: read(x) for name, x in _weights(load(path), path).items()}
+        return _weights(read(path, WITHIN), path)
     if path.is_dir():
         found = [path / name for name in IN_A_FOLDER if (path / name).is_file()]
         if not found:
@@ -72,11 +72,11 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
     return _weights(held, path)
 
 
-def _weights(held: Any, path: Path) -> dict[str, Tensor | Sharded]:
+def _weights(held: Any, path: Path) -> dict[str, Tensor]:
     for key in WITHIN:
         if isinstance(held, dict) and isinstance(held.get(key), dict):
             held = held[key]
-    weights = {name: x for name, x in held.items() if isinstance(x, Tensor | Sharded)} if isinstance(held, dict) else {}
+    weights = {name: x for name, x in held.items() if isinstance(x, Tensor)} if isinstance(held, dict) else {}
     if not weights:
         raise ValueError(f"{path} is not a mapping from names to weights")
     return weights

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.models.gpt import GPT
+from holotrain.models.layers.attention import order_by_head
 from holotrain.models.mvit import MViT
 from holotrain.models.pretrained import huggingface_gpt2, huggingface_roberta, ours, timm_mvit, timm_swin, timm_vit
 from holotrain.models.pretrained.fitting import fitted
@@ -86,6 +87,7 @@ def load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> Loaded:
         raise ValueError(f"these weights are for {source.name}; the model is a {type(model).__name__}")
     own = dict(model.named_parameters())
     renamed = source.recipe.renamed(weights)
+    order_by_head(renamed, model)
     given = fitted(renamed, model)
     head = [name for name in own if name.startswith("head.")]
     if _shapes(own, head) == _shapes(given, [name for name in given if name.startswith("head.")]):

@@ -1,0 +1,127 @@
+"""Reads checkpoints: a file, or a folder to which several processes wrote their parts.
+
+A folder has ``checkpoint.pt``, in which the model's and the optimizer's tensors are meta tensors (shape and dtype), and
+``tensors-<n>/``, the safetensors files that torch.distributed.checkpoint (DCP) writes and reads. No file can run code.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
+
+CHECKPOINT = "checkpoint.pt"
+
+TENSORS = "tensors"
+"""Key of the name of the tensors' folder in checkpoint.pt."""
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether this is the folder of a checkpoint, complete or not."""
+    return (Path(path) / CHECKPOINT).is_file() or bool(numbered(Path(path)))
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """The folders of tensors in a checkpoint's folder, by number."""
+    found = {re.fullmatch(rf"{TENSORS}-(\d+)", path.name): path for path in folder.glob(f"{TENSORS}-*")}
+    return {int(match[1]): path for match, path in found.items() if match}
+
+
+def remove_tensors(folder: Path, but: str | None = None) -> None:
+    """Removes the tensors of replaced checkpoints."""
+    for path in numbered(folder).values():
+        if path.name != but:
+            shutil.rmtree(path)
+
+
+def begun(path: Path) -> Path:
+    """The temporary name of a checkpoint's folder, until its first checkpoint is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def recover(path: Path) -> None:
+    """Renames a complete checkpoint whose process was killed just before it renamed it."""
+    if not path.exists() and (begun(path) / CHECKPOINT).is_file():
+        begun(path).rename(path)
+
+
+def load(path: str | Path) -> Any:
+    """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors.
+
+    Raises:
+        ValueError: the checkpoint is damaged or incomplete, or a folder of an earlier version.
+    """
+    path = Path(path)
+    file = path / CHECKPOINT if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise ValueError(f"{file} is missing: the checkpoint is incomplete")
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many kinds of errors for damaged files
+        raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
+    folder, earlier = (held.get(key) if isinstance(held, dict) else None for key in (TENSORS, "shards"))
+    if earlier is not None:
+        raise ValueError(f"{path} is a sharded checkpoint of an earlier version: export it there, then use model.pretrained=")
+    if any(map(_is_meta, tree_leaves(held))) and folder not in [found.name for found in numbered(path).values()]:
+        raise ValueError(f"{file} needs the folder {folder!r} of its tensors, which is missing")
+    return held
+
+
+def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyPath, Tensor] | None = None) -> Any:
+    """Reads a checkpoint with its tensors, or some of its entries.
+
+    Args:
+        only: the entries; None: all.
+        like: tensors of this process by their place in the checkpoint. Those of a folder are read into them, into the local
+            part of a DTensor. Tensors that are not in it are read in full.
+
+    Raises:
+        ValueError: the checkpoint is damaged or incomplete.
+    """
+    held, like = load(path), like or {}
+    folder = held.pop(TENSORS, None) if isinstance(held, dict) else None
+    if only is not None:
+        held = {key: held[key] for key in only if key in held}
+    wanted = {keys: leaf for keys, leaf in tree_leaves_with_path(held) if _is_meta(leaf)}
+    if not wanted:
+        return held
+    import torch.distributed.checkpoint as dcp  # imported here, so that models only need torch and safetensors
+
+    reader, planner = dcp.HuggingFaceStorageReader(str(Path(path) / folder)), dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        places = {
+            named(keys): like[keys] if keys in like else torch.zeros_like(leaf, device="cpu") for keys, leaf in wanted.items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each process reads its own parts, which torch warns of
+            dcp.load(places, storage_reader=reader, planner=planner, no_dist=True)
+        for keys, leaf in wanted.items():
+            written = planner.metadata.state_dict_metadata[named(keys)].chunks
+            if sum(chunk.sizes.numel() for chunk in written) != leaf.numel():
+                raise ValueError(f"parts of {named(keys)} are missing")
+    except (Exception, dcp.CheckpointException) as error:  # the second is not an Exception
+        said = str(cause(error)).strip().partition("\n")[0]
+        raise ValueError(f"{Path(path) / folder} does not have all tensors of the checkpoint, or is damaged: {said}") from error
+    return tree_map_with_path(lambda keys, leaf: places[named(keys)] if keys in wanted else leaf, held)
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta
+
+
+def named(keys: KeyPath) -> str:
+    """The name of a tensor in the safetensors files."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
+
+
+def cause(error: BaseException) -> BaseException:
+    """What failed, in the first process that says so; DCP wraps it."""
+    failures = getattr(error, "failures", None)
+    return cause(min(failures.items())[1][0]) if failures else error
