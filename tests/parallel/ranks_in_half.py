@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gloo_pair import find_as_one_of_them
 from small_models import IMAGE
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from holotrain.models.vit import RevViT
 from holotrain.parallel.sharded import HALF, shard
@@ -43,8 +44,8 @@ def trained(policy, sharded: bool) -> dict:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(images).float().square().mean()
         loss.backward()
-    grads = [parameter.grad.full_tensor().flatten() for parameter in model.parameters()]
-    found = {"loss": loss.item(), "grad": torch.cat(grads).tolist(), "streams": sorted(streams)}
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    found = {"loss": loss.item(), "grad": torch.cat([grad.flatten() for grad in grads]).tolist(), "streams": sorted(streams)}
     return found | {"gathered": sent[GATHER], "reduced": sent[REDUCE]}
 
 

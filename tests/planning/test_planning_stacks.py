@@ -75,4 +75,4 @@ def test_each_schedule_has_its_memory_and_its_work():
     assert stage.depth == 6
     assert held["autograd"] > 8 * stream
     assert held["checkpoint"] == pytest.approx(stream, rel=0.01)
-    assert held["reversible"] == pytest.approx(stream / 16, rel=0.01)
+    assert held["reversible"] == pytest.approx(stream * 4 / 32, rel=0.01)  # 4 bits in the middle of six blocks
