@@ -18,8 +18,12 @@ def summary(folder: Path) -> dict:
 
 
 def scalars(folder: Path) -> dict[str, list[float]]:
+    """Of each tag, by step: files of several processes are read in any order."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [event.value for event in sorted(events.Scalars(tag), key=lambda one: one.step)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def texts(folder: Path) -> dict[str, str]:
