@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import chain
 
 import datasets
@@ -194,6 +195,18 @@ def test_images_that_were_saved_to_disk(images):
             assert image.getpixel((0, 0))[2] == label
     two = pictures(images, classes=["c", "a"])
     assert two.class_names == ["c", "a"] and {label for _, label in (two.split("train")[i] for i in range(30))} == {0, 1}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_minus_one_is_a_class_unless_classes_have_names(images, tmp_path, named):
+    rows = datasets.load_from_disk(str(images))
+    labels = [row % 3 - 1 for row in range(60)]
+    kind = datasets.ClassLabel(names=["a", "b"]) if named else datasets.Value("int64")
+    rows.remove_columns("label").add_column("label", labels, feature=kind).save_to_disk(tmp_path / "numbers")
+    data = pictures(tmp_path / "numbers", val_fraction=0)
+    assert data.class_names == (["a", "b"] if named else ["-1", "0", "1"])
+    train = data.split("train")
+    assert Counter(train[index][1] for index in range(len(train))) == dict.fromkeys(range(2 if named else 3), 20)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
