@@ -75,6 +75,18 @@ def test_files_and_folders_are_read_too(saved, tmp_path, monkeypatch, name):
     assert sorted(chain(*(texts(data, part) for part in ("train", "val", "test")))) == sorted(rows["text"])
 
 
+@pytest.mark.parametrize("name", ["a.tsv", "b.json", "*.json*"])
+def test_files_of_one_kind_are_read_together(tmp_path, name):
+    (tmp_path / "a.tsv").write_text("n\ttext\n" + "".join(f"1\ta, {number}\n" for number in range(30)))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": f"b {number}"} for number in range(30)]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"c {number}"}) + "\n" for number in range(30)))
+    data = HubText(str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val_fraction=0.3, test_fraction=0.3)
+    data.setup()
+    assert sum(data.counts[part]["documents"] for part in data.counts) == (60 if "*" in name else 30)
+    with pytest.raises(UserError, match=r"^data\.name: .* matches files of several kinds, \.jsonl and \.tsv; name one of them$"):
+        HubText(str(tmp_path / "*.*"), cache_dir=str(tmp_path / "cache")).setup()
+
+
 @pytest.fixture
 def small_windows(monkeypatch):
     monkeypatch.setattr(streaming, "WINDOW", 4000)
@@ -262,6 +274,8 @@ REFUSED = [
     (HubText, {"label": "kinds"}, r"data\.label: the data have no column 'kinds'.* Did you mean 'kind'"),
     (HubText, {"split": "hold"}, r"data\.split: 'hold' is not one of train, held\. Did you mean 'held'"),
     (HubText, {"val_split": "validation"}, r"data\.split: 'validation' is not one of train, held"),
+    (HubText, {"config": "small"}, r"data\.config: .*saved has no configurations, so not 'small'"),
+    (HubText, {"name": __file__, "config": "small"}, r"data\.config: .*\.py has no configurations"),
     (HubText, {"name": "nobody/nothing"}, r"data: cannot read nobody/nothing"),
     (HubText, {"streaming": True, "context": 10**6}, r"data\.batch_size: some process or worker has less than a batch"),
     (HubImages, {}, r"data\.image: the data have no column 'image'; they have text, kind"),

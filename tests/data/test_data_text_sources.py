@@ -68,6 +68,32 @@ def test_rows_of_files(tmp_path):
         assert found == [("first", "1"), ("second", "1"), ("é", "3")]
 
 
+def test_csv_and_tsv_together(tmp_path):
+    write(tmp_path, "a.csv", b"n,text\n" + b"".join(b"1,comma %d\n" % number for number in range(30)))
+    write(tmp_path, "a.tsv", b"n\ttext\n" + b"".join(b"1\ttab, %d\n" % number for number in range(30)))
+    data = module(tmp_path, str(tmp_path / "*.?sv"), val_fraction=0.2, test_fraction=0.2)
+    found = [text for part in ("train", "val", "test") for text in documents(data, part)]
+    assert sorted(found) == sorted(f"{kind} {number}" for kind in ("comma", "tab,") for number in range(30))
+
+
+def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_file(tmp_path):
+    settings = '{"name": "project"}'
+    write(tmp_path, "package.json", settings.encode())
+    write(tmp_path, "a.txt", b"text")
+    write(tmp_path, "b.txt", b"more")
+    found = module(tmp_path, str(tmp_path / "*.*"), val_fraction=0.3, test_fraction=0.3)
+    assert sorted(chain(*(documents(found, part) for part in ("train", "val", "test")))) == ["more", "text", settings]
+    write(tmp_path, "b.csv", b"n,m\n1,2\n")
+    one_line(
+        lambda: module(tmp_path, str(tmp_path / "*.*")), r"data\.text: the rows of .*b\.csv have no column 'text'; they have n"
+    )
+    write(tmp_path, "c.csv", b"n,m\n1,2\n")
+    options = {"val_files": str(tmp_path / "a.txt"), "test_files": str(tmp_path / "b.txt")}
+    one_line(
+        lambda: module(tmp_path, str(tmp_path / "*.csv"), **options), r"rows of .*b\.csv and 1 other \.csv files have no column"
+    )
+
+
 def test_names_may_hold_signs_of_patterns(tmp_path):
     path = tmp_path / "a[1] *?.txt"
     path.write_text("here")

@@ -88,7 +88,9 @@ def rows_of(
                 raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
         drawing = replace(reading, fractions=tuple(shares))
-        rows += [Rows(dataset, drawing, *of) for dataset, of in zip(read.values(), members, strict=True)]
+        for dataset, (of, paths) in zip(read.values(), members.items(), strict=True):
+            others = f" and {len(paths) - 1} other {paths[0].suffix} files" if len(paths) > 1 else ""
+            rows.append(Rows(dataset, drawing, *of, source=f"the rows of {paths[0]}{others}"))
     return rows
 
 

@@ -73,20 +73,23 @@ class Rows:
         dataset: has the columns that ``reading`` names.
         part: that all of them belong to; None: it is drawn for each document.
         label: that all of them have; None: that of a column, or none.
+        source: what has the columns, for messages.
     """
 
     dataset: Any
     reading: Reading
     part: str | None = None
     label: str | None = None
+    source: str = "the data"
 
     def __post_init__(self) -> None:
         from datasets import Value
 
-        kind = column(self.dataset, "data.text", self.reading.text)
+        kind = column(self.dataset, "data.text", self.reading.text, self.source)
         if not (isinstance(kind, Value) and "string" in kind.dtype):
             raise UserError(f"data.text: column {self.reading.text!r} holds no text, but {kind}")
-        object.__setattr__(self, "names", self.reading.label and class_names(self.dataset, self.reading.label))
+        names = self.reading.label and class_names(self.dataset, self.reading.label, self.source)
+        object.__setattr__(self, "names", names)
 
     def may_be_in(self, part: str) -> bool:
         return self.part in (None, part)
