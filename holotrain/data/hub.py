@@ -4,6 +4,7 @@ The library runs no code that comes with a data set: it has no loading scripts s
 """
 
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
@@ -30,10 +31,15 @@ SHARDS = 64
 def reading(what: str) -> Iterator[None]:
     """Within it, what the library finds wrong becomes a UserError of one line, and its progress bars show on terminals only.
 
+    Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing.
+
     Args:
         what: is read, for messages.
     """
     import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError
+    from pyarrow import ArrowException
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else even files on this machine are reported to the Hub
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
@@ -41,11 +47,11 @@ def reading(what: str) -> Iterator[None]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are logged before they are raised
     try:
         yield
-    except UserError:
-        raise
-    except Exception as error:  # what is missing, damaged or out of reach each raises differently
+    except (OSError, ValueError, RuntimeError, EOFError, zlib.error, ArrowException, DatasetsError, HTTPError) as error:
         while error.__cause__ is not None:
             error = error.__cause__
+        if isinstance(error, (UserError, MemoryError)):  # the library wraps whatever ends its reading
+            raise error
         said = str(error).strip() or type(error).__name__
         raise UserError(f"data: cannot read {what} ({said.splitlines()[0]})") from error
     finally:

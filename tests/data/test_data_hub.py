@@ -13,7 +13,7 @@ import torch
 from data_files import write_folder
 from PIL import Image
 
-from holotrain.data import HubImages, HubText
+from holotrain.data import HubImages, HubText, hub
 from holotrain.data.text import stream as streaming
 from holotrain.errors import UserError
 
@@ -83,7 +83,9 @@ def test_files_of_one_kind_are_read_together(tmp_path, name):
     data = HubText(str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val_fraction=0.3, test_fraction=0.3)
     data.setup()
     assert sum(data.counts[part]["documents"] for part in data.counts) == (60 if "*" in name else 30)
-    with pytest.raises(UserError, match=r"^data\.name: .* matches files of several kinds, \.jsonl and \.tsv; name one of them$"):
+    with pytest.raises(
+        UserError, match=r"^data\.name: .* matches files of several kinds, \.jsonl and \.tsv; name one of them$"
+    ):
         HubText(str(tmp_path / "*.*"), cache_dir=str(tmp_path / "cache")).setup()
 
 
@@ -291,6 +293,22 @@ def test_mistakes_are_said_in_one_line(saved, tmp_path, monkeypatch, kind, optio
         data.setup()
         next(iter(data.train_dataloader()))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("raised", [KeyError("a bug of ours"), MemoryError()])
+def test_only_what_reading_raises_is_a_mistake_of_the_user(raised):
+    with pytest.raises(type(raised)), hub.reading("the text"):
+        raise raised
+    with pytest.raises(type(raised) if isinstance(raised, MemoryError) else UserError), hub.reading("the text"):
+        raise datasets.exceptions.DatasetGenerationError("reading failed") from raised
+
+
+def test_the_library_logs_as_before_between_the_batches(saved):
+    before = datasets.logging.get_verbosity()
+    (rows,) = HubText(str(saved), cache_dir=str(saved.parent / "cache")).rows()
+    batches = rows.batches("train")
+    next(batches)
+    assert datasets.logging.get_verbosity() == before
 
 
 def test_streams_that_cannot_be_are_refused(saved):

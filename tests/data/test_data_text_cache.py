@@ -74,6 +74,13 @@ def test_tokens_in_several_chunks_are_one_row(folder, monkeypatch, size):
             assert np.array_equal(cut[first:last], row[first:last])
 
 
+def test_a_batch_may_hold_more_tokens_than_32_bits_count():
+    found = tokenise.table(np.zeros(2**31 + 5, np.uint8), np.array([2**31, 5]), [None, None])["tokens"].chunk(
+        0
+    )  # never touched
+    assert found.offsets.to_pylist() == [0, 2**31, 2**31 + 5]
+
+
 def test_nothing_changed_is_not_built_again(folder, built):
     first = tokens(prepared(folder))
     assert set(built) == {"train", "val", "test"}
