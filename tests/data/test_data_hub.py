@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -132,25 +133,33 @@ def test_a_stream_resumes_in_mid_epoch_bit_for_bit(saved, small_windows, workers
     assert all(number >= 1 for number in passes)
 
 
-def test_a_stream_holds_the_training_text_and_no_other(saved, small_windows):
-    """Every document comes in a pass, in another order than before; held-out ones never."""
-    data, whole = stream(saved, context=8), text(saved, val_fraction=0.1, test_fraction=0.1)
-    assert texts(data, "val") == texts(whole, "val") and texts(data, "test") == texts(whole, "test")
-    numbers = {part: {written.split()[1] for written in texts(whole, part)} for part in ("train", "val", "test")}
-    loader = data.train_dataloader()
-    seen, passes = [], []
-    for batch in loader.batches:
-        if loader.batches.state_dict()["dataset_state"]["pass"] == 2:
-            break
-        passes.append(loader.batches.state_dict()["dataset_state"]["pass"])
-        seen.append(batch["tokens"])
-    rows = [set(map(bytes, torch.cat([b for b, p in zip(seen, passes, strict=True) if p == number]).numpy().astype("u1")))
-            for number in (0, 1)]  # fmt: skip
-    assert rows[0] != rows[1]
-    found = "".join(data.tokenizer.decode(row) + "|" for batch in seen for row in batch)
-    shown = {word for word in numbers["train"] if f"row {word} " in found}
-    assert len(shown) > 0.3 * len(numbers["train"])  # the others are cut by the ends of blocks
-    assert not any(f"row {word} " in found for word in numbers["val"] | numbers["test"])
+def passes_of(data, workers, node) -> list[list[int]]:
+    """The numbers of the rows in the first two passes, in the order in which one of the workers of a process meets them."""
+    found: list[list[int]] = [[], []]
+    source = data.train_dataloader().batches.dataset
+    source.share = (node, 2 * workers)  # as a process with workers divides the rows
+    for batch in source:
+        if (number := source.state_dict()["pass"]) == 2:
+            return found
+        found[number] += [int(row) for row in re.findall(r"<(\d+)>", " ".join(map(data.tokenizer.decode, batch["tokens"])))]
+    raise AssertionError("a stream has no end")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_row_of_the_training_part_comes_in_each_pass_and_no_other(tmp_path, small_windows, workers):
+    """In exactly one process and worker, and in another order than in the pass before."""
+    rows = datasets.Dataset.from_dict({"text": [f"<{number}>" * 40 for number in range(400)]})
+    rows.save_to_disk(tmp_path / "saved")
+    options = {"context": 32, "batch_size": 1, "val_fraction": 0.1, "test_fraction": 0.1}
+    whole = text(tmp_path / "saved", **options)
+    expected = {int(re.match(r"<(\d+)>", written)[1]) for written in texts(whole, "train")}
+    assert 250 < len(expected) < 400
+    shares = [passes_of(stream(tmp_path / "saved", **options), workers, node) for node in range(2 * workers)]
+    for number in (0, 1):
+        met = [set(share[number]) for share in shares]
+        assert set().union(*met) == expected and sum(map(len, met)) == len(expected)
+    for first, second in shares:
+        assert list(dict.fromkeys(first)) != list(dict.fromkeys(second))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
