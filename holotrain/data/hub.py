@@ -100,13 +100,20 @@ def loaded(builder: str, paths: Iterable[Path], cache: Path, **options: Any) -> 
     from datasets import Dataset, load_dataset
     from datasets.fingerprint import Hasher
 
-    files = [(str(path.absolute()), path.stat()) for path in paths]
-    stamp = Hasher.hash([(path, stat.st_size, stat.st_mtime_ns) for path, stat in files])
+    stamp = stamp_of(paths)
     read = load_dataset(builder, cache_dir=str(cache / stamp), **options)
     for dataset in read.values() if isinstance(read, dict) else [read]:
         if isinstance(dataset, Dataset):
             dataset._fingerprint = Hasher.hash([dataset._fingerprint, stamp])  # the name of its tokens
     return read
+
+
+def stamp_of(paths: Iterable[Path]) -> str:
+    """A hash of files' paths, sizes and times."""
+    from datasets.fingerprint import Hasher
+
+    files = [(str(path.absolute()), path.stat()) for path in paths]
+    return Hasher.hash([(path, stat.st_size, stat.st_mtime_ns) for path, stat in files])
 
 
 def opened(name: str, config: str | None, split: str, cache: Path, streaming: bool = False) -> "Dataset | IterableDataset":

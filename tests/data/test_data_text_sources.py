@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import chain, pairwise
+from pathlib import Path
 
 import pyarrow
 import pyarrow.csv
@@ -10,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from holotrain.data import StdlibText, TextFiles, hub
-from holotrain.data.text.files import TextFile, matches, rows_of
+from holotrain.data.text import files as text_files
+from holotrain.data.text.files import TextFile, matches, readable, rows_of
 from holotrain.data.text.parts import held_out_files
 from holotrain.data.text.tokenise import Reading
 from holotrain.errors import UserError
@@ -146,6 +148,22 @@ def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
     with pytest.warns(UserWarning, match="data: 4 files cannot be read and are left out"):
         data = module(tmp_path, pattern, on_error="skip", val_fraction=0.2, test_fraction=0.2, tokenizer=tokenizer)
     assert sum(data.counts[part]["documents"] for part in data.counts) == 12
+
+
+def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypatch):
+    paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
+    files, read, cache = [TextFile(path, path.name) for path in paths], [], tmp_path / "cache"
+    cache.mkdir()
+    original = text_files._error_in
+    monkeypatch.setattr(text_files, "_error_in", lambda file, cache: read.append(file) or original(file, cache))
+    assert readable(files, cache) == readable(files, cache) == files[1:] and read == files
+    write(tmp_path, "0.txt", b"mended")
+    assert readable(files, cache) == files and read == 2 * files
+    paths[1].unlink()
+    assert readable(files, cache) == [files[0], *files[2:]]
+    for crooked in cache.glob("damaged-*"):
+        crooked.write_text('{"a": 1')
+    assert readable(files, cache) == [files[0], *files[2:]]
 
 
 def test_held_out_files_do_not_depend_on_order():
