@@ -4,7 +4,8 @@ The library runs no code that comes with a data set: it has no loading scripts s
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
@@ -16,8 +17,11 @@ from holotrain.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
-"""How files of rows are read, by their extension; all others are plain text."""
+KINDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
+"""How files of rows are read, by their extension; all others are plain text. Of a project, ``.json`` are mostly settings."""
+
+OF_ROWS = KINDS | {".json": "json"}
+"""The same for a file that is named alone, or with its like."""
 
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
@@ -27,10 +31,15 @@ SHARDS = 64
 def reading(what: str) -> Iterator[None]:
     """Within it, what the library finds wrong becomes a UserError of one line, and its progress bars show on terminals only.
 
+    Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing.
+
     Args:
         what: is read, for messages.
     """
     import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError
+    from pyarrow import ArrowException
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else even files on this machine are reported to the Hub
     (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
@@ -38,11 +47,11 @@ def reading(what: str) -> Iterator[None]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are logged before they are raised
     try:
         yield
-    except UserError:
-        raise
-    except Exception as error:  # what is missing, damaged or out of reach each raises differently
+    except (OSError, ValueError, RuntimeError, EOFError, zlib.error, ArrowException, DatasetsError, HTTPError) as error:
         while error.__cause__ is not None:
             error = error.__cause__
+        if isinstance(error, (UserError, MemoryError)):  # the library wraps whatever ends its reading
+            raise error
         said = str(error).strip() or type(error).__name__
         raise UserError(f"data: cannot read {what} ({said.splitlines()[0]})") from error
     finally:
@@ -60,7 +69,7 @@ def files_read(
     """Files of one kind, in groups.
 
     Args:
-        kind: a builder of the library's, such as ``text`` or ``json``.
+        kind: a builder of the library's, such as ``text`` or ``json``, or ``tsv``.
         files: those of each group.
         cache: folder of the Arrow files that they become.
         streaming: read them as they are asked for instead.
@@ -70,18 +79,41 @@ def files_read(
     Raises:
         UserError: one cannot be read.
     """
-    from datasets import load_dataset
-
-    if all(str(each).endswith(".tsv") for group in files.values() for each in group):
-        options["sep"] = "\t"
+    if kind == "tsv":
+        kind, options = "csv", options | {"sep": "\t"}
     if not streaming:
         options["num_proc"] = num_proc
     named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
     several = sum(map(len, named.values())) - 1
     first = next(iter(files.values()))[0]
     with reading(f"{first} or one of {several} other files" if several else str(first)):
-        read = load_dataset(kind, data_files=named, cache_dir=str(cache), streaming=streaming, **options)
+        paths = [Path(each) for group in files.values() for each in group]
+        read = loaded(kind, paths, cache, data_files=named, streaming=streaming, **options)
         return {group: resolved(dataset) for group, dataset in read.items()}
+
+
+def loaded(builder: str, paths: Iterable[Path], cache: Path, **options: Any) -> Any:
+    """What ``load_dataset`` reads from files of this machine, anew if the size or the time of one of ``paths`` has changed.
+
+    The library looks at the times alone, rounded, and some tools keep the time of a file that they change.
+    """
+    from datasets import Dataset, load_dataset
+    from datasets.fingerprint import Hasher
+
+    stamp = stamp_of(paths)
+    read = load_dataset(builder, cache_dir=str(cache / stamp), **options)
+    for dataset in read.values() if isinstance(read, dict) else [read]:
+        if isinstance(dataset, Dataset):
+            dataset._fingerprint = Hasher.hash([dataset._fingerprint, stamp])  # the name of its tokens
+    return read
+
+
+def stamp_of(paths: Iterable[Path]) -> str:
+    """A hash of files' paths, sizes and times."""
+    from datasets.fingerprint import Hasher
+
+    files = [(str(path.absolute()), path.stat()) for path in paths]
+    return Hasher.hash([(path, stat.st_size, stat.st_mtime_ns) for path, stat in files])
 
 
 def opened(name: str, config: str | None, split: str, cache: Path, streaming: bool = False) -> "Dataset | IterableDataset":
@@ -92,13 +124,14 @@ def opened(name: str, config: str | None, split: str, cache: Path, streaming: bo
         config: the configuration, of data sets that have several.
 
     Raises:
-        UserError: there is no such data set or split, or it cannot be read.
+        UserError: there is no such data set, configuration or split, its files are of several kinds, or it cannot be read.
     """
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     folder = Path(name).expanduser()
     with reading(name):
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            _without(config, name)
             found = load_from_disk(str(folder))
             if isinstance(found, DatasetDict):
                 one_of("data.split", split, found)
@@ -109,9 +142,23 @@ def opened(name: str, config: str | None, split: str, cache: Path, streaming: bo
         if files := [each for each in sorted(glob(str(folder), recursive=True)) if Path(each).is_file()]:
             if split != "train":
                 raise UserError(f"data.split: files have no splits, so all of {name} is train, not {split!r}")
-            return files_read(KINDS.get(Path(files[0]).suffix, "text"), {split: files}, cache, streaming)[split]
-        where = str(folder.absolute()) if folder.is_dir() else name
-        return resolved(load_dataset(where, config, split=split, cache_dir=str(cache), streaming=streaming))
+            _without(config, name)
+            kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({Path(each).suffix for each in files})}
+            if len(kinds) > 1:
+                raise UserError(
+                    f"data.name: {name} matches files of several kinds, {' and '.join(kinds.values())}; name one of them"
+                )
+            return files_read(*kinds, {split: files}, cache, streaming)[split]
+        if folder.is_dir():
+            own = cache.absolute()
+            paths = sorted(each for each in folder.absolute().rglob("*") if each.is_file() and not each.is_relative_to(own))
+            return resolved(loaded(str(folder.absolute()), paths, cache, name=config, split=split, streaming=streaming))
+        return resolved(load_dataset(name, config, split=split, cache_dir=str(cache), streaming=streaming))
+
+
+def _without(config: str | None, name: str) -> None:
+    if config is not None:
+        raise UserError(f"data.config: {name} has no configurations, so not {config!r}; only the Hub and folders of files do")
 
 
 def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset":
@@ -119,19 +166,23 @@ def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset
     return dataset if dataset.features else dataset._resolve_features()
 
 
-def column(dataset: "Dataset | IterableDataset", option: str, name: str) -> Any:
+def column(dataset: "Dataset | IterableDataset", option: str, name: str, source: str = "the data") -> Any:
     """The type of a column.
+
+    Args:
+        option: that names the column, for messages.
+        source: what has the columns, for messages.
 
     Raises:
         UserError: there is no such column.
     """
     if name not in (features := dataset.features):
         there = ", ".join(features)
-        raise UserError(f"{option}: the data have no column {name!r}; they have {there}.{did_you_mean(name, features)}")
+        raise UserError(f"{option}: {source} have no column {name!r}; they have {there}.{did_you_mean(name, features)}")
     return features[name]
 
 
-def class_names(dataset: "Dataset | IterableDataset", name: str) -> list[str] | None:
+def class_names(dataset: "Dataset | IterableDataset", name: str, source: str = "the data") -> list[str] | None:
     """The names of the classes, if the data say them, whose numbers are the labels; None: each label is the name of a class.
 
     Raises:
@@ -139,7 +190,7 @@ def class_names(dataset: "Dataset | IterableDataset", name: str) -> list[str] | 
     """
     from datasets import ClassLabel, Value
 
-    kind = column(dataset, "data.label", name)
+    kind = column(dataset, "data.label", name, source)
     if isinstance(kind, ClassLabel):
         return kind.names
     if not (isinstance(kind, Value) and ("string" in kind.dtype or "int" in kind.dtype)):

@@ -81,7 +81,8 @@ class HubImages(SizedImages):
             class_names(each, self.label_column)
         names = class_names(rows["train"], self.label_column)
         labels = range(len(names)) if names else sorted({*rows["train"].unique(self.label_column)} - {None})
-        names, numbers = names or [str(label) for label in labels], {label: number for number, label in enumerate(labels)}
+        numbers = {label: number for number, label in enumerate(labels)} | ({None: -1, -1: -1} if names else {None: -1})
+        names = names or [str(label) for label in labels]
         kept = chosen_classes(self.asked, names)
         self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
         if self.num_classes < 2:
@@ -99,6 +100,11 @@ class HubImages(SizedImages):
 class HubRows(Dataset):
     """Rows with an image and a label: (image, number of the class). An image is decoded when it is asked for.
 
+    Args:
+        rows: have both columns.
+        image, label: the columns.
+        numbers: the number of each label's class; -1 for labels that mean none.
+
     Attributes:
         labels: (N,) the number of each row's class; -1 where it has none.
 
@@ -107,11 +113,10 @@ class HubRows(Dataset):
     """
 
     def __init__(self, rows: "Rows", image: str, label: str, numbers: dict[Any, int]) -> None:
-        known = numbers | {None: -1, -1: -1}
         found = rows[label][:]
-        if unknown := {*found} - {*known}:
+        if unknown := {*found} - {*numbers}:
             raise UserError(f"data.label: {unknown.pop()!r} is a class that the training split does not have")
-        self.labels = torch.tensor([known[each] for each in found])
+        self.labels = torch.tensor([numbers[each] for each in found])
         self.rows, self.image = rows.select_columns([image]), image
 
     def __len__(self) -> int:

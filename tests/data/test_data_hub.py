@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from itertools import chain
 
 import datasets
@@ -12,7 +14,7 @@ import torch
 from data_files import write_folder
 from PIL import Image
 
-from holotrain.data import HubImages, HubText
+from holotrain.data import HubImages, HubText, hub
 from holotrain.data.text import stream as streaming
 from holotrain.errors import UserError
 
@@ -74,6 +76,20 @@ def test_files_and_folders_are_read_too(saved, tmp_path, monkeypatch, name):
     assert sorted(chain(*(texts(data, part) for part in ("train", "val", "test")))) == sorted(rows["text"])
 
 
+@pytest.mark.parametrize("name", ["a.tsv", "b.json", "*.json*"])
+def test_files_of_one_kind_are_read_together(tmp_path, name):
+    (tmp_path / "a.tsv").write_text("n\ttext\n" + "".join(f"1\ta, {number}\n" for number in range(30)))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": f"b {number}"} for number in range(30)]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"c {number}"}) + "\n" for number in range(30)))
+    data = HubText(str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val_fraction=0.3, test_fraction=0.3)
+    data.setup()
+    assert sum(data.counts[part]["documents"] for part in data.counts) == (60 if "*" in name else 30)
+    with pytest.raises(
+        UserError, match=r"^data\.name: .* matches files of several kinds, \.jsonl and \.tsv; name one of them$"
+    ):
+        HubText(str(tmp_path / "*.*"), cache_dir=str(tmp_path / "cache")).setup()
+
+
 @pytest.fixture
 def small_windows(monkeypatch):
     monkeypatch.setattr(streaming, "WINDOW", 4000)
@@ -117,25 +133,33 @@ def test_a_stream_resumes_in_mid_epoch_bit_for_bit(saved, small_windows, workers
     assert all(number >= 1 for number in passes)
 
 
-def test_a_stream_holds_the_training_text_and_no_other(saved, small_windows):
-    """Every document comes in a pass, in another order than before; held-out ones never."""
-    data, whole = stream(saved, context=8), text(saved, val_fraction=0.1, test_fraction=0.1)
-    assert texts(data, "val") == texts(whole, "val") and texts(data, "test") == texts(whole, "test")
-    numbers = {part: {written.split()[1] for written in texts(whole, part)} for part in ("train", "val", "test")}
-    loader = data.train_dataloader()
-    seen, passes = [], []
-    for batch in loader.batches:
-        if loader.batches.state_dict()["dataset_state"]["pass"] == 2:
-            break
-        passes.append(loader.batches.state_dict()["dataset_state"]["pass"])
-        seen.append(batch["tokens"])
-    rows = [set(map(bytes, torch.cat([b for b, p in zip(seen, passes, strict=True) if p == number]).numpy().astype("u1")))
-            for number in (0, 1)]  # fmt: skip
-    assert rows[0] != rows[1]
-    found = "".join(data.tokenizer.decode(row) + "|" for batch in seen for row in batch)
-    shown = {word for word in numbers["train"] if f"row {word} " in found}
-    assert len(shown) > 0.3 * len(numbers["train"])  # the others are cut by the ends of blocks
-    assert not any(f"row {word} " in found for word in numbers["val"] | numbers["test"])
+def passes_of(data, workers, node) -> list[list[int]]:
+    """The numbers of the rows in the first two passes, in the order in which one of the workers of a process meets them."""
+    found: list[list[int]] = [[], []]
+    source = data.train_dataloader().batches.dataset
+    source.share = (node, 2 * workers)  # as a process with workers divides the rows
+    for batch in source:
+        if (number := source.state_dict()["pass"]) == 2:
+            return found
+        found[number] += [int(row) for row in re.findall(r"<(\d+)>", " ".join(map(data.tokenizer.decode, batch["tokens"])))]
+    raise AssertionError("a stream has no end")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_row_of_the_training_part_comes_in_each_pass_and_no_other(tmp_path, small_windows, workers):
+    """In exactly one process and worker, and in another order than in the pass before."""
+    rows = datasets.Dataset.from_dict({"text": [f"<{number}>" * 40 for number in range(400)]})
+    rows.save_to_disk(tmp_path / "saved")
+    options = {"context": 32, "batch_size": 1, "val_fraction": 0.1, "test_fraction": 0.1}
+    whole = text(tmp_path / "saved", **options)
+    expected = {int(re.match(r"<(\d+)>", written)[1]) for written in texts(whole, "train")}
+    assert 250 < len(expected) < 400
+    shares = [passes_of(stream(tmp_path / "saved", **options), workers, node) for node in range(2 * workers)]
+    for number in (0, 1):
+        met = [set(share[number]) for share in shares]
+        assert set().union(*met) == expected and sum(map(len, met)) == len(expected)
+    for first, second in shares:
+        assert list(dict.fromkeys(first)) != list(dict.fromkeys(second))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -196,6 +220,18 @@ def test_images_that_were_saved_to_disk(images):
     assert two.class_names == ["c", "a"] and {label for _, label in (two.split("train")[i] for i in range(30))} == {0, 1}
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_minus_one_is_a_class_unless_classes_have_names(images, tmp_path, named):
+    rows = datasets.load_from_disk(str(images))
+    labels = [row % 3 - 1 for row in range(60)]
+    kind = datasets.ClassLabel(names=["a", "b"]) if named else datasets.Value("int64")
+    rows.remove_columns("label").add_column("label", labels, feature=kind).save_to_disk(tmp_path / "numbers")
+    data = pictures(tmp_path / "numbers", val_fraction=0)
+    assert data.class_names == (["a", "b"] if named else ["-1", "0", "1"])
+    train = data.split("train")
+    assert Counter(train[index][1] for index in range(len(train))) == dict.fromkeys(range(2 if named else 3), 20)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_resume_in_mid_epoch_bit_for_bit(images, workers):
     def loader():
@@ -249,6 +285,8 @@ REFUSED = [
     (HubText, {"label": "kinds"}, r"data\.label: the data have no column 'kinds'.* Did you mean 'kind'"),
     (HubText, {"split": "hold"}, r"data\.split: 'hold' is not one of train, held\. Did you mean 'held'"),
     (HubText, {"val_split": "validation"}, r"data\.split: 'validation' is not one of train, held"),
+    (HubText, {"config": "small"}, r"data\.config: .*saved has no configurations, so not 'small'"),
+    (HubText, {"name": __file__, "config": "small"}, r"data\.config: .*\.py has no configurations"),
     (HubText, {"name": "nobody/nothing"}, r"data: cannot read nobody/nothing"),
     (HubText, {"streaming": True, "context": 10**6}, r"data\.batch_size: some process or worker has less than a batch"),
     (HubImages, {}, r"data\.image: the data have no column 'image'; they have text, kind"),
@@ -264,6 +302,22 @@ def test_mistakes_are_said_in_one_line(saved, tmp_path, monkeypatch, kind, optio
         data.setup()
         next(iter(data.train_dataloader()))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("raised", [KeyError("a bug of ours"), MemoryError()])
+def test_only_what_reading_raises_is_a_mistake_of_the_user(raised):
+    with pytest.raises(type(raised)), hub.reading("the text"):
+        raise raised
+    with pytest.raises(type(raised) if isinstance(raised, MemoryError) else UserError), hub.reading("the text"):
+        raise datasets.exceptions.DatasetGenerationError("reading failed") from raised
+
+
+def test_the_library_logs_as_before_between_the_batches(saved):
+    before = datasets.logging.get_verbosity()
+    (rows,) = HubText(str(saved), cache_dir=str(saved.parent / "cache")).rows()
+    batches = rows.batches("train")
+    next(batches)
+    assert datasets.logging.get_verbosity() == before
 
 
 def test_streams_that_cannot_be_are_refused(saved):

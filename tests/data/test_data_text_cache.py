@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holotrain.data import TextFiles
+from holotrain.data import HubText, TextFiles
 from holotrain.data.text import tokenise
 
 FORK = multiprocessing.get_context("fork")  # as torch's workers: nothing is imported anew
@@ -74,6 +74,13 @@ def test_tokens_in_several_chunks_are_one_row(folder, monkeypatch, size):
             assert np.array_equal(cut[first:last], row[first:last])
 
 
+def test_a_batch_may_hold_more_tokens_than_32_bits_count():
+    found = tokenise.table(np.zeros(2**31 + 5, np.uint8), np.array([2**31, 5]), [None, None])["tokens"].chunk(
+        0
+    )  # never touched
+    assert found.offsets.to_pylist() == [0, 2**31, 2**31 + 5]
+
+
 def test_nothing_changed_is_not_built_again(folder, built):
     first = tokens(prepared(folder))
     assert set(built) == {"train", "val", "test"}
@@ -93,6 +100,26 @@ def test_everything_that_matters_is_built_anew(folder, built):
     assert anew() and not anew()
     (folder / "d.txt").write_text("one more\n")
     assert anew() and not anew()
+
+
+@pytest.mark.parametrize("change", [{"content": "a line 199 is longer\n"}, {"nanoseconds": 1}])
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_a_change_of_the_size_or_the_time_alone_is_seen(folder, built, change, named):
+    path = folder / "a.txt"
+
+    def text() -> HubText:
+        data = HubText(str(path if named == "file" else folder), cache_dir=str(folder.parent / "hub"), **CHOSEN)
+        data.prepare_data()
+        return data
+
+    before = tokens(text())
+    built.clear()
+    assert tokens(text()) == before and not built
+    stat = path.stat()
+    path.write_text(path.read_text() + change.get("content", ""))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + change.get("nanoseconds", 0)))
+    after = tokens(text())
+    assert built and (sum(map(len, after.values())) - sum(map(len, before.values()))) == len(change.get("content", ""))
 
 
 def test_a_tokenizer_that_is_given_goes_before_the_one_asked_for(folder, built):

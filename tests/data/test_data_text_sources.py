@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import chain, pairwise
+from pathlib import Path
 
 import pyarrow
 import pyarrow.csv
@@ -10,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from holotrain.data import StdlibText, TextFiles, hub
-from holotrain.data.text.files import TextFile, matches, rows_of
+from holotrain.data.text import files as text_files
+from holotrain.data.text.files import TextFile, matches, readable, rows_of
 from holotrain.data.text.parts import held_out_files
 from holotrain.data.text.tokenise import Reading
 from holotrain.errors import UserError
@@ -68,6 +70,32 @@ def test_rows_of_files(tmp_path):
         assert found == [("first", "1"), ("second", "1"), ("é", "3")]
 
 
+def test_csv_and_tsv_together(tmp_path):
+    write(tmp_path, "a.csv", b"n,text\n" + b"".join(b"1,comma %d\n" % number for number in range(30)))
+    write(tmp_path, "a.tsv", b"n\ttext\n" + b"".join(b"1\ttab, %d\n" % number for number in range(30)))
+    data = module(tmp_path, str(tmp_path / "*.?sv"), val_fraction=0.2, test_fraction=0.2)
+    found = [text for part in ("train", "val", "test") for text in documents(data, part)]
+    assert sorted(found) == sorted(f"{kind} {number}" for kind in ("comma", "tab,") for number in range(30))
+
+
+def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_file(tmp_path):
+    settings = '{"name": "project"}'
+    write(tmp_path, "package.json", settings.encode())
+    write(tmp_path, "a.txt", b"text")
+    write(tmp_path, "b.txt", b"more")
+    found = module(tmp_path, str(tmp_path / "*.*"), val_fraction=0.3, test_fraction=0.3)
+    assert sorted(chain(*(documents(found, part) for part in ("train", "val", "test")))) == ["more", "text", settings]
+    write(tmp_path, "b.csv", b"n,m\n1,2\n")
+    one_line(
+        lambda: module(tmp_path, str(tmp_path / "*.*")), r"data\.text: the rows of .*b\.csv have no column 'text'; they have n"
+    )
+    write(tmp_path, "c.csv", b"n,m\n1,2\n")
+    options = {"val_files": str(tmp_path / "a.txt"), "test_files": str(tmp_path / "b.txt")}
+    one_line(
+        lambda: module(tmp_path, str(tmp_path / "*.csv"), **options), r"rows of .*b\.csv and 1 other \.csv files have no column"
+    )
+
+
 def test_names_may_hold_signs_of_patterns(tmp_path):
     path = tmp_path / "a[1] *?.txt"
     path.write_text("here")
@@ -120,6 +148,22 @@ def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
     with pytest.warns(UserWarning, match="data: 4 files cannot be read and are left out"):
         data = module(tmp_path, pattern, on_error="skip", val_fraction=0.2, test_fraction=0.2, tokenizer=tokenizer)
     assert sum(data.counts[part]["documents"] for part in data.counts) == 12
+
+
+def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypatch):
+    paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
+    files, read, cache = [TextFile(path, path.name) for path in paths], [], tmp_path / "cache"
+    cache.mkdir()
+    original = text_files._error_in
+    monkeypatch.setattr(text_files, "_error_in", lambda file, cache: read.append(file) or original(file, cache))
+    assert readable(files, cache) == readable(files, cache) == files[1:] and read == files
+    write(tmp_path, "0.txt", b"mended")
+    assert readable(files, cache) == files and read == 2 * files
+    paths[1].unlink()
+    assert readable(files, cache) == [files[0], *files[2:]]
+    for crooked in cache.glob("damaged-*"):
+        crooked.write_text('{"a": 1')
+    assert readable(files, cache) == [files[0], *files[2:]]
 
 
 def test_held_out_files_do_not_depend_on_order():

@@ -1,6 +1,8 @@
 """Text files: which ones match, which are held out, and how the datasets library reads them."""
 
 import glob
+import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, files_read
+from holotrain.data.hub import KINDS, files_read, stamp_of
 from holotrain.data.text.parts import FEW, held_out_files
 from holotrain.data.text.tokenise import Reading, Rows
 from holotrain.errors import UserError
@@ -88,13 +90,26 @@ def rows_of(
                 raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
         drawing = replace(reading, fractions=tuple(shares))
-        rows += [Rows(dataset, drawing, *of) for dataset, of in zip(read.values(), members, strict=True)]
+        for dataset, (of, paths) in zip(read.values(), members.items(), strict=True):
+            others = f" and {len(paths) - 1} other {paths[0].suffix} files" if len(paths) > 1 else ""
+            rows.append(Rows(dataset, drawing, *of, source=f"the rows of {paths[0]}{others}"))
     return rows
 
 
 def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
-    """The files that can be read; each is read once for it."""
-    return [file for file in files if _error_in(file, cache) is None]
+    """The files that can be read. Each is read once for it: which are damaged is kept in ``cache`` until a file changes."""
+    there = [file for file in files if os.access(file.path, os.R_OK)]
+    known = cache / f"damaged-{stamp_of(file.path for file in there)}.json"
+    try:
+        damaged = {int(number) for number in json.loads(known.read_bytes())}
+    except (OSError, ValueError, TypeError):  # not there, or no list of numbers
+        errors = {number: error for number, file in enumerate(there) if (error := _error_in(file, cache))}
+        damaged = {*errors}
+        if not any(isinstance(error.__cause__, OSError) for error in errors.values()):  # which may pass
+            temporary = known.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(sorted(damaged)))
+            temporary.replace(known)
+    return [file for number, file in enumerate(there) if number not in damaged]
 
 
 def _error_in(file: TextFile, cache: Path) -> UserError | None:
@@ -111,5 +126,7 @@ def _error_in(file: TextFile, cache: Path) -> UserError | None:
     except UserError as error:
         return error
     except (OSError, ValueError) as error:
-        return UserError(f"data: cannot read {file.path} ({getattr(error, 'strerror', None) or error})")
+        found = UserError(f"data: cannot read {file.path} ({getattr(error, 'strerror', None) or error})")
+        found.__cause__ = error
+        return found
     return None

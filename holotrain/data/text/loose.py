@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ class LooseFiles(Batched):
     """Rows of token ids, padded to the longest of their batch: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B.
 
     Attributes:
-        paths: the file of each row; ``FILE:ROW`` for a file that holds many texts.
+        paths: the file of each row; ``FILE:ROW``, counted from 1, for a file that holds many texts.
     """
 
     def __init__(self, rows: Sequence[np.ndarray], names: Sequence[str], pad_id: int) -> None:
@@ -35,7 +36,7 @@ class LooseFiles(Batched):
 
 
 def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
-    """Name and text of the file at a path, or of all files below it; for files of rows, of each row.
+    """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank.
 
     Args:
         text: column that holds the text, in files of rows.
@@ -48,12 +49,13 @@ def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
     found = []
     for each in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
         try:
-            (rows,) = rows_of([TextFile(each, each.name, "test")], Reading(text=text), path, streaming=True)
-            texts = [text for batch in rows.batches("test") for text in batch]
+            with TemporaryDirectory() as cache:  # the library keeps its locks there
+                (rows,) = rows_of([TextFile(each, each.name, "test")], Reading(text=text), Path(cache), streaming=True)
+                numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
         several = each.suffix in KINDS
-        found += [(f"{each}:{number}" if several else str(each), text) for number, text in enumerate(texts, 1)]
+        found += [(f"{each}:{number}" if several else str(each), one) for number, one in numbered]
     if not found:
         raise UserError(f"texts: there is no text in {path}")
     return found

@@ -54,10 +54,10 @@ class StdlibText(TextDataModule):
 
 
 class TextFiles(TextDataModule):
-    """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet and .csv.
+    """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet, .csv and .tsv.
 
     Args:
-        files: glob of files or list of globs: plain text, .jsonl, .parquet or .csv; ** matches folders of any depth
+        files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
         val_files: the same for the validation set; []: use val_fraction
         test_files: the same for the test set; []: use test_fraction
         text: column of the text, in files of rows

@@ -17,7 +17,7 @@ from holotrain.data.tokenizers.restored import tokenizer_from_json
 from holotrain.data.tokenizers.tokenizer import Tokenizer, utf8
 from holotrain.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 """Version of the tokens' files. Increase it whenever the same settings would write something else."""
 
 BATCH = 256
@@ -73,33 +73,40 @@ class Rows:
         dataset: has the columns that ``reading`` names.
         part: that all of them belong to; None: it is drawn for each document.
         label: that all of them have; None: that of a column, or none.
+        source: what has the columns, for messages.
     """
 
     dataset: Any
     reading: Reading
     part: str | None = None
     label: str | None = None
+    source: str = "the data"
 
     def __post_init__(self) -> None:
         from datasets import Value
 
-        kind = column(self.dataset, "data.text", self.reading.text)
+        kind = column(self.dataset, "data.text", self.reading.text, self.source)
         if not (isinstance(kind, Value) and "string" in kind.dtype):
             raise UserError(f"data.text: column {self.reading.text!r} holds no text, but {kind}")
-        object.__setattr__(self, "names", self.reading.label and class_names(self.dataset, self.reading.label))
+        names = self.reading.label and class_names(self.dataset, self.reading.label, self.source)
+        object.__setattr__(self, "names", names)
 
     def may_be_in(self, part: str) -> bool:
         return self.part in (None, part)
 
     def batches(self, part: str, size: int = BATCH) -> Iterator[list[str]]:
         """The texts of a part, those of ``size`` rows at once."""
-        with reading("the text"):
-            for batch in self.dataset.iter(size):
-                yield [text for text, _ in self.reading.documents(batch, None if self.part else part, self.names)]
+        batches = self.dataset.iter(size)
+        while True:
+            with reading("the text"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield [text for text, _ in self.reading.documents(batch, None if self.part else part, self.names)]
 
     def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
         """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
-        from datasets import Features, List, Value
+        from datasets import Features, LargeList, Value
         from datasets.fingerprint import Hasher
 
         settings = [FORMAT, asdict(self.reading), self.label, self.names, None if self.part else part, tokenizer.fingerprint]
@@ -112,7 +119,7 @@ class Rows:
                 remove_columns=self.dataset.column_names,
                 fn_kwargs={"rows": (self.reading, self.names, self.label), "part": None if self.part else part}
                 | {"tokenizer": tokenizer.to_json()},
-                features=Features({"tokens": List(Value(tokenizer.dtype.name)), "label": Value("string")}),
+                features=Features({"tokens": LargeList(Value(tokenizer.dtype.name)), "label": Value("string")}),
                 num_proc=num_proc,
                 cache_file_name=str((cache / f"tokens-{key}.arrow").absolute()),
                 new_fingerprint=key,
@@ -132,8 +139,8 @@ def tokenised(batch: Mapping[str, list], rows: tuple, part: str | None, tokenize
 
 def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:
     """Documents as rows of Arrow."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.table({"tokens": pa.ListArray.from_arrays(offsets, tokens), "label": pa.array(labels, pa.string())})
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)  # a batch may hold large files
+    return pa.table({"tokens": pa.LargeListArray.from_arrays(offsets, tokens), "label": pa.array(labels, pa.string())})
 
 
 def joined(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
