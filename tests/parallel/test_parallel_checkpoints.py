@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from holotrain.commands.together import _written
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, is_folder, load, read, recover
 from holotrain.parallel import checkpoints
@@ -160,6 +161,20 @@ def test_a_save_that_dies_leaves_the_last_one_readable(alone, tmp_path, monkeypa
     assert value_of(path) == 4
     assert sorted(entry.name.split("-")[0] for entry in path.iterdir()) == ["checkpoint.pt", "tensors"]
     assert [entry.name for entry in tmp_path.glob("*.ckpt*")] == ["last.ckpt"]
+
+
+def test_a_checkpoint_counts_as_written_when_its_save_is_complete(alone, tmp_path, monkeypatch):
+    """A restart must not continue from the checkpoint of another run because a save into its folder has begun."""
+    path = tmp_path / "last.ckpt"
+    save_in_parts(state(alone, 1.0), path)
+    before = _written(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save_in_parts(state(alone, 2.0), path)
+    assert len(list(path.iterdir())) == 3 and _written(path) == before
+    save_in_parts(state(alone, 3.0), path)
+    assert _written(path) not in (None, before)
 
 
 def test_whole_and_sharded_ones_take_each_others_place(alone, tmp_path):
