@@ -108,7 +108,8 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
             **(new if new.keys() <= LaunchConfig.__dataclass_fields__.keys() else {}),
         )
         try:
-            elastic_launch(config, sys.executable)("-c", START.format(module=module), str(job))
+            # -P: a json.py in the working directory would be imported instead of Python's
+            elastic_launch(config, sys.executable)("-P", "-c", START.format(module=module), str(job))
         except ChildFailedError as error:
             raise _cause(error) from None
         except SignalException as error:
