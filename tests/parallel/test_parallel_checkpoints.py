@@ -1,6 +1,7 @@
 """Checkpoints of several processes: what they write and read (ranks_that_save.py), and what becomes of broken ones."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -114,6 +115,34 @@ def test_what_cannot_be_written_is_told(alone, tmp_path, monkeypatch, sharded):
     with pytest.raises(UserError, match=r"last.ckpt cannot be written: .*No space left"):
         save_in_parts(state(alone, 1.0), path) if sharded else CheckpointFiles().save_checkpoint({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize("module, name", [(checkpoints.dcp, "save"), (dcp.HuggingFaceStorageWriter, "write_data")])
+def test_other_errors_of_a_save_stay_what_they_are(alone, tmp_path, monkeypatch, error, module, name):
+    monkeypatch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error), match=str(error)):
+        save_in_parts(state(alone, 1.0), tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("step", ["unlink", "rename"])
+def test_a_complete_save_that_cannot_take_its_place_is_one_line(alone, tmp_path, monkeypatch, step):
+    path = tmp_path / "last.ckpt"
+    CheckpointFiles().save_checkpoint({"step": 1}, path)
+    monkeypatch.setattr(Path, step, lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match=r"last.ckpt cannot be written: .*Permission denied"):
+        save_in_parts(state(alone, 2.0), path)
+
+
+def test_replaced_tensors_that_cannot_be_removed_are_removed_later(alone, tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    save_in_parts(state(alone, 1.0), path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        save_in_parts(state(alone, 2.0), path)
+    assert value_of(path) == 2 and len(list(path.iterdir())) == 3
+    save_in_parts(state(alone, 3.0), path)
+    assert value_of(path) == 3 and len(list(path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
