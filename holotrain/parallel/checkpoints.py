@@ -178,11 +178,7 @@ def write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         failure = cause(error)
-        for reason in (
-            failure,
-            failure.__cause__,
-            failure.__context__,
-        ):  # torch's writer raises a RuntimeError while it handles an OSError
+        for reason in (failure, failure.__cause__, failure.__context__):  # torch's writer also raises RuntimeErrors
             if isinstance(reason, OSError):
                 raise UserError(f"{path} cannot be written: {reason}") from error
         raise failure  # noqa: B904  another process that died, or CUDA that is out of memory

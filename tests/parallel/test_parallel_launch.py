@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
+from holotrain.errors import UserError
+
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
 
@@ -27,3 +29,18 @@ def test_modules_in_the_working_directory_are_not_imported(work):
     Path("json.py").write_text("open('imported', 'w')\nraise SystemExit(1)\n")
     assert launch("its_work", 7, 1, 0, 60) == 7
     assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(UserError, 1), (ValueError, 2)])
+def test_processes_do_not_start_again_after_a_mistake_of_the_user(work, error, attempts):
+    from holotrain.parallel.launch import ProcessFailed, launch
+
+    work(
+        "from holotrain.errors import UserError",
+        "def work(job):",
+        "    print('started', file=open('attempts', 'a'))",
+        f"    raise {error.__name__}('no such file')",
+    )
+    with pytest.raises(UserError if error is UserError else ProcessFailed, match="no such file"):
+        launch("its_work", {}, 1, 1, 60)
+    assert Path("attempts").read_text().count("started") == attempts
