@@ -80,7 +80,7 @@ def test_a_save_that_dies_before_it_has_its_name_is_recovered(alone, tmp_path, m
     assert value_of(path) == 1
 
 
-def test_what_killed_saves_left_is_in_nobodys_way(alone, tmp_path, monkeypatch):
+def test_remains_of_killed_saves_do_not_affect_later_saves(alone, tmp_path, monkeypatch):
     """Of a file, of a folder: each is followed by one of the other kind, which is written beside the same place."""
 
     def die(*_, **__):
@@ -105,7 +105,7 @@ def test_what_killed_saves_left_is_in_nobodys_way(alone, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_what_cannot_be_written_is_told(alone, tmp_path, monkeypatch, sharded):
+def test_a_checkpoint_that_cannot_be_written_is_an_error(alone, tmp_path, monkeypatch, sharded):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -249,7 +249,7 @@ def test_each_kind_of_value_comes_back(alone, tmp_path, dtype):
     assert kept["loops"] == checkpoint["loops"]
 
 
-def test_what_is_broken_is_told(alone, tmp_path):
+def test_damaged_checkpoints_are_refused(alone, tmp_path):
     save_in_parts(state(alone, 1.0), tmp_path / "sound.ckpt")
     part = Path("tensors-1") / "shard-00001-model-00001-of-00001.safetensors"
 
