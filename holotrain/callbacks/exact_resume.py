@@ -71,13 +71,22 @@ class ExactResume(pl.Callback):
         else:
             self._begin(trainer)
         _end_epoch(trainer.fit_loop)
-        position = states[trainer.global_rank % len(states)].get("loader", kept.get("loader"))  # which was once of all ranks
+        # Earlier versions saved one position for all ranks.
+        position = _position([state.get("loader", kept.get("loader")) for state in states], trainer)
         if position is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
             trainer.train_dataloader.load_state_dict(position)
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Seeds torch differently for each share of the data; processes with the same share get the same seed."""
         torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
+
+
+def _position(positions: list[dict[str, Any] | None], trainer: pl.Trainer) -> dict[str, Any] | None:
+    """Of a stream, that of this process's shard, which had another rank if the strategy has changed; the loader refuses others.
+    Other loaders have the same position in all processes."""
+    shard = [*share_of(trainer)]
+    found = (position for position in positions if position and position.get("place", {}).get("processes") == shard)
+    return next(found, positions[trainer.global_rank % len(positions)])
 
 
 def _reopen_epoch(progress: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
 from holotrain.data.share import set_share
 from holotrain.errors import UserError
-from holotrain.models.checkpoint_files import recover
+from holotrain.models.checkpoint_files import CHECKPOINT, recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
 from holotrain.parallel.place import Place, found
 from holotrain.parallel.world import World, destroy_group, worlds
@@ -57,9 +57,9 @@ class Together:
         Raises:
             UserError: a mistake, in any of the processes.
         """
-        if command == "fit" and config.resume:
+        if command == "fit":
             recover(run.last_checkpoint)
-            if words := ended(config.trainer, run.folder):
+            if config.resume and (words := ended(config.trainer, run.folder)):
                 console.print(words)
                 return 0
         alone = config.trainer.strategy == "single" or command not in TOGETHER
@@ -177,8 +177,9 @@ def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
 
 
 def _written(checkpoint: Path) -> int | None:
-    """When it was written; None: it does not exist."""
-    return checkpoint.stat().st_mtime_ns if checkpoint.exists() else None
+    """When it was completed; None: it does not exist. (A folder changes as soon as a save begins.)"""
+    file = checkpoint / CHECKPOINT if checkpoint.is_dir() else checkpoint
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def _silence() -> None:

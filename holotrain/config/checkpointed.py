@@ -91,7 +91,7 @@ def weights(path: Path) -> dict[str, Any]:
 
 
 def is_exported(path: Path) -> bool:
-    """Whether this is a folder of ``holotrain export``'s, if it is anything: a checkpoint of several processes is one too."""
+    """Whether this folder was written by ``holotrain export``. A sharded checkpoint is a folder too."""
     from holotrain.models.checkpoint_files import is_folder
 
     return path.is_dir() and not is_folder(path)

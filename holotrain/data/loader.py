@@ -142,13 +142,16 @@ class StreamLoader:
         """The next iteration continues from there.
 
         Raises:
-            UserError: it is the state of another loader, or of another number of workers or processes.
+            UserError: it is the state of another loader or shard, or of another number of workers or shards.
         """
         if "stream" not in state:
             raise UserError("resume: the checkpoint's position is not that of a stream; continue with data.streaming=false")
-        for what, count in self._place().items():
-            if (before := state["place"][what][-1]) != count[-1]:
-                raise UserError(f"resume: a stream continues with as many {what} as before, {before}, not {count[-1]}")
+        before, here = state["place"], self._place()
+        for key, what in {"processes": "data parallel processes", "workers": "workers"}.items():
+            if (count := before[key][-1]) != here[key][-1]:
+                raise UserError(f"resume: a stream continues with as many {what} as before, {count}, not {here[key][-1]}")
+        if before != here:
+            raise UserError(f"resume: the position is that of shard {before['processes'][0]}, not {here['processes'][0]}")
         self._stream, self._restored = None, state["stream"]
         self.epoch, self.done = state["epoch"], state["batches"]
         self.batches.load_state_dict(state["stream"])

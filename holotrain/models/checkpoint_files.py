@@ -35,10 +35,10 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def remove_tensors(folder: Path, but: str | None = None) -> None:
-    """Removes the tensors of replaced checkpoints."""
+    """Removes the tensors of replaced checkpoints; the next call removes what cannot be removed now."""
     for path in numbered(folder).values():
         if path.name != but:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def begun(path: Path) -> Path:

@@ -172,14 +172,16 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 def write_errors(path: Path) -> Iterator[None]:
     """
     Raises:
-        UserError: the checkpoint cannot be written.
+        UserError: the checkpoint cannot be written, because of an OSError.
     """
     try:
         yield
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:  # torch's writer raises a RuntimeError from an OSError
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:
         failure = cause(error)
-        failure = failure.__context__ if isinstance(failure.__context__, OSError) else failure
-        raise UserError(f"{path} cannot be written: {failure}") from error
+        for reason in (failure, failure.__cause__, failure.__context__):  # torch's writer also raises RuntimeErrors
+            if isinstance(reason, OSError):
+                raise UserError(f"{path} cannot be written: {reason}") from error
+        raise failure  # noqa: B904  another process that died, or CUDA that is out of memory
 
 
 class Copies(dcp.DefaultSavePlanner):
@@ -214,10 +216,10 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
         if dist.get_rank() != 0:
             return
         write(rest | {TENSORS: name}, folder / CHECKPOINT)
-    remove_tensors(folder, but=name)
-    if folder != path:
-        path.unlink(missing_ok=True)
-        folder.rename(path)
+        remove_tensors(folder, but=name)
+        if folder != path:
+            path.unlink(missing_ok=True)
+            folder.rename(path)
 
 
 def _agreed(path: Path) -> tuple[Path, str]:

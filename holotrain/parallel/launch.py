@@ -56,12 +56,22 @@ class ProcessFailed(Exception):
 
 
 class Loopback(StaticTCPRendezvous):
-    """A rendezvous of one machine. The store of torch's own would accept commands from every other machine."""
+    """A rendezvous of one machine. The store of torch's own would accept commands from every other machine.
+
+    Args:
+        mistake: a file with a mistake of the user, after which the processes do not start again.
+    """
+
+    def __init__(self, run_id: str, mistake: Path) -> None:
+        super().__init__(LOOPBACK, 0, 0, 1, run_id, 60)
+        self.mistake = mistake
 
     def get_backend(self) -> str:
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self.mistake.exists():
+            raise UserError(self.mistake.read_text(encoding="utf-8"))
         listener = socket.create_server((LOOPBACK, 0))
         self.master_port = listener.getsockname()[1]
         options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
@@ -69,7 +79,7 @@ class Loopback(StaticTCPRendezvous):
         return super().next_rendezvous()
 
 
-rendezvous_handler_registry.register("loopback", lambda given: Loopback(LOOPBACK, 0, 0, 1, given.run_id, 60))
+rendezvous_handler_registry.register("loopback", lambda given: Loopback(given.run_id, Path(given.get("mistake"))))
 
 
 def launch(module: str, work: Any, size: int, max_restarts: int, patience: float) -> int:
@@ -78,7 +88,7 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
     Args:
         module: its function ``work`` takes the next argument and returns an exit status.
         work: plain containers, passed on as JSON.
-        max_restarts: how often all processes are started again after one of them died or failed.
+        max_restarts: how often all processes are started again after one of them died or failed, other than by a UserError.
         patience: seconds that they have to save a checkpoint after a signal.
 
     Returns:
@@ -92,9 +102,9 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
     with tempfile.TemporaryDirectory(prefix="holotrain-") as folder, _signals() as received:
-        job, result = Path(folder, "job.json"), Path(folder, "status.json")
-        given = {"path": sys.path, "environment": _environment(size), "result": str(result), "work": work}
-        job.write_text(json.dumps(given), encoding="utf-8")
+        job, result, mistake = (Path(folder, name) for name in ("job.json", "status.json", "mistake.txt"))
+        given = {"path": sys.path, "environment": _environment(size), "result": str(result), "mistake": str(mistake)}
+        job.write_text(json.dumps(given | {"work": work}), encoding="utf-8")
         new = {"shutdown_timeout": int(patience)}  # older versions of torch have 30 seconds
         config = LaunchConfig(
             1,
@@ -103,14 +113,16 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
             logs_specs=DefaultLogsSpecs(folder, local_ranks_filter={0}),
             run_id="holotrain",
             rdzv_backend="loopback",
+            rdzv_configs={"mistake": str(mistake)},
             max_restarts=max_restarts,
             signals_to_handle="SIGINT",
             **(new if new.keys() <= LaunchConfig.__dataclass_fields__.keys() else {}),
         )
         try:
-            elastic_launch(config, sys.executable)("-c", START.format(module=module), str(job))
+            # -P: a json.py in the working directory would be imported instead of Python's
+            elastic_launch(config, sys.executable)("-P", "-c", START.format(module=module), str(job))
         except ChildFailedError as error:
-            raise _cause(error) from None
+            raise _cause(error, mistake) from None
         except SignalException as error:
             received.append(error.sigval)
         status = json.loads(result.read_text()) if result.exists() else 0
@@ -124,7 +136,9 @@ def serve(work: Callable[[Any], int], job: dict[str, Any]) -> None:
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGINT)
     try:
         status = record(work)(job["work"])
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, UserError):
+            Path(job["mistake"]).write_text(str(error), encoding="utf-8")
         time.sleep(GRACE)
         sys.stdout.flush()
         os._exit(1)  # without closing connections first, and without another traceback
@@ -158,12 +172,12 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _cause(error: ChildFailedError) -> Exception:
+def _cause(error: ChildFailedError, mistake: Path) -> Exception:
+    if mistake.exists():
+        return UserError(mistake.read_text(encoding="utf-8"))
     rank, failure = next(iter(error.failures.items()))  # the first that was found; the others were ended then
     if isinstance(failure.message, dict):
         words, trace = failure.message["message"], failure.message["extraInfo"]["py_callstack"]
-        if words.startswith("UserError: "):
-            return UserError(words.removeprefix("UserError: "))
         return ProcessFailed(f"rank {rank} failed: {words.splitlines()[0]}", trace)
     ended = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with status {failure.exitcode}"
     return ProcessFailed(f"rank {rank} (process {failure.pid}) {ended}")

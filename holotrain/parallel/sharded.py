@@ -68,7 +68,7 @@ class Sharding(ShardedCheckpoints):
             tensor_parallel(model, layers, self.styles)
         if data.size() > 1 or layers.size() == 1:
             half = self.precision_plugin.precision == "bf16-mixed" and (OPTIONS or self.root_device.type == "cuda")
-            shard(model, data, HALF if half else None)  # layers of norms on the CPU take no bf16 parameters with fp32 inputs
+            shard(model, data, HALF if half else None)  # LayerNorm on the CPU does not accept bf16 parameters with fp32 inputs
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)

@@ -97,7 +97,7 @@ class World:
     def leave(self) -> None:
         """Destroys the process group, when all processes call this: a connection may still carry another one's last message."""
         self.post(f"through/{self.place.rank}", True)
-        with suppress(dist.DistNetworkError):  # the main process, which may host the store, is through and has ended
+        with suppress(dist.DistNetworkError):  # the main process, which may host the store, has finished
             self.store.wait([f"through/{rank}" for rank in range(self.place.size)], self.timeout)
         destroy_group()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import chain
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -14,7 +15,10 @@ import torch
 from data_files import write_folder
 from PIL import Image
 
+from holotrain.callbacks import ExactResume
+from holotrain.callbacks.exact_resume import KEY
 from holotrain.data import HubImages, HubText, hub
+from holotrain.data.share import set_share
 from holotrain.data.text import stream as streaming
 from holotrain.errors import UserError
 
@@ -183,6 +187,49 @@ def test_a_stream_continues_with_as_many_workers_only(saved, small_windows, befo
         text(saved).train_dataloader().load_state_dict(first.state_dict())
     with pytest.raises(UserError, match="position is not that of a stream"):
         second.load_state_dict(text(saved).train_dataloader().state_dict())
+
+
+def shard_of(saved, rank, size):
+    set_share(rank, size)
+    return stream(saved, context=16, batch_size=2).train_dataloader()
+
+
+@pytest.fixture
+def as_one_process():
+    yield
+    set_share()
+
+
+@pytest.mark.usefixtures("small_windows", "as_one_process")
+@pytest.mark.parametrize(("before", "after"), [((0, 1), (0, 0, 1, 1)), ((0, 0, 1, 1), (0, 1))])
+def test_a_stream_continues_where_its_shard_was(saved, before, after):
+    """The shard of each rank, of two: DDP on two processes, and tensor parallel on four in groups of two."""
+    states, following = [], {}
+    for shard in before:
+        loader = shard_of(saved, shard, 2)
+        batches = iter(loader)
+        next(batches)
+        states.append({"loader": loader.state_dict()})
+        following[shard] = next(batches)["tokens"]
+    assert not torch.equal(*following.values())
+
+    def resumed(rank, shard, size=2):
+        loader, callback = shard_of(saved, shard, size), ExactResume()
+        trainer = Mock(global_rank=rank, world_size=len(after), global_step=1, train_dataloader=loader)
+        trainer.strategy.distributed_sampler_kwargs = {"rank": shard, "num_replicas": size}
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+        progress = {"epoch_loop.batch_progress": {"is_last_batch": True}}
+        saved_states = {KEY: {"random": states, "shares": 2}, "loops": {"fit_loop": progress}}
+        callback.on_load_checkpoint(trainer, torch.nn.Identity(), saved_states)
+        callback.on_train_start(trainer, torch.nn.Identity())
+        return loader
+
+    for rank, shard in enumerate(after):
+        assert torch.equal(next(iter(resumed(rank, shard)))["tokens"], following[shard])
+    with pytest.raises(UserError, match="as many data parallel processes as before, 2, not 4"):
+        resumed(0, 0, size=4)
+    with pytest.raises(UserError, match="position is that of shard 1, not 0"):
+        shard_of(saved, 0, 2).load_state_dict(states[-1]["loader"])
 
 
 @pytest.fixture(scope="module")

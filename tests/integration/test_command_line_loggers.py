@@ -69,7 +69,7 @@ def test_mlflow_has_a_run_for_each_job_in_its_folder(holotrain, mlflow):
     assert not Path("mlruns").exists() and not Path("mlflow.db").exists()
 
 
-def test_mlflow_is_told_of_a_training_that_was_stopped(holotrain, mlflow, monkeypatch):
+def test_mlflow_records_a_training_that_was_stopped(holotrain, mlflow, monkeypatch):
     from holotrain.callbacks import ExactResume
 
     monkeypatch.setattr(ExactResume, "on_train_batch_start", lambda *arguments: signal.raise_signal(signal.SIGTERM))

@@ -79,7 +79,7 @@ def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
         assert bounds[0] <= budget < bounds[1], (option, value, bounds)
 
 
-def test_what_does_not_fit_is_told_what_would(holotrain):
+def test_what_would_fit_is_proposed(holotrain):
     budget = 10 * 2**20
     figures = plan_of(holotrain, *PLANNED, f"memory={budget}", "backward=autograd")
     assert figures["fits"] is False
@@ -266,7 +266,7 @@ def test_mistakes_are_answered_in_a_line(holotrain, words, said):
     assert said in err
 
 
-def test_a_model_that_cannot_be_planned_is_told_so(holotrain, monkeypatch):
+def test_a_model_that_cannot_be_planned_is_refused(holotrain, monkeypatch):
     from holotrain.models.vit import RevViT
 
     ordinary = RevViT.forward

@@ -86,13 +86,13 @@ def begun_and_continued(kind: str, strategies: str, *words: str) -> dict[str, li
     }
 
 
-IN_SHARDS = "trainer.sharded_checkpoints=true"
+SHARDED = "trainer.sharded_checkpoints=true"
 WORK = {
     **{
         f"{kind}_{strategy}_{backward}": [*KINDS[kind], *SHARED, f"trainer={strategy}", f"backward={backward}"]
         for kind, strategy, backward in MATRIX
     },
-    **begun_and_continued("_in_shards", "fsdp", IN_SHARDS),
+    **begun_and_continued("_sharded", "fsdp", SHARDED),
     "muon": ["-m", *MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
     "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
@@ -107,7 +107,7 @@ WORK = {
 
 MORE_WORK = {
     **begun_and_continued("", "ddp,fsdp"),
-    **begun_and_continued("_in_shards", "ddp,fsdp", IN_SHARDS),
+    **begun_and_continued("_sharded", "ddp,fsdp", SHARDED),
     "muon": ["-m", *MUON, "trainer=tp"],
 }
 """The same for the slow tests."""
@@ -283,7 +283,7 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step_and_they_resume(holot
     assert len(whole) == 6 and losses(run) == pytest.approx([*whole[:3], *whole[4:]], rel=1e-9)
 
 
-def test_the_death_of_the_main_process_is_told_by_another(left):
+def test_another_process_reports_the_death_of_the_main_process(left):
     """kill -9 of rank 0 in the second epoch, to whom all are connected."""
     folder, (_, one) = left
     assert one["statuses"]["killed"] == 1
@@ -293,7 +293,7 @@ def test_the_death_of_the_main_process_is_told_by_another(left):
     assert torch.load(folder / "did_killed" / LAST, weights_only=True)["global_step"] == 3
 
 
-def test_what_srun_starts_trains_and_a_mistake_is_told_once(left):
+def test_processes_of_srun_train_and_print_a_mistake_once(left):
     folder, found = left
     assert summary(folder / "did_srun")["processes"] == 2 and len(losses(folder / "did_srun")) == 6
     done = {"mistaken": 2, "signalled": 128 + signal.SIGTERM, "killed": 1}
@@ -349,15 +349,15 @@ def test_torchrun_starts_a_training(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mistake_under_torchrun_is_told_once(tmp_path, monkeypatch):
+def test_a_mistake_under_torchrun_is_printed_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, said = by_torchrun(2, "fit", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=0")
     assert status != 0 and said[0].startswith("holotrain: data.batch_size: ") and said[0].count("\n") == 1
     assert said[1] == "" and not any(Path("runs/fit").iterdir())
 
 
-SLOW_KINDS = [pytest.param("left_by_more", kind, marks=pytest.mark.slow) for kind in ("", "_in_shards")]
-BEGUN = pytest.mark.parametrize(("folder", "kind"), [("left", "_in_shards"), *SLOW_KINDS], indirect=["folder"])
+SLOW_KINDS = [pytest.param("left_by_more", kind, marks=pytest.mark.slow) for kind in ("", "_sharded")]
+BEGUN = pytest.mark.parametrize(("folder", "kind"), [("left", "_sharded"), *SLOW_KINDS], indirect=["folder"])
 
 
 @BEGUN
@@ -395,9 +395,9 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, folder, kind):
     assert_equal(exported, {name: weight.float() for name, weight in trained.items()})  # the run was in double precision
 
 
-def test_a_run_that_left_shards_is_resumed_in_its_folder(holotrain, left):
+def test_a_run_that_left_a_sharded_checkpoint_is_resumed_in_its_folder(holotrain, left):
     """By one process, which writes whole checkpoints."""
-    folder = Path(shutil.copytree(left[0] / "did_begun_in_shards" / "0", "resumed"))
+    folder = Path(shutil.copytree(left[0] / "did_begun_sharded" / "0", "resumed"))
     words = ["trainer=default", "data.batch_size=16", "resume=true", f"hydra.run.dir={folder}"]
     status, _, err = holotrain("fit", *CONTINUED, *words)
     assert (status, err) == (0, "")
@@ -416,7 +416,7 @@ COMMANDS, LOST = ("fit", "validate", "export"), ("tensors-*/*.safetensors", "ten
     ],
 )
 def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
-    checkpoint = Path(shutil.copytree(left[0] / "did_begun_in_shards" / "0" / "checkpoints" / "last.ckpt", "broken.ckpt"))
+    checkpoint = Path(shutil.copytree(left[0] / "did_begun_sharded" / "0" / "checkpoints" / "last.ckpt", "broken.ckpt"))
     part = min(checkpoint.glob(lost))
     shutil.rmtree(part) if part.is_dir() else part.unlink()
     words = [*CONTINUED, "trainer=default"] if command == "fit" else []
@@ -464,7 +464,7 @@ def test_what_cannot_be_is_refused_in_a_line(holotrain, words, expected):
     assert status == 2 and expected in err and err.count("\n") == 1, err
 
 
-def test_more_devices_than_there_are_is_told_in_a_line(holotrain, monkeypatch):
+def test_more_devices_than_there_are_is_one_line(holotrain, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)

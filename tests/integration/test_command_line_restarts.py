@@ -93,8 +93,8 @@ def test_a_hang_ends_with_the_timeout_of_the_process_group(holotrain):
     assert status == 1 and err.splitlines()[-1].startswith("holotrain: rank 0 failed: ") and "imed out" in err, err
 
 
-def test_the_store_listens_on_this_machine_alone():
-    rendezvous = Loopback("127.0.0.1", 0, 0, 1, "job", 60)
+def test_the_store_listens_on_this_machine_alone(tmp_path):
+    rendezvous = Loopback("job", tmp_path / "mistake.txt")
     found = rendezvous.next_rendezvous()
     port = found.bootstrap_store_info.master_port
     listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}

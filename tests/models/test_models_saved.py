@@ -148,7 +148,7 @@ def cut(name, length):
         (changed_config(int8=True), r"f.attention.query_key_value.weight is \(48, 16\), not \(48, 16\) in int8"),
     ],
 )
-def test_damage_is_told_in_one_line(tmp_path, change, message):
+def test_damage_is_refused_in_one_line(tmp_path, change, message):
     model, arguments = model_of("RevViT")
     save(tmp_path, "holotrain.models.RevViT", arguments, model)
     change(tmp_path)

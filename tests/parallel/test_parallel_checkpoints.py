@@ -1,6 +1,7 @@
 """Checkpoints of several processes: what they write and read (ranks_that_save.py), and what becomes of broken ones."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from holotrain.commands.together import _written
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, is_folder, load, read, recover
 from holotrain.parallel import checkpoints
@@ -78,7 +80,7 @@ def test_a_save_that_dies_before_it_has_its_name_is_recovered(alone, tmp_path, m
     assert value_of(path) == 1
 
 
-def test_what_killed_saves_left_is_in_nobodys_way(alone, tmp_path, monkeypatch):
+def test_remains_of_killed_saves_do_not_affect_later_saves(alone, tmp_path, monkeypatch):
     """Of a file, of a folder: each is followed by one of the other kind, which is written beside the same place."""
 
     def die(*_, **__):
@@ -103,7 +105,7 @@ def test_what_killed_saves_left_is_in_nobodys_way(alone, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_what_cannot_be_written_is_told(alone, tmp_path, monkeypatch, sharded):
+def test_a_checkpoint_that_cannot_be_written_is_an_error(alone, tmp_path, monkeypatch, sharded):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -113,6 +115,34 @@ def test_what_cannot_be_written_is_told(alone, tmp_path, monkeypatch, sharded):
     with pytest.raises(UserError, match=r"last.ckpt cannot be written: .*No space left"):
         save_in_parts(state(alone, 1.0), path) if sharded else CheckpointFiles().save_checkpoint({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize("module, name", [(checkpoints.dcp, "save"), (dcp.HuggingFaceStorageWriter, "write_data")])
+def test_other_errors_of_a_save_stay_what_they_are(alone, tmp_path, monkeypatch, error, module, name):
+    monkeypatch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error), match=str(error)):
+        save_in_parts(state(alone, 1.0), tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("step", ["unlink", "rename"])
+def test_a_complete_save_that_cannot_take_its_place_is_one_line(alone, tmp_path, monkeypatch, step):
+    path = tmp_path / "last.ckpt"
+    CheckpointFiles().save_checkpoint({"step": 1}, path)
+    monkeypatch.setattr(Path, step, lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match=r"last.ckpt cannot be written: .*Permission denied"):
+        save_in_parts(state(alone, 2.0), path)
+
+
+def test_replaced_tensors_that_cannot_be_removed_are_removed_later(alone, tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    save_in_parts(state(alone, 1.0), path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        save_in_parts(state(alone, 2.0), path)
+    assert value_of(path) == 2 and len(list(path.iterdir())) == 3
+    save_in_parts(state(alone, 3.0), path)
+    assert value_of(path) == 3 and len(list(path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -162,6 +192,20 @@ def test_a_save_that_dies_leaves_the_last_one_readable(alone, tmp_path, monkeypa
     assert [entry.name for entry in tmp_path.glob("*.ckpt*")] == ["last.ckpt"]
 
 
+def test_a_checkpoint_counts_as_written_when_its_save_is_complete(alone, tmp_path, monkeypatch):
+    """A restart must not continue from the checkpoint of another run because a save into its folder has begun."""
+    path = tmp_path / "last.ckpt"
+    save_in_parts(state(alone, 1.0), path)
+    before = _written(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save_in_parts(state(alone, 2.0), path)
+    assert len(list(path.iterdir())) == 3 and _written(path) == before
+    save_in_parts(state(alone, 3.0), path)
+    assert _written(path) not in (None, before)
+
+
 def test_whole_and_sharded_ones_take_each_others_place(alone, tmp_path):
     path, files = tmp_path / "last.ckpt", CheckpointFiles()
     whole = {"state_dict": {"weight": torch.full((3, 4), 1.0), "count": torch.tensor(1.0)}, "step": 1.0}
@@ -205,7 +249,7 @@ def test_each_kind_of_value_comes_back(alone, tmp_path, dtype):
     assert kept["loops"] == checkpoint["loops"]
 
 
-def test_what_is_broken_is_told(alone, tmp_path):
+def test_damaged_checkpoints_are_refused(alone, tmp_path):
     save_in_parts(state(alone, 1.0), tmp_path / "sound.ckpt")
     part = Path("tensors-1") / "shard-00001-model-00001-of-00001.safetensors"
 

@@ -51,7 +51,7 @@ def test_without_the_size_of_a_machine_there_is_one():
         (SLURM, {"SLURM_PROCID": "4"}, "RANK=4 WORLD_SIZE=4"),
     ],
 )
-def test_a_launcher_that_makes_no_sense_is_told_so(launcher, wrong, said):
+def test_invalid_launcher_variables_are_refused(launcher, wrong, said):
     with pytest.raises(UserError, match=said):
         found(launcher | wrong)
 

@@ -33,8 +33,8 @@ class PackedStream(IterableDataset):
 
     The rows are divided among processes and their workers with ``split_dataset_by_node``. Each reads a window of text, cuts its
     tokens into blocks, shuffles them, and goes on with the next window; what does not fill a batch is left out. Each pass
-    through the rows takes their shards in another order. The state is the library's at the begin of the window, and the number
-    of batches taken from it, so a resumed stream reads that window again.
+    through the rows takes their shards in another order. The state is the library's at the beginning of the window, and the
+    number of batches taken from it, so a resumed stream reads that window again.
 
     Args:
         rows: those of the training part.
