@@ -393,7 +393,7 @@ MISTAKES = [
         ["fit", "task=causal_lm", *TEXTS, "data.pad_to_multiple_of=16"],
         "but 16 does not divide 24",
     ),
-    (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "data.label: the data have no column 'nothing'"),
+    (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "have no column 'nothing'"),
     (["fit", "task=causal_lm", "trainer.max_steps=-1"], "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
     (["fit", "task=causal_lm", *TEXTS, "model.pretrained=nowhere"], "nowhere"),
     (["fit", "task=causal_lm", "model=rev_roberta_tiny"], "model: CausalLM trains GPT or HuggingFace, not RevRoBERTa"),
