@@ -46,10 +46,6 @@ class HubText(TextDataModule):
         self.text_column, self.on_error = text, on_error
         self.label = label if self.labels else None
 
-    @property
-    def usual_unit(self) -> Literal["file", "paragraph"]:
-        return "file" if self.label else super().usual_unit
-
     def rows(self) -> list[Rows]:
         reading = self.reading(text=self.text_column, label=self.label, skip=self.on_error == "skip")
         val, test = reading.fractions

@@ -65,6 +65,9 @@ class TextDataModule(pl.LightningDataModule):
         UserError: there is no such tokenizer.
     """
 
+    label: str | None = None
+    """Where the user's data have the classes."""
+
     def __init__(
         self,
         layout: Literal["packed", "documents"] = "packed",
@@ -148,8 +151,8 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def usual_unit(self) -> Literal["file", "paragraph"]:
-        """The unit unless another is asked for."""
-        return "file" if self.layout == "packed" else "paragraph"
+        """The unit unless another is asked for. A labelled file or row is one document."""
+        return "file" if self.layout == "packed" or self.label else "paragraph"
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -85,10 +85,6 @@ class TextFiles(TextDataModule):
         self.text_column, self.on_error = text, on_error
         self.label = label if self.labels else None
 
-    @property
-    def usual_unit(self) -> Literal["file", "paragraph"]:
-        return "file" if self.label else super().usual_unit  # a labelled file or row is one document
-
     def files(self) -> list[TextFile]:
         """The files that match. One that matches several patterns is for the test, else for validation, else for training."""
         found: dict[Path, TextFile] = {}
