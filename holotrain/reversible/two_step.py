@@ -177,14 +177,15 @@ class TwoStep:
 
         No kernel both multiplies and adds, so each result is rounded in the same way wherever it is computed.
         """
-        weight, rest = self._factors()
+        _, weight, rest = self._factors()
         return self._grid.nearest((update.to(source.dtype) * weight).add_(source * rest))
 
-    def _factors(self) -> tuple[Tensor, Tensor]:
-        """a and 1 - a - g."""
+    def _factors(self) -> tuple[Tensor | float, Tensor, Tensor]:
+        """g, a and 1 - a - g."""
         above, below = self._weights
+        gain = 0.0 if self._bits is None else self._sign * 2.0**-self._bits
         weight = self._sign * ((above - below) / 2) + (above + below) / 2
-        return weight, 1 - weight if self._bits is None else 1 - weight - self._sign * 2.0**-self._bits
+        return gain, weight, 1 - weight - gain
 
     def merged(self, target: Tensor, source: Tensor, update: Tensor) -> Tensor:
         """x[k+1]; keeps the bits that it drops of the target."""
@@ -200,9 +201,8 @@ class TwoStep:
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Those of target, source and update."""
-        weight, rest = self._factors()
-        target = None if self._bits is None else grad * (self._sign * 2.0**-self._bits)
-        return target, grad * rest, (grad * weight).to(self.written_as)
+        gain, weight, rest = self._factors()
+        return None if self._bits is None else grad * gain, grad * rest, (grad * weight).to(self.written_as)
 
 
 class _TwoStep(torch.autograd.Function):
