@@ -70,7 +70,7 @@ class Histograms(pl.Callback):
 
 def finite(tensor: Tensor | None) -> Any:
     """The finite values, on the CPU; None if there are none. All processes must call it if the tensor is sharded."""
-    if tensor is None:
+    if tensor is None or tensor.is_meta:  # of another pipeline stage
         return None
     tensor = tensor.detach()
     values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to_dense().cpu().float().flatten()

@@ -71,7 +71,8 @@ class OptimizationMonitor(pl.Callback):
         self._forget()
         if not self._due(trainer):
             return
-        named = pl_module.named_parameters()
+        counted = getattr(trainer.strategy, "counted_before", ())  # in an earlier stage of a pipeline
+        named = [(name, each) for name, each in pl_module.named_parameters() if each not in counted]
         trained = {name: each for name, each in named if each.grad is not None or each in seen}
         if not trained:
             return
@@ -107,6 +108,8 @@ class OptimizationMonitor(pl.Callback):
         values = torch.stack([*self._norms.values()]).tolist()
         scalars = dict(zip(self._norms, values, strict=True))
         self._norms, self._before = {}, None
+        if hasattr(trainer.strategy, "norms_over_stages"):
+            scalars = trainer.strategy.norms_over_stages(scalars)
         change, weights = scalars.pop("change"), scalars.pop("weights")
         if weights:
             scalars["optimization/update_ratio"] = change / weights

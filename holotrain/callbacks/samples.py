@@ -77,7 +77,7 @@ class Samples(pl.Callback):
         if trainer.sanity_checking or not (self._starts and trainer.loggers):
             return
         model = model_of(pl_module)
-        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        sharded = any(isinstance(each, DTensor) or each.is_meta for each in model.parameters())
         if trainer.is_global_zero and not sharded:
             rows = [
                 [self.tokenizer.decode(start.tolist()), text]

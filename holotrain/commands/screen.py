@@ -63,6 +63,7 @@ def _processes(config: RunConfig, place: Place, model: nn.Module) -> str:
     words = [f"{place.size}, {trainer.strategy}"]
     if group > 1:
         words[0] += f" in {place.size // group} groups of {group}" if group < place.size else ""
+    if trainer.strategy == "tp" and group > 1:
         words.append("no overlap" if trainer.overlap is None else f"overlapped row groups: {trainer.overlap}")
     if trainer.compression != "none":
         words.append(f"gradient compression: {trainer.compression}")

@@ -73,7 +73,7 @@ class Together:
             return _command(command, config, run)
         if alone:
             raise UserError(
-                f"started as {self.place.size} processes, but trainer=default uses one; use trainer=ddp, fsdp or tp"
+                f"started as {self.place.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
                 if command in TOGETHER
                 else f"{command} runs in one process, but {self.place.size} were started; start it without a launcher"
             )

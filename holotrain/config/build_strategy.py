@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device, device_kind
 from holotrain.config.schema.run import RunConfig
@@ -17,6 +18,7 @@ from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
 from holotrain.parallel.data import DataParallel
+from holotrain.parallel.pipeline import Pipeline, check_stages
 from holotrain.parallel.place import Place
 from holotrain.parallel.sharded import Sharding
 from holotrain.parallel.tensor import overlapped
@@ -64,8 +66,9 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
     if place is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, place.nodes)):
         machines = f" on each of {place.nodes} machines" if place.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
-    if count * (place.nodes if place else 1) % (trainer.tensor_parallel or 1):
-        raise UserError(f"trainer.tensor_parallel={trainer.tensor_parallel}: {count} processes are not a multiple of it")
+    for option in ("tensor_parallel", "pipeline_stages"):
+        if count * (place.nodes if place else 1) % (size := getattr(trainer, option) or 1):
+            raise UserError(f"trainer.{option}={size}: {count} processes are not a multiple of it")
     if kind == "cuda" and count > torch.cuda.device_count():
         raise UserError(
             f"{named}: this machine has {torch.cuda.device_count()} GPUs; use at most as many, or trainer.accelerator=cpu"
@@ -91,24 +94,28 @@ def share_of(config: Chosen, place: Place) -> tuple[int, int]:
 
 
 def group_of(config: Chosen, place: Place) -> int:
-    """The size of a tensor parallel group, whose processes read the same data."""
-    return 1 if config.strategy != "tp" else config.tensor_parallel or place.size
+    """The number of processes that share a model by layers (tensor parallel) or by blocks (pipeline), and read the same data."""
+    size = {"tp": config.tensor_parallel or place.size, "pipeline": config.pipeline_stages or place.size}
+    return size.get(config.strategy, 1)
 
 
 def left_whole(config: Chosen, place: Place, model: nn.Module) -> list[str]:
     """The layers that tensor parallelism does not shard, each with the reason."""
-    ranks = group_of(config, place)
+    ranks = group_of(config, place) if config.strategy == "tp" else 1
     return division(model, ranks).whole if ranks > 1 else []
 
 
 def check_division(config: Chosen, place: Place | None, model: nn.Module) -> None:
     """
     Raises:
-        UserError: tensor parallelism cannot shard any layer of the model.
+        UserError: tensor parallelism cannot shard any layer of the model, or it cannot be divided into stages.
     """
     if place is None or (ranks := group_of(config, place)) == 1:
         return
     try:
+        if config.strategy == "pipeline":
+            with described_by("trainer=pipeline"):
+                return check_stages(model, ranks)
         division(model, ranks)
     except Indivisible as error:
         raise UserError(f"trainer=tp: no layer can be sharded over {ranks} processes: {error}") from error
@@ -125,4 +132,6 @@ def build_strategy(config: Chosen, place: Place | None) -> Strategy | str:
         if config.overlap is not None:
             styles = overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
         return Sharding(place.size // size, size, styles, config.sharded_checkpoints, **common)
+    if config.strategy == "pipeline":
+        return Pipeline(group_of(config, place), config.pipeline_schedule, config.microbatches, **common)
     return DataParallel(config.compression, **common)

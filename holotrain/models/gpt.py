@@ -84,6 +84,9 @@ class GPT(nn.Module):
     def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> nn.Module:
         return plain_blocks(branches, backward)
 
+    BEFORE, AFTER = ("embedding",), ("norm", "embedding.word")
+    """The modules that ``enter`` and ``leave`` use."""
+
     def forward(
         self,
         tokens: Tensor,
@@ -104,7 +107,9 @@ class GPT(nn.Module):
         Returns:
             logits (B, T, V); with ``targets`` the mean cross-entropy, computed without all logits in memory at once.
         """
-        hidden = self.hidden(tokens, cache=cache, positions=positions, end=end)
+        return self._output(self.hidden(tokens, cache=cache, positions=positions, end=end), targets)
+
+    def _output(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
             return self.logits(hidden)
         return linear_cross_entropy(hidden.flatten(0, 1), self.embedding.word.weight, targets.flatten())
@@ -118,15 +123,27 @@ class GPT(nn.Module):
         end: int | None = None,
     ) -> Tensor:
         """The input of the head, (B, T, C); arguments as in ``forward``."""
-        x = self.embedding(tokens, positions)
-        context: dict[str, Any] = {}
-        if self.rotary is not None:
-            context["rotation"] = self.rotary(
-                torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
-            )
+        context = self.context_of(tokens, positions)
         if cache is not None:
             context |= {"cache": cache, "mask": cache.seen_from(positions, end)}
-        return self.norm(self.blocks(x, context))
+        return self.norm(self.blocks(self.embedding(tokens, positions), context))
+
+    def context_of(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
+        """The keyword arguments of attention."""
+        if self.rotary is None:
+            return {}
+        return {"rotation": self.rotary(torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions)}
+
+    def enter(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """The streams that the first block reads."""
+        return self.blocks.split(self.embedding(tokens))
+
+    def leave(self, streams: tuple[Tensor, ...], targets: Tensor | None = None) -> Tensor:
+        """The model's output, from the streams that the last block returns."""
+        return self._output(self.norm(self.blocks.join(streams)), targets)
+
+    def stream_shape(self, tokens: Tensor) -> tuple[int, ...]:
+        return *tokens.shape, self.embedding.word.embedding_dim
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V), by the transposed embedding."""

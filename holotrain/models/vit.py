@@ -7,7 +7,7 @@ the head, which is the only difference in parameters.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -92,9 +92,26 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
 
+    BEFORE, AFTER = ("embedding",), ("norm", "head")
+    """The modules that ``enter`` and ``leave`` use."""
+
     def forward(self, images: Tensor) -> Tensor:
-        x = self.blocks(self.embedding(images))
-        return self.head(self.norm(x[:, self.pooled].mean(dim=1)))
+        return self.leave((self.blocks(*self.enter(images)),))
+
+    def enter(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The streams that the first block reads."""
+        return (self.embedding(images),)
+
+    def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
+        """The logits, from the streams that the last block returns."""
+        return self.head(self.norm(streams[0][:, self.pooled].mean(dim=1)))
+
+    def context_of(self, images: Tensor) -> dict[str, Any]:
+        """The keyword arguments of attention: none."""
+        return {}
+
+    def stream_shape(self, images: Tensor) -> tuple[int, ...]:
+        return len(images), *self.embedding.position.shape[1:]
 
 
 class RevViT(Reversible, ViT):
@@ -111,9 +128,17 @@ class RevViT(Reversible, ViT):
         self.fusion = TwoStreamFusion(dim)
         self.head = nn.Linear(2 * dim, classes)
 
+    BEFORE, AFTER = ("embedding",), ("fusion", "head")
+
     def forward(self, images: Tensor) -> Tensor:
+        return self.leave(self.blocks(*self.enter(images)))
+
+    def enter(self, images: Tensor) -> tuple[Tensor, ...]:
         tokens = self.embedding(images)
-        y1, y2 = self.blocks(tokens, tokens)
+        return tokens, tokens
+
+    def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
+        y1, y2 = streams
         return self.head(self.fusion(y1[:, self.pooled], y2[:, self.pooled]))
 
 

@@ -58,8 +58,9 @@ class Sharding(ShardedCheckpoints):
         for dimension in range(self.device_mesh.ndim):  # a mesh creates its groups with torch's default timeout
             set_timeout(self._timeout, self.device_mesh.get_group(dimension))
 
-    def share_out(self, model: nn.Module) -> None:
-        """Shards the parameters, once."""
+    def share_out(self, task: pl.LightningModule) -> None:
+        """Shards the parameters of a task's model, once."""
+        model = task.model
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return
         self.precision_plugin.convert_module(model)

@@ -210,6 +210,12 @@ class ReversibleSequence(nn.Module):
         """A sequence ``depth`` times the first block, which takes the same arguments."""
         return type(self)([self.blocks[0]] * depth, backward=[backward] * depth)
 
+    def part(self, start: int, stop: int) -> ReversibleSequence:
+        """A sequence of some of the blocks, which it shares, with their schedules. It has no grid."""
+        found = ReversibleSequence(self.blocks[start:stop])
+        found.schedules = self.schedules[start:stop]
+        return found
+
     def inverse(self, y1: Tensor, y2: Tensor, f_kwargs: Keywords = None, g_kwargs: Keywords = None) -> tuple[Tensor, Tensor]:
         """Computes (x1, x2) from (y1, y2), up to rounding, or exactly if ``exact``; f and g must be deterministic."""
         grid = None if self.grid is None else self.grid.in_call(y1.dtype)

@@ -49,9 +49,12 @@ class CausalLM(LanguageModelling):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.model(tokens, targets)
 
+    def terms(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).sum()
+
     def summed(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         tokens, targets = self.inputs(batch)
-        count = (targets != IGNORED).sum()
+        count = self.terms(tokens, targets)
         return {"nats": self.loss(tokens, targets) * count, "tokens": count, "bytes": self._bytes(targets).sum()}
 
     def reported(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:

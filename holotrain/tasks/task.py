@@ -56,11 +56,15 @@ class Task(pl.LightningModule):
     def loss(self, *inputs: Tensor | None) -> Tensor:
         """The mean loss of a batch, which is differentiated."""
 
+    def terms(self, *inputs: Tensor | None) -> Tensor | int:
+        """The number of terms of which :meth:`loss` is the mean."""
+        return len(inputs[0])
+
     def configure_model(self) -> None:
         """Lets the strategy shard the parameters, if it does so."""
         share_out = getattr(self.trainer.strategy, "share_out", None)
         if share_out is not None:
-            share_out(self.model)
+            share_out(self)
 
     def log(self, name: str, value: Any, *arguments: Any, batch_size: int | None = None, **options: Any) -> None:
         # Lightning (2.6) averages batch sizes over processes as integers, rounded down, which makes means too large.
@@ -68,7 +72,7 @@ class Task(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs = self.inputs(batch)
-        loss = (self._graphed or self.loss)(*inputs)
+        loss = (self._whole_step or self.loss)(*inputs)
         # Lightning's log takes a few per cent of a small model's step, so it is only called when the value will be read.
         period = self.trainer.log_every_n_steps
         if (period and (self.trainer.global_step + 1) % period == 0) or self.trainer.is_last_batch:
@@ -76,8 +80,13 @@ class Task(pl.LightningModule):
             self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=len(inputs[0]))
         return loss
 
+    @property
+    def _whole_step(self) -> Callable[..., Tensor] | None:
+        """What runs forward and backward together, and sets gradients anew: a CUDA graph, or a strategy with stages."""
+        return self._graphed or getattr(self.trainer.strategy, "run_step", None)
+
     def backward(self, loss: Tensor) -> None:
-        if self._graphed is None:  # a graphed step has already run the backward
+        if self._whole_step is None:
             super().backward(loss)
 
     def configure_gradient_clipping(
@@ -92,7 +101,7 @@ class Task(pl.LightningModule):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        if self._graphed is None:  # a graphed step overwrites gradients, and Lightning calls this after it
+        if self._whole_step is None:  # it overwrites gradients, and Lightning calls this after it
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def configure_optimizers(self):

@@ -59,6 +59,9 @@ PROCESSES = (
     "tensor_parallel",
     "overlap",
     "signals",
+    "pipeline_stages",
+    "pipeline_schedule",
+    "microbatches",
     "compression",
     "sharded_checkpoints",
     "max_restarts",
@@ -78,7 +81,8 @@ class TrainerOptions:
         accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
         precision: of the computation: 32-true, 64-true, bf16-mixed or 16-mixed
         gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
-        strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters) or tp (tensor parallel)
+        strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters), tp (tensor parallel) or
+            pipeline (each process has some of the blocks)
         devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun or srun started
         num_nodes: number of machines; start the command on each with torchrun or srun; null: as many as were started
         tensor_parallel: tp: processes per tensor parallel group; FSDP2 runs across the groups; null: all
@@ -86,6 +90,10 @@ class TrainerOptions:
             layers)
         signals: tp with overlap: one kernel signals each finished group, instead of one kernel per group (NVIDIA GPUs,
             bf16-mixed)
+        pipeline_stages: pipeline: processes that share a model; null: all
+        pipeline_schedule: pipeline: 1f1b (the backward of a microbatch begins as soon as it can) or gpipe (all forwards, then all
+            backwards)
+        microbatches: pipeline: parts of a batch that pass through the stages one after another; null: two for each stage
         backend: communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)
         compression: ddp: the data type in which gradients are sent: none (their own), bf16 or fp16
         sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
@@ -98,12 +106,15 @@ class TrainerOptions:
         accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
         precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
         gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
-        strategy: Literal["single", "ddp", "fsdp", "tp"] = "single",
+        strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
         devices: int | Literal["auto"] = 1,
         num_nodes: int | None = None,
         tensor_parallel: int | None = None,
         overlap: int | Literal["auto"] | None = "auto",
         signals: bool = False,
+        pipeline_stages: int | None = None,
+        pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        microbatches: int | None = None,
         backend: Literal["auto", "nccl", "gloo"] = "auto",
         compression: Literal["none", "bf16", "fp16"] = "none",
         sharded_checkpoints: bool = False,
@@ -111,19 +122,28 @@ class TrainerOptions:
         max_restarts: int = 0,
     ) -> None:
         counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
+        counts |= {"pipeline_stages": pipeline_stages, "microbatches": microbatches}
         require_at_least(1, timeout=timeout, **counts)
         require_at_least(0, max_restarts=max_restarts)
         if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
-            raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp or tp")
+            raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline")
         if compression != "none" and strategy != "ddp":
             raise UserError(f"trainer.compression={compression}: needs trainer=ddp")
-        for name, changed in (("tensor_parallel", tensor_parallel is not None), ("overlap", overlap != "auto")):
-            if changed and strategy != "tp":
-                raise UserError(f"trainer.{name}: needs trainer=tp")
+        changed = {
+            "tp": {"tensor_parallel": tensor_parallel is not None, "overlap": overlap != "auto"},
+            "pipeline": {
+                "pipeline_stages": pipeline_stages is not None,
+                "pipeline_schedule": pipeline_schedule != "1f1b",
+                "microbatches": microbatches is not None,
+            },
+        }
+        for needed, options in changed.items():
+            for name in [name for name, given in options.items() if given and strategy != needed]:
+                raise UserError(f"trainer.{name}: needs trainer={needed}")
         if signals and (strategy != "tp" or overlap is None):
             raise UserError("trainer.signals: needs trainer=tp and trainer.overlap")
         if max_restarts and strategy == "single":
-            raise UserError("trainer.max_restarts: needs several processes; use trainer=ddp, fsdp or tp")
+            raise UserError("trainer.max_restarts: needs several processes; use trainer=ddp, fsdp, tp or pipeline")
         if sharded_checkpoints and strategy not in ("fsdp", "tp"):
             raise UserError("trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp")
 
@@ -137,8 +157,12 @@ def check_trainer(trainer: Chosen) -> None:
     if not is_a(trainer, "lightning.pytorch.trainer.trainer.Trainer"):
         raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
     TrainerOptions(**{name: trainer.arguments[name] for name in BESIDE})
-    if trainer.strategy in ("fsdp", "tp") and trainer.precision == "16-mixed":
+    if trainer.strategy in ("fsdp", "tp", "pipeline") and trainer.precision == "16-mixed":
         raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
+    if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:
+        raise UserError(
+            "trainer.accumulate_grad_batches: trainer=pipeline accumulates over the microbatches of a batch; set trainer.microbatches"
+        )
     if trainer.max_epochs not in (None, -1):
         require_at_least(1, max_epochs=trainer.max_epochs)
     elif trainer.max_steps < 1 and trainer.max_time is None:

@@ -154,7 +154,7 @@ class PlanConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.trainer.strategy in ("fsdp", "tp"):
+        if self.trainer.strategy in ("fsdp", "tp", "pipeline"):
             raise UserError(
                 f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default, and devices=8 to plan for 8"
             )

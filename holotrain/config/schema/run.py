@@ -179,11 +179,11 @@ class RunConfig:
             return
         if is_a(self.task, ERROR_DIFFUSION):
             raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
-        parts = f"trainer={strategy} shards them"
+        parts = f"trainer={strategy} {'divides' if strategy == 'pipeline' else 'shards'} them"
         if self.synthesis is not None:
             raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp")
-        if strategy == "tp" and getattr(self.model, "adapters", 0):
-            raise UserError("model.adapters: trainer=tp does not support adapters; use trainer=fsdp or ddp")
+        if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
+            raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
         if self.average is not None:
             raise UserError(f"callbacks.{self.average}: needs whole weights, and {parts}; use trainer=ddp")
         if self.backward.open or self.batch_is_open:

@@ -1,5 +1,7 @@
 """Plain residual blocks: the twin of the reversible sequence."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -70,6 +72,20 @@ class ResidualSequence(nn.Module):
     def again(self, depth: int, backward: str) -> nn.Module:
         """A sequence ``depth`` times the first block, which takes the same arguments."""
         return type(self)([self.blocks[0]] * depth, backward=[backward] * depth)
+
+    def part(self, start: int, stop: int) -> ResidualSequence:
+        """A sequence of some of the blocks, which it shares, with their schedules."""
+        found = ResidualSequence(self.blocks[start:stop])
+        found.schedules = self.schedules[start:stop]
+        return found
+
+    def split(self, x: Tensor) -> tuple[Tensor]:
+        """The only stream, as a tuple; see :class:`~holotrain.models.layers.streams.AveragedStreams`."""
+        return (x,)
+
+    def join(self, streams: tuple[Tensor]) -> Tensor:
+        """The only stream."""
+        return streams[0]
 
     def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
         for number, (block, schedule) in enumerate(zip(self.blocks, self.schedules, strict=True)):

@@ -13,5 +13,13 @@ class AveragedStreams(ReversibleSequence):
     """
 
     def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
-        y1, y2 = super().forward(x, x, f_kwargs, g_kwargs)
+        return self.join(super().forward(*self.split(x), f_kwargs, g_kwargs))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The streams that the first block reads."""
+        return x, x
+
+    def join(self, streams: tuple[Tensor, Tensor]) -> Tensor:
+        """What is returned for the streams of the last block."""
+        y1, y2 = streams
         return (y1 + y2) / 2

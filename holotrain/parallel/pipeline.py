@@ -1,0 +1,346 @@
+"""Pipeline parallel: each process has some of a model's blocks, and microbatches pass through all processes.
+
+torch.distributed.pipelining runs the schedules: GPipe (Huang et al., 2019, arXiv 1811.06965) and 1F1B (Narayanan et al., 2019,
+arXiv 1806.03377).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.optim import Optimizer
+from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
+
+from holotrain.models.gpt import GPT
+from holotrain.models.vit import ViT
+from holotrain.optimizers import CombinedOptimizer
+from holotrain.parallel.sharded import average, set_timeout
+from holotrain.reversible import ReversibleSequence
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def check_stages(model: nn.Module, stages: int) -> None:
+    """
+    Raises:
+        ValueError: the model cannot be divided into this many stages.
+    """
+    if not isinstance(model, GPT | ViT):
+        raise ValueError(f"{type(model).__name__} cannot be divided into stages; GPT and ViT can, plain or reversible")
+    if getattr(model.blocks, "grid", None) is not None:
+        raise ValueError("exact streams have one grid for all blocks; use backward.exact=false")
+    if (depth := len(model.blocks.blocks)) < stages:
+        raise ValueError(f"{depth} blocks cannot be divided into {stages} stages")
+
+
+class Stage(nn.Module):
+    """One process's part of a task's model. The other parameters become meta tensors, so all keep their names and numbers.
+
+    A schedule calls it with microbatches. The model itself then takes a whole batch through all processes, and all get its
+    output.
+
+    Args:
+        task: its model is divided, in place.
+        group: of the processes that have the parts, in order.
+        ambient: makes the context in which the forward runs, for autocast.
+
+    Attributes:
+        tied: parameters that the first and the last stage share.
+
+    Raises:
+        ValueError: the model cannot be divided.
+    """
+
+    def __init__(self, task: pl.LightningModule, group: dist.ProcessGroup, ambient: Callable[[], AbstractContextManager]) -> None:
+        super().__init__()
+        self.group, self.index, self.count, self.ambient = group, group.rank(), group.size(), ambient
+        self.model = model = task.model
+        self.task_loss, self.task_terms = task.loss, task.terms
+        check_stages(model, self.count)
+        self.first, self.last = self.index == 0, self.index == self.count - 1
+        depth = len(model.blocks.blocks)
+        self.blocks = model.blocks.part(depth * self.index // self.count, depth * (self.index + 1) // self.count)
+        before, after = (
+            {parameter for name in names for parameter in model.get_submodule(name).parameters()}
+            for names in (model.BEFORE, model.AFTER)
+        )
+        own = {*self.blocks.parameters()} | (before if self.first else set()) | (after if self.last else set())
+        self.tied = [parameter for parameter in own if parameter in before & after]
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter not in own:
+                    module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        self._received: tuple[Tensor, ...] | None = None
+        self._terms: Tensor | int = 0
+        model.forward = self.whole
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the streams and the loss. Autocast keeps it."""
+        return next(self.blocks.parameters()).dtype
+
+    def microbatches(self, most: int, schedule: str, *inputs: Tensor) -> Any:
+        """A schedule for batches of this shape, cut into equal microbatches.
+
+        Args:
+            most: number of microbatches; fewer if the batch does not divide.
+        """
+        rows = len(inputs[0])
+        count = max(number for number in range(1, min(most, rows) + 1) if rows % number == 0)
+        given = inputs[0][: rows // count]
+        first, last = (given,), (torch.zeros(1, dtype=self.dtype, device=given.device, requires_grad=True),)
+        streams = tuple(stream.requires_grad_() for stream in self._streams_for(given))
+        stage = PipelineStage(
+            self,
+            self.index,
+            self.count,
+            given.device,
+            input_args=first if self.first else streams,
+            output_args=last if self.last else streams,
+            group=self.group,
+        )
+        return SCHEDULES[schedule](stage, count, loss_fn=lambda loss, _: loss.squeeze(), scale_grads=False)
+
+    def step(self, schedule: Any, *inputs: Tensor) -> Tensor:
+        """Forward and backward of a batch. Returns its loss, in all processes."""
+        self._terms = self.task_terms(*inputs)
+        losses: list[Tensor] = []
+        with torch.autocast(inputs[0].device.type, enabled=False):  # the backward runs in here too
+            if self.first and not self.last:
+                schedule.step(inputs[0])
+            else:
+                named = {f"input_{number}": value for number, value in enumerate(inputs)}
+                schedule.step(target=inputs[0], losses=losses, **named)
+        loss = torch.stack(losses).sum().detach() if self.last else torch.empty((), dtype=self.dtype, device=inputs[0].device)
+        return self._from_last(loss)
+
+    def forward(self, *streams: Tensor, **inputs: Tensor) -> Any:
+        """Of one microbatch: the streams for the next stage, or on the last one its share of the batch's loss."""
+        with self.ambient():
+            given = streams[0] if self.first else inputs["input_0"]
+            streams = self._run(self.model.enter(given) if self.first else streams, given)
+            if not self.last:
+                return streams
+            self._received = streams
+            try:
+                loss = self.task_loss(*inputs.values()) * (self.task_terms(*inputs.values()) / self._terms)
+                return loss[None]  # the schedule concatenates the outputs of microbatches
+            finally:
+                self._received = None
+
+    def whole(self, given: Tensor, *others: Tensor) -> Tensor:
+        """The model's forward."""
+        if self._received is not None:  # within a schedule
+            return self.model.leave(self._received, *others)
+        here = dist.get_rank()
+        if self.first:
+            streams = self.model.enter(given)
+        else:
+            streams = self._streams_for(given)
+            for stream in streams:
+                dist.recv(stream, here - 1, self.group)
+        streams = self._run(streams, given)
+        if not self.last:
+            for stream in streams:
+                dist.send(stream, here + 1, self.group)
+        output = self.model.leave(streams, *others) if self.last else None
+        about = [None if output is None else (output.shape, output.dtype)]
+        dist.broadcast_object_list(about, group=self.group, group_src=self.count - 1)
+        shape, dtype = about[0]
+        return self._from_last(torch.empty(shape, dtype=dtype, device=given.device) if output is None else output.contiguous())
+
+    def _run(self, streams: tuple[Tensor, ...], given: Tensor) -> tuple[Tensor, ...]:
+        found = self.blocks(*streams, self.model.context_of(given))
+        return tuple(stream.contiguous() for stream in (found if isinstance(found, tuple) else (found,)))
+
+    def _streams_for(self, given: Tensor) -> tuple[Tensor, ...]:
+        """As many streams as there are between stages, to receive those of this batch."""
+        shape, count = self.model.stream_shape(given), 2 if isinstance(self.blocks, ReversibleSequence) else 1
+        return tuple(torch.empty(shape, dtype=self.dtype, device=given.device) for _ in range(count))
+
+    def _from_last(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, group=self.group, group_src=self.count - 1)
+        return tensor
+
+
+class Pipeline(DDPStrategy):
+    """Divides a task's model into stages when its ``configure_model`` asks for it.
+
+    Args:
+        stages: processes that share a model; all of them read the same data. Gradients are averaged over groups of them.
+        schedule: ``"gpipe"`` runs the forwards of all microbatches, then their backwards; ``"1f1b"`` begins the backward of each
+            as soon as it can, so that a stage holds the activations of fewer of them.
+        microbatches: into how many a batch is cut.
+        options: options of DDPStrategy.
+    """
+
+    def __init__(self, stages: int, schedule: str = "1f1b", microbatches: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.stages, self.schedule, self.microbatches = stages, schedule, microbatches or 2 * stages
+        self._stage: Stage | None = None
+        self._made: tuple[Any, Any] = None, None
+        self._tied: dist.ProcessGroup | None = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        size = (self.world_size // self.stages, self.stages)
+        self._mesh: DeviceMesh = init_device_mesh(self.root_device.type, size, mesh_dim_names=("data", "stages"))
+        for name in ("data", "stages"):  # a mesh creates its groups with torch's default timeout
+            set_timeout(self._timeout, self._mesh[name].get_group())
+        for ranks in self._mesh.mesh.tolist():
+            group = dist.new_group([ranks[0], ranks[-1]], timeout=self._timeout)
+            if self.global_rank in (ranks[0], ranks[-1]):
+                self._tied = group
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self.setup_precision_plugin()
+
+    def share_out(self, task: pl.LightningModule) -> None:
+        """Divides the model, once."""
+        if self._stage is None or self._stage.model is not task.model:
+            self._stage = Stage(task, self._mesh["stages"].get_group(), self.precision_plugin.train_step_context)
+
+    def model_to_device(self) -> None:
+        self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
+
+    def run_step(self, *inputs: Tensor) -> Tensor:
+        """Forward and backward of a training batch. Returns its loss."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        shapes = [value.shape for value in inputs]
+        if self._made[0] != shapes:
+            self._made = shapes, self._stage.microbatches(self.microbatches, self.schedule, *inputs)
+        loss = self._stage.step(self._made[1], *inputs)
+        for parameter in self._stage.tied:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self._tied)
+        if self._mesh["data"].size() > 1:
+            average([each.grad for each in self.model.parameters() if each.grad is not None], self._mesh["data"])
+        return loss
+
+    @property
+    def counted_before(self) -> set[Tensor]:
+        """Parameters of this stage that an earlier one has too, with the same gradient."""
+        return set(self._stage.tied) if self._stage.last and not self._stage.first else set()
+
+    def norms_over_stages(self, norms: dict[str, float]) -> dict[str, float]:
+        """L2 norms over the parameters of all stages, from those over each stage's. All processes call it.
+
+        Args:
+            norms: without the parameters in :attr:`counted_before`.
+        """
+        told: list[dict[str, float]] = [{} for _ in range(self.stages)]
+        dist.all_gather_object(told, norms, group=self._mesh["stages"].get_group())
+        names = dict.fromkeys(name for each in told for name in each)
+        return {name: math.hypot(*(each.get(name, 0.0) for each in told)) for name in names}
+
+    def settle_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
+        """Clips gradients.
+
+        Args:
+            largest: maximum norm or value, if any.
+            algorithm: ``"norm"`` or ``"value"``.
+        """
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+        if not largest or largest <= 0:
+            return
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(trained, largest)
+            return
+        counted = [parameter.grad for parameter in trained if parameter not in self.counted_before]
+        square = nn.utils.get_total_norm(counted).square()
+        dist.all_reduce(square, group=self._mesh["stages"].get_group())
+        nn.utils.clip_grads_with_norm_(trained, largest, square.sqrt())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._collected(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._collected(optimizer.state_dict())
+
+    def _collected(self, own: dict[str, Any]) -> dict[str, Any]:
+        if self._mesh["data"].get_local_rank():  # another group does it
+            return {}
+        return collected(own, self._mesh["stages"].get_group(), self.root_device)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # those of other stages
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(_without_others(optimizer, state))
+
+    def teardown(self) -> None:
+        module, self._lightning_module = self._lightning_module, None  # what is on meta cannot be moved to the CPU
+        super().teardown()
+        self._lightning_module = module
+        if self._stage is not None:
+            del self._stage.model.forward
+        self._stage, self._made = None, (None, None)  # they hold process groups, whose threads must end before Python does
+
+
+def collected(own: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """A nested state with the leaves of all processes of a group, in its first process; {} in the others.
+
+    Args:
+        own: in which what another process has may be missing, or be a meta tensor.
+        device: from which tensors are sent.
+    """
+    leaves = {keys: leaf for keys, leaf in tree_leaves_with_path(own) if not (isinstance(leaf, Tensor) and leaf.is_meta)}
+    described = {keys: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for keys, leaf in leaves.items()}
+    told: list[dict[KeyPath, Any]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(told, described, group=group)
+    first, here, seen = dist.get_global_rank(group, 0), group.rank(), set(told[0])
+    for rank, theirs in enumerate(told):
+        for keys, like in theirs.items():
+            if keys in seen:
+                continue
+            seen.add(keys)
+            if here == 0:
+                value = like
+                if isinstance(like, Tensor):
+                    value = torch.empty_like(like, device=device)
+                    dist.recv(value, dist.get_global_rank(group, rank), group)
+                    value = value.cpu()
+                _put(own, keys, value)
+            elif here == rank and isinstance(like, Tensor):
+                dist.send(leaves[keys].detach().to(device).contiguous(), first, group)
+    return own if here == 0 else {}
+
+
+def _put(tree: Any, keys: KeyPath, value: Any) -> None:
+    *outer, last = keys
+    for key in outer:
+        tree = tree.setdefault(key.key, {}) if isinstance(key, MappingKey) else tree[key.idx]
+    tree[last.key] = value
+
+
+def _without_others(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state without that of other stages' parameters."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return {"parts": [_without_others(*each) for each in zip(optimizer.parts, state["parts"], strict=True)]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return state | {"state": {number: kept for number, kept in state["state"].items() if not parameters[number].is_meta}}
