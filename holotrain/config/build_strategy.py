@@ -94,7 +94,7 @@ def share_of(config: Chosen, place: Place) -> tuple[int, int]:
 
 
 def group_of(config: Chosen, place: Place) -> int:
-    """The number of processes that share a model by layers (tensor parallel) or by blocks (pipeline), and read the same data."""
+    """The number of processes that share a model, by layers (tp) or by blocks (pipeline), and read the same data."""
     size = {"tp": config.tensor_parallel or place.size, "pipeline": config.pipeline_stages or place.size}
     return size.get(config.strategy, 1)
 

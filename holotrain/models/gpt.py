@@ -132,7 +132,9 @@ class GPT(nn.Module):
         """The keyword arguments of attention."""
         if self.rotary is None:
             return {}
-        return {"rotation": self.rotary(torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions)}
+        return {
+            "rotation": self.rotary(torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions)
+        }
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """The streams that the first block reads."""

@@ -47,7 +47,7 @@ def check_stages(model: nn.Module, stages: int) -> None:
         raise ValueError(f"{depth} blocks cannot be divided into {stages} stages")
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """One process's part of a task's model. The other parameters become meta tensors, so all keep their names and numbers.
 
     A schedule calls it with microbatches. The model itself then takes a whole batch through all processes, and all get its
@@ -56,7 +56,7 @@ class Stage(nn.Module):
     Args:
         task: its model is divided, in place.
         group: of the processes that have the parts, in order.
-        ambient: makes the context in which the forward runs, for autocast.
+        context: makes the context in which the forward runs, for autocast.
 
     Attributes:
         tied: parameters that the first and the last stage share.
@@ -65,9 +65,11 @@ class Stage(nn.Module):
         ValueError: the model cannot be divided.
     """
 
-    def __init__(self, task: pl.LightningModule, group: dist.ProcessGroup, ambient: Callable[[], AbstractContextManager]) -> None:
+    def __init__(
+        self, task: pl.LightningModule, group: dist.ProcessGroup, context: Callable[[], AbstractContextManager]
+    ) -> None:
         super().__init__()
-        self.group, self.index, self.count, self.ambient = group, group.rank(), group.size(), ambient
+        self.group, self.index, self.count, self.context = group, group.rank(), group.size(), context
         self.model = model = task.model
         self.task_loss, self.task_terms = task.loss, task.terms
         check_stages(model, self.count)
@@ -86,14 +88,14 @@ class Stage(nn.Module):
                     module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         self._received: tuple[Tensor, ...] | None = None
         self._terms: Tensor | int = 0
-        model.forward = self.whole
+        model.forward = self.run_whole_batch
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the streams and the loss. Autocast keeps it."""
-        return next(self.blocks.parameters()).dtype
+        return next(each.dtype for each in self.blocks.parameters() if each.is_floating_point())
 
-    def microbatches(self, most: int, schedule: str, *inputs: Tensor) -> Any:
+    def make_schedule(self, most: int, schedule: str, *inputs: Tensor) -> Any:
         """A schedule for batches of this shape, cut into equal microbatches.
 
         Args:
@@ -120,7 +122,7 @@ class Stage(nn.Module):
         self._terms = self.task_terms(*inputs)
         losses: list[Tensor] = []
         with torch.autocast(inputs[0].device.type, enabled=False):  # the backward runs in here too
-            if self.first and not self.last:
+            if self.first:
                 schedule.step(inputs[0])
             else:
                 named = {f"input_{number}": value for number, value in enumerate(inputs)}
@@ -130,21 +132,21 @@ class Stage(nn.Module):
 
     def forward(self, *streams: Tensor, **inputs: Tensor) -> Any:
         """Of one microbatch: the streams for the next stage, or on the last one its share of the batch's loss."""
-        with self.ambient():
+        with self.context():
             given = streams[0] if self.first else inputs["input_0"]
             streams = self._run(self.model.enter(given) if self.first else streams, given)
             if not self.last:
                 return streams
             self._received = streams
             try:
-                loss = self.task_loss(*inputs.values()) * (self.task_terms(*inputs.values()) / self._terms)
+                loss = self.task_loss(*inputs.values()) * self.task_terms(*inputs.values()) / self._terms
                 return loss[None]  # the schedule concatenates the outputs of microbatches
             finally:
                 self._received = None
 
-    def whole(self, given: Tensor, *others: Tensor) -> Tensor:
-        """The model's forward."""
-        if self._received is not None:  # within a schedule
+    def run_whole_batch(self, given: Tensor, *others: Tensor) -> Tensor:
+        """The model's forward: through all processes, or from the streams of a microbatch on."""
+        if self._received is not None:
             return self.model.leave(self._received, *others)
         here = dist.get_rank()
         if self.first:
@@ -182,8 +184,8 @@ class Pipeline(DDPStrategy):
 
     Args:
         stages: processes that share a model; all of them read the same data. Gradients are averaged over groups of them.
-        schedule: ``"gpipe"`` runs the forwards of all microbatches, then their backwards; ``"1f1b"`` begins the backward of each
-            as soon as it can, so that a stage holds the activations of fewer of them.
+        schedule: ``"gpipe"`` runs the forwards of all microbatches, then their backwards; ``"1f1b"`` begins each backward as
+            soon as it can, so that a stage holds the activations of fewer of them.
         microbatches: into how many a batch is cut.
         options: options of DDPStrategy.
     """
@@ -191,8 +193,8 @@ class Pipeline(DDPStrategy):
     def __init__(self, stages: int, schedule: str = "1f1b", microbatches: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.stages, self.schedule, self.microbatches = stages, schedule, microbatches or 2 * stages
-        self._stage: Stage | None = None
-        self._made: tuple[Any, Any] = None, None
+        self._stage: ModelStage | None = None
+        self._schedule: tuple[Any, Any] = None, None  # and before it the shapes of the batches that it is for
         self._tied: dist.ProcessGroup | None = None
 
     def setup_environment(self) -> None:
@@ -218,7 +220,7 @@ class Pipeline(DDPStrategy):
     def share_out(self, task: pl.LightningModule) -> None:
         """Divides the model, once."""
         if self._stage is None or self._stage.model is not task.model:
-            self._stage = Stage(task, self._mesh["stages"].get_group(), self.precision_plugin.train_step_context)
+            self._stage = ModelStage(task, self._mesh["stages"].get_group(), self.precision_plugin.train_step_context)
 
     def model_to_device(self) -> None:
         self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
@@ -228,9 +230,9 @@ class Pipeline(DDPStrategy):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         shapes = [value.shape for value in inputs]
-        if self._made[0] != shapes:
-            self._made = shapes, self._stage.microbatches(self.microbatches, self.schedule, *inputs)
-        loss = self._stage.step(self._made[1], *inputs)
+        if self._schedule[0] != shapes:
+            self._schedule = shapes, self._stage.make_schedule(self.microbatches, self.schedule, *inputs)
+        loss = self._stage.step(self._schedule[1], *inputs)
         for parameter in self._stage.tied:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self._tied)
@@ -241,7 +243,7 @@ class Pipeline(DDPStrategy):
     @property
     def counted_before(self) -> set[Tensor]:
         """Parameters of this stage that an earlier one has too, with the same gradient."""
-        return set(self._stage.tied) if self._stage.last and not self._stage.first else set()
+        return set(self._stage.tied) if self._stage.last else set()
 
     def norms_over_stages(self, norms: dict[str, float]) -> dict[str, float]:
         """L2 norms over the parameters of all stages, from those over each stage's. All processes call it.
@@ -299,7 +301,7 @@ class Pipeline(DDPStrategy):
         self._lightning_module = module
         if self._stage is not None:
             del self._stage.model.forward
-        self._stage, self._made = None, (None, None)  # they hold process groups, whose threads must end before Python does
+        self._stage, self._schedule = None, (None, None)  # they hold process groups, whose threads must end before Python does
 
 
 def collected(own: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:

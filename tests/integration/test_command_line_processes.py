@@ -73,8 +73,15 @@ def write_text(folder: Path) -> None:
 
 COMMAND_LINE = "import sys; from holotrain.cli import main; sys.exit(main(sys.argv[1:]))"
 KINDS = {"images": IMAGES, "text": TEXT}
-STRATEGIES, BACKWARDS = ("ddp", "fsdp", "tp"), ("autograd", "reversible", "pareprop")
-MATRIX = [("images", "ddp", "reversible"), ("text", "fsdp", "pareprop"), ("text", "tp", "reversible")]
+STRATEGIES = {"images": ("ddp", "fsdp", "tp", "pipeline"), "text": ("ddp", "fsdp", "tp")}
+"""Of the training of text, whose gradients are accumulated over batches, a pipeline is not one."""
+BACKWARDS = ("autograd", "reversible", "pareprop")
+MATRIX = [
+    ("images", "ddp", "reversible"),
+    ("images", "pipeline", "reversible"),
+    ("text", "fsdp", "pareprop"),
+    ("text", "tp", "reversible"),
+]
 """Each strategy once; EVERYTHING has all."""
 
 
@@ -93,6 +100,8 @@ WORK = {
         for kind, strategy, backward in MATRIX
     },
     **begun_and_continued("_sharded", "fsdp", SHARDED),
+    "stages": [*CONTINUED, "trainer=pipeline", "trainer.max_epochs=1"],
+    "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun_sharded/0/{LAST}"],
     "muon": ["-m", *MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
     "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
@@ -113,8 +122,10 @@ MORE_WORK = {
 """The same for the slow tests."""
 
 LIMITS = {"images": f"trainer.limit_train_batches={LONG}", "text": f"trainer.limit_train_batches={2 * LONG}"}
-SWEPT = [f"trainer={','.join(STRATEGIES)}", f"backward={','.join(BACKWARDS)}"]
-EVERYTHING = {kind: ["-m", *words, *SHARED, LIMITS[kind], *SWEPT] for kind, words in KINDS.items()}
+EVERYTHING = {
+    kind: ["-m", *words, *SHARED, LIMITS[kind], f"trainer={','.join(STRATEGIES[kind])}", f"backward={','.join(BACKWARDS)}"]
+    for kind, words in KINDS.items()
+}
 
 
 def environment() -> dict[str, str]:
@@ -169,7 +180,7 @@ def folder(request) -> Path:
 def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words: str) -> None:
     """Of images, and of text with accumulated and clipped gradients.
 
-    DDP and FSDP2 read 8 samples a process, tensor parallel processes the same 8.
+    DDP and FSDP2 read 8 samples a process, tensor parallel processes and stages the same 8.
     """
     if kind == "text":
         write_text(Path("text"))
@@ -180,7 +191,7 @@ def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words:
     for job in jobs:
         found = summary(job)
         where = f"{found['strategy']}, {found['backward']}"
-        reference = alone[8 if found["strategy"] == "tp" else 16]
+        reference = alone[8 if found["strategy"] in ("tp", "pipeline") else 16]
         assert losses(job) == pytest.approx(losses(reference), rel=1e-9), where
         for tag in ("optimization/gradient_norm", "optimization/update_ratio"):  # of whole tensors, however they are sharded
             norms = losses(reference, tag)
@@ -205,7 +216,8 @@ def test_losses_are_those_of_one_process(holotrain, left, kind):
 def test_losses_are_those_of_one_process_under_each_strategy_by_each_backward(holotrain, tmp_path_factory, kind):
     folder = made_once(tmp_path_factory, "two_ranks_all", lambda made: done_by_two_ranks(made, EVERYTHING, [0, 0]))
     jobs = sorted((folder / f"did_{kind}").glob("[0-9]*"))
-    assert len({(summary(job)["strategy"], summary(job)["backward"]) for job in jobs}) == len(jobs) == 9
+    assert len({(summary(job)["strategy"], summary(job)["backward"]) for job in jobs}) == len(jobs)
+    assert len(jobs) == 3 * len(STRATEGIES[kind])
     assert all(len(losses(job)) == LONG for job in jobs)
     assert_losses_of_one_process(holotrain, kind, jobs, LIMITS[kind])
 
@@ -326,12 +338,13 @@ def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("started", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
-def test_two_pairs_of_processes_share_layers(holotrain, started):
-    """FSDP2 between two pairs of processes, each of which is tensor parallel within."""
+@pytest.mark.parametrize("started", [by_forks, by_torchrun])
+@pytest.mark.parametrize("pair", [["tp", "trainer.tensor_parallel=2"], ["pipeline", "trainer.pipeline_stages=2"]])
+def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
+    """FSDP2 between two pairs of processes, each of which is tensor parallel within; averages between two pipelines."""
     write_text(Path("text"))
-    words = [*TEXT, *SHARED, *FEW, "trainer.max_steps=3"]
-    pairs = ["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=2", "backward=pareprop"]
+    words = [*TEXT, *SHARED, *FEW, "trainer.max_steps=3", "trainer.accumulate_grad_batches=1"]
+    pairs = [f"trainer={pair[0]}", "trainer.devices=4", *pair[1:], "backward=pareprop"]
     assert started(4, "fit", *words, *pairs) == (0, [""] * 4)
     run = only(Path("runs/fit"))
     assert summary(run)["processes"] == 4
@@ -380,6 +393,19 @@ def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, fold
             assert losses(run) == pytest.approx(losses(Path("alone")), rel=1e-9)
     status, _, _ = holotrain("fit", *CONTINUED, f"data.batch_size={batch}", "hydra.run.dir=whole")
     assert losses(Path("alone")) == pytest.approx(losses(Path("whole"))[3:], rel=1e-9)
+
+
+def test_a_pipeline_begins_and_continues_the_trainings_of_others(holotrain, left):
+    """It began one that one process continues, and continued one that FSDP2 had begun."""
+    for batch, begun, continued in ((8, "stages", None), (16, "begun_sharded/0", "stages_continue")):
+        status, _, _ = holotrain("fit", *CONTINUED, f"data.batch_size={batch}", f"hydra.run.dir=whole{batch}")
+        whole = losses(Path(f"whole{batch}"))
+        origin = left[0] / f"did_{begun}" / LAST
+        words = [f"data.batch_size={batch}", f"ckpt_path={origin}", f"hydra.run.dir=rest{batch}"]
+        status, _, err = holotrain("fit", *CONTINUED, *words)
+        assert (status, err, len(whole)) == (0, "", 6)
+        for run in [Path(f"rest{batch}"), *([left[0] / f"did_{continued}"] if continued else [])]:
+            assert losses(run) == pytest.approx(whole[3:], rel=1e-9), run
 
 
 @BEGUN
@@ -447,6 +473,11 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
         (["trainer=tp", "callbacks=ema"], "callbacks.ema: needs whole weights"),
         (["trainer=fsdp", "backward=auto"], "set backward and the batch size yourself"),
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),
+        (["trainer=pipeline", "trainer.accumulate_grad_batches=2"], "set trainer.microbatches"),
+        (["trainer=pipeline", "trainer.microbatches=3"], "trainer.microbatches=3: data.batch_size=128 is not a multiple of it"),
+        (["trainer=ddp", "trainer.microbatches=2"], "trainer.microbatches: needs trainer=pipeline"),
+        (["trainer=pipeline", "trainer.pipeline_stages=1"], "pipeline_stages: must be at least 2, not 1"),
+        (["trainer=pipeline", "synthesis=associative"], "trainer=pipeline divides them; use trainer=ddp"),
         (["trainer=fsdp", "trainer.precision=16-mixed"], "trainer=fsdp has no gradient scaling"),
         (["trainer.max_restarts=1"], "trainer.max_restarts: needs several processes"),
         (["trainer=ddp", "trainer.max_restarts=1"], "trainer.max_restarts: needs several devices"),

@@ -56,6 +56,8 @@ class Witness(ExactResume):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_end(self, trainer, module) -> None:
+        if any(parameter.is_meta for parameter in module.parameters()):  # each stage of a pipeline has others
+            return
         own = [whole for parameter in module.parameters() if (whole := alike(parameter)) is not None]
         self.noted["alike"] = [len(own), hashlib.sha256(b"".join(own)).hexdigest()]
 

@@ -91,8 +91,7 @@ class TrainerOptions:
         signals: tp with overlap: one kernel signals each finished group, instead of one kernel per group (NVIDIA GPUs,
             bf16-mixed)
         pipeline_stages: pipeline: processes that share a model; null: all
-        pipeline_schedule: pipeline: 1f1b (the backward of a microbatch begins as soon as it can) or gpipe (all forwards, then all
-            backwards)
+        pipeline_schedule: pipeline: 1f1b (each backward begins as soon as it can) or gpipe (all forwards, then all backwards)
         microbatches: pipeline: parts of a batch that pass through the stages one after another; null: two for each stage
         backend: communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)
         compression: ddp: the data type in which gradients are sent: none (their own), bf16 or fp16
@@ -122,11 +121,13 @@ class TrainerOptions:
         max_restarts: int = 0,
     ) -> None:
         counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
-        counts |= {"pipeline_stages": pipeline_stages, "microbatches": microbatches}
-        require_at_least(1, timeout=timeout, **counts)
+        require_at_least(1, timeout=timeout, microbatches=microbatches, **counts)
+        require_at_least(2, pipeline_stages=pipeline_stages)
         require_at_least(0, max_restarts=max_restarts)
         if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
-            raise UserError("trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline")
+            raise UserError(
+                "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline"
+            )
         if compression != "none" and strategy != "ddp":
             raise UserError(f"trainer.compression={compression}: needs trainer=ddp")
         changed = {
@@ -161,7 +162,7 @@ def check_trainer(trainer: Chosen) -> None:
         raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
     if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:
         raise UserError(
-            "trainer.accumulate_grad_batches: trainer=pipeline accumulates over the microbatches of a batch; set trainer.microbatches"
+            "trainer.accumulate_grad_batches: trainer=pipeline accumulates over parts of a batch; set trainer.microbatches"
         )
     if trainer.max_epochs not in (None, -1):
         require_at_least(1, max_epochs=trainer.max_epochs)

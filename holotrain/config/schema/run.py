@@ -184,6 +184,9 @@ class RunConfig:
             raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp")
         if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
             raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
+        batch, count = getattr(self.data, "batch_size", None), self.trainer.microbatches
+        if count and isinstance(batch, int) and batch % count:
+            raise UserError(f"trainer.microbatches={count}: data.batch_size={batch} is not a multiple of it")
         if self.average is not None:
             raise UserError(f"callbacks.{self.average}: needs whole weights, and {parts}; use trainer=ddp")
         if self.backward.open or self.batch_is_open:
