@@ -7,6 +7,8 @@ import torch
 from compared import assert_equal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from holotrain.models.checkpoint_files import read
+
 
 def only(folder: Path) -> Path:
     (path,) = (entry for entry in folder.iterdir() if entry.name != "sweeps")
@@ -34,7 +36,8 @@ def texts(folder: Path) -> dict[str, str]:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return torch.load(checkpoint, weights_only=True)["state_dict"]
+    """Of a file, or of a folder that several processes wrote."""
+    return read(checkpoint, ["state_dict"])["state_dict"]
 
 
 def assert_same_weights(left: Path, right: Path) -> None:

@@ -1,10 +1,12 @@
 """What becomes of a training whose processes the command line started, when something happens to one of them."""
 
 import csv
+import random
 import signal
 import socket
 from pathlib import Path
 
+import datasets
 import psutil
 import pytest
 import torch.distributed
@@ -28,11 +30,31 @@ def incident(what: str, **options: int) -> list[str]:
     return [f"+callbacks.incident.{name}={value}" for name, value in given.items()]
 
 
-def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain):
-    status, _, err = holotrain("fit", *WORDS, "trainer.max_restarts=1", *incident("SIGKILL"))
+STREAM = ["task=causal_lm", "model=rev_gpt_tiny", "data=hub", "data.name=saved", "data.context=24", "data.epoch_batches=3"]
+STREAM += ["data.val_fraction=0.1", "data.streaming=true", "data.cache_dir=cache"]
+RESTARTED = {
+    "DDP": [],
+    "folders of FSDP2": ["trainer=fsdp", "trainer.sharded_checkpoints=true"],
+    "a pipeline": ["trainer=pipeline"],
+    "a stream": STREAM,
+}
+
+
+def save_text() -> None:
+    draw = random.Random(1)
+    datasets.disable_progress_bars()
+    rows = {"text": [" ".join(draw.choices("abcdefgh", k=60)) for _ in range(200)]}
+    datasets.Dataset.from_dict(rows).save_to_disk("saved", num_shards=2)
+
+
+@pytest.mark.parametrize("kind", [name if name == "DDP" else pytest.param(name, marks=pytest.mark.slow) for name in RESTARTED])
+def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, kind):
+    save_text()
+    words = [*WORDS, *RESTARTED[kind]]
+    status, _, err = holotrain("fit", *words, "trainer.max_restarts=1", *incident("SIGKILL"))
     assert (status, err) == (0, "holotrain: a process failed; restart 1 of 1, from run/checkpoints/last.ckpt\n")
     assert (summary(Path("run"))["steps"], summary(Path("run"))["processes"]) == (6, 2)
-    assert holotrain("fit", *WORDS, "hydra.run.dir=whole")[0] == 0
+    assert holotrain("fit", *words, "hydra.run.dir=whole")[0] == 0
     assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
 
 
