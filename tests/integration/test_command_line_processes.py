@@ -475,6 +475,7 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),
         (["trainer=pipeline", "trainer.accumulate_grad_batches=2"], "set trainer.microbatches"),
         (["trainer=pipeline", "trainer.microbatches=3"], "trainer.microbatches=3: data.batch_size=32 is not a multiple of it"),
+        (["trainer=pipeline", "model.trained=head"], "a stage of trainer=pipeline would train nothing"),
         (["trainer=ddp", "trainer.microbatches=2"], "trainer.microbatches: needs trainer=pipeline"),
         (["trainer=pipeline", "trainer.pipeline_stages=1"], "pipeline_stages: must be at least 2, not 1"),
         (["trainer=pipeline", "synthesis=associative"], "trainer=pipeline divides them; use trainer=ddp"),

@@ -184,6 +184,10 @@ class RunConfig:
             raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp")
         if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
             raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
+        if strategy == "pipeline" and getattr(self.model, "trained", "all") != "all":
+            raise UserError(
+                f"model.trained={self.model.trained}: a stage of trainer=pipeline would train nothing; use trainer=fsdp or ddp"
+            )
         batch, count = getattr(self.data, "batch_size", None), self.trainer.microbatches
         if count and isinstance(batch, int) and batch % count:
             raise UserError(f"trainer.microbatches={count}: data.batch_size={batch} is not a multiple of it")
