@@ -20,7 +20,7 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("splits", ["even", "uneven", "to one rank", "nothing"])
+@pytest.mark.parametrize("splits", ["even", "uneven", "even from one rank", "to one rank", "nothing"])
 @pytest.mark.parametrize("groups", ["1", "2", "7", "chosen", "columns"])
 def test_rows_and_their_gradients_go_where_an_all_to_all_sends_them(found, kind, splits, groups):
     errors = [found["rows"][f"{kind}, {splits}, {middle}, groups {groups}"] for middle in ("()", "(2,)")]
@@ -41,7 +41,7 @@ def test_a_share_of_the_sequence_becomes_a_share_of_the_features_and_back(found,
 
 def test_ranks_with_different_numbers_of_rows_choose_alike(found):
     assert found["tuned"]["error"] <= 1e-12
-    # The most rows of a rank are 9: those that ranks 1 gets.
+    # The most rows of a rank are 9: those that rank 1 gets.
     assert found["tuned"]["met"] == [["all_to_all", 9, *kind] for kind in ([False, False], [False, True], [True, False])]
 
 

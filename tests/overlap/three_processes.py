@@ -20,6 +20,7 @@ RANKS, INPUTS, OUTPUTS = 3, 6, 9
 SPLITS = {
     "even": [[2, 2, 2]] * RANKS,
     "uneven": [[1, 4, 2], [3, 0, 1], [0, 5, 2]],
+    "even from one rank": [[2, 2, 2], [1, 4, 2], [3, 0, 1]],
     "to one rank": [[4, 0, 0], [1, 0, 0], [3, 0, 0]],
     "nothing": [[0, 0, 0]] * RANKS,
 }
