@@ -1,4 +1,4 @@
-"""Tensor parallel linear layers in 1 to 16 row groups: predicted and measured time, and how much communication is hidden.
+"""Linear layers in 1 to 16 groups: predicted and measured time, and how much communication is hidden.
 
     python scripts/bench_overlap.py --json scripts/results/overlap.json --picture overlap.png
     python scripts/bench_overlap.py --parts gloo --groups 1 2 4 8          # two processes on this machine
@@ -11,6 +11,9 @@ emulated  a link that takes time and transfers nothing (``--bandwidth``, ``--lat
           were not interrupted by other processes (``--tries``), because long runs are interrupted more often
 gloo      two processes: errors against a plain linear layer in fp64, and times. Both processes and gloo share the cores of
           this machine, so these times do not show the speedup on several GPUs
+exchange  layers of experts with an all-to-all, on the emulated link and between two processes, where also the errors against
+          linear and all_to_all_single in fp64 are shown: the time relative to one group, all groupings in turn
+columns   few rows on the emulated link, by rows and by columns: the time relative to one group, all groupings in turn
 cuda      one GPU, with copies in its memory instead of a collective: the hidden fraction of the shorter of product and copy,
           with one kernel per group and with one signaling kernel; and the time of that kernel relative to cuBLAS
 """
@@ -31,15 +34,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bench_common import alternating, machine, save, settings_of
-from bench_overlap_parts import StandIn, Undisturbed, errors_against_plain
+from bench_overlap_parts import StandIn, Undisturbed, errors_against_all_to_all, errors_against_plain
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from holotrain.overlap import EmulatedCollectives, Job, Link, MeasuredLink, Predictor
+from holotrain.overlap import Columns, EmulatedCollectives, Job, Link, MeasuredLink, Predictor
 from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.groups import equal_sizes
+from holotrain.overlap.groups import ALL_TO_ALL, Grouping, equal_sizes
 from holotrain.overlap.links import interpolated
-from holotrain.overlap.measuring import Run, median_seconds, one_run, product_seconds, products_in_turn
+from holotrain.overlap.measuring import Run, median_seconds, one_run, product_seconds, products_in_turn, timed
 from holotrain.overlap.predictor import fewest_groups
 
 MODELS = {"GPT-2 small": (768, 1024), "GPT-2 medium": (1024, 1024), "ViT-L": (1024, 4 * 197)}
@@ -113,33 +116,99 @@ def print_row(name: str, row: dict) -> None:
     )
 
 
+def exchanges(options, dtype: torch.dtype) -> dict[str, Job]:
+    """One expert on each rank, as wide as the model: up after the tokens have arrived, down before they return."""
+    made = {}
+    for model, (width, tokens) in MODELS.items():
+        rest = ALL_TO_ALL, options.ranks, dtype, torch.device("cpu")
+        made[f"{model}, expert up"] = Job(tokens, width, width, *rest, before=True)
+        made[f"{model}, expert down"] = Job(tokens, width, width, *rest)
+    return made
+
+
+def in_turn(name: str, job: Job, groupings: dict[str, Grouping], collectives: Collectives, rounds: int) -> dict[str, float]:
+    """The time of each grouping relative to the first: the median of the ratios of all rounds."""
+    runs = {label: partial(timed, one_run(job, groups, collectives), job.device) for label, groups in groupings.items()}
+    taken = alternating(runs, rounds)
+    (first, *_), ratios = taken.values(), {}
+    for label, seconds in taken.items():
+        ratios[label] = statistics.median(own / one for own, one in zip(seconds, first, strict=True))
+    if collectives.rank == 0:
+        shown = " ".join(f"{label}: {ratio:.2f}" for label, ratio in ratios.items())
+        print(f"{name:<28} {statistics.median(first) * 1e3:8.2f} ms in one group   {shown}", flush=True)
+    return {"one group": statistics.median(first), "ratios": ratios}
+
+
+def exchange(options) -> dict[str, dict]:
+    print("on the emulated link")
+    collectives = EmulatedCollectives(Link(options.bandwidth, options.latency), options.ranks)
+    groupings = {str(groups): groups for groups in options.groups}
+    jobs = exchanges(options, torch.float32)
+    found = {name: in_turn(name, job, groupings, collectives, options.rounds) for name, job in jobs.items()}
+    print("between two processes", flush=True)
+    return {"emulated": found, "gloo": in_two_processes("exchange")}
+
+
+def exchange_rank(collectives: Collectives, options) -> dict[str, dict]:
+    groupings = {str(groups): groups for groups in options.groups}
+    found = {}
+    for name, job in exchanges(options, torch.float32).items():
+        found[name] = in_turn(name, job, groupings, collectives, options.rounds)
+        error = max(errors_against_all_to_all(job, groups, collectives.group) for groups in options.groups)
+        found[name]["worst_error_fp64"] = collectives.largest([error], job.device)[0]
+    if collectives.rank == 0:
+        print(f"largest error against torch in fp64: {max(row['worst_error_fp64'] for row in found.values()):.0e}", flush=True)
+    return found
+
+
+def columns(options) -> dict[str, dict]:
+    collectives = EmulatedCollectives(Link(options.bandwidth, options.latency), options.ranks)
+    found = {}
+    for width in (1024, 4096):
+        for rows in (4, 16, 64, 256):
+            job = Job(rows, 4 * width // options.ranks, width, "all_reduce", options.ranks, torch.float32, torch.device("cpu"))
+            cuts = {str(groups): groups for groups in options.groups if groups <= rows}
+            cuts |= {f"{groups} columns": Columns(groups) for groups in options.groups if groups > 1}
+            name = f"{rows} x {job.inputs} x {width}"
+            found[name] = in_turn(name, job, cuts, collectives, options.rounds)
+    return found
+
+
 def gloo(options) -> dict[str, dict]:
+    return in_two_processes("gloo")
+
+
+def in_two_processes(part: str) -> dict[str, dict]:
     """Runs this script as two processes; returns the result of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--as-rank"]
-        ranks = [subprocess.Popen([*command, str(rank), folder]) for rank in (0, 1)]
+        ranks = [subprocess.Popen([*command, part, str(rank), folder]) for rank in (0, 1)]
         if any([rank.wait() for rank in ranks]):
-            raise SystemExit("a process of the gloo part failed; see its output above")
+            raise SystemExit(f"a process of the {part} part failed; see its output above")
         return json.loads((Path(folder) / "found.json").read_text())
 
 
-def gloo_rank(rank: int, folder: str, options) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    collectives = Collectives(dist.group.WORLD)
+def as_rank(part: str, rank: str, folder: str, options) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
+    found = RANK_PARTS[part](Collectives(dist.group.WORLD), options)
+    if rank == "0":
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def gloo_rank(collectives: Collectives, options) -> dict[str, dict]:
     found = {}
     for name, job in jobs(options, torch.float32, torch.device("cpu")).items():
         seconds = {}
         for groups in options.groups:
             here = median_seconds(one_run(job, groups, collectives), job.device, options.rounds)
-            seconds[groups] = collectives.slowest([here], job.device)[0]
-        error = max(errors_against_plain(job, groups, dist.group.WORLD) for groups in options.groups)
-        found[name] = {"seconds": seconds, "worst_error_fp64": collectives.slowest([error], job.device)[0]}
-        if rank == 0:
+            seconds[groups] = collectives.largest([here], job.device)[0]
+        error = max(errors_against_plain(job, groups, collectives.group) for groups in options.groups)
+        found[name] = {"seconds": seconds, "worst_error_fp64": collectives.largest([error], job.device)[0]}
+        if collectives.rank == 0:
             times = " ".join(f"{groups}: {taken * 1e3:.1f}" for groups, taken in seconds.items())
             print(f"{name:<28} error {found[name]['worst_error_fp64']:.0e}   ms by groups  {times}", flush=True)
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def cuda(options) -> dict[str, dict]:
@@ -204,14 +273,15 @@ def draw(found: dict[str, dict], path: Path, title: str) -> None:
     print(f"drawn to {path}")
 
 
-PARTS = {"emulated": emulated, "gloo": gloo, "cuda": cuda}
+PARTS = {"emulated": emulated, "gloo": gloo, "exchange": exchange, "columns": columns, "cuda": cuda}
+RANK_PARTS = {"gloo": gloo_rank, "exchange": exchange_rank}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run; default: all that this machine supports")
     parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 17)))
-    parser.add_argument("--ranks", type=int, default=2, help="tensor parallel size; must be 2 for the gloo part")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of a layer; must be 2 for the parts with two processes")
     parser.add_argument("--bandwidth", type=float, default=125e6, help="bandwidth of the emulated link in bytes/s")
     parser.add_argument("--latency", type=float, default=1e-4, help="latency of the emulated link in seconds")
     parser.add_argument("--copies", type=int, default=4, help="copies of a group that replace its collective on a GPU")
@@ -220,18 +290,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch's operations")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="draw the results of the emulated part to this file")
-    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.as_rank:
-        gloo_rank(int(options.as_rank[0]), options.as_rank[1], options)
+        as_rank(*options.as_rank, options)
         return
 
     described = machine()
     print(json.dumps(described))
     parts = options.parts or [part for part in PARTS if part != "cuda" or torch.cuda.is_available()]
-    if "gloo" in parts and options.ranks != 2:
-        raise SystemExit("the gloo part needs --ranks 2; change --ranks or remove gloo from --parts")
+    if options.ranks != 2 and (needing := sorted(RANK_PARTS.keys() & set(parts))):
+        raise SystemExit(f"--parts {' '.join(needing)} needs --ranks 2")
     result = {"machine": described | {"usable_cores": len(os.sched_getaffinity(0))}, "options": settings_of(options)}
     for part in parts:
         print(f"\n{part}")

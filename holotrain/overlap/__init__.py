@@ -1,14 +1,15 @@
-"""Linear layers for tensor parallelism that overlap communication with computation, in groups of rows.
+"""Linear layers that overlap communication between processes with computation, in groups of rows or columns.
 
-linear       row- and column-parallel linear layers as functions of local tensors: the public functions
+linear       linear layers as functions of local tensors: the public functions
 styles       the same as styles for parallelize_module
 modules      the modules that a styled nn.Linear becomes
-row, column  their autograd Functions
-sending      sums over ranks, sent in groups of rows
+row, column  autograd Functions of row- and column-parallel layers
+exchange     autograd Functions of a layer after or before an all-to-all
+sending      products whose results are sent in groups
 signals      one product that signals its finished groups; kernel: its Triton kernel
 products     the matrix products of a linear layer
 shares       a sequence dimension sharded over ranks
-groups       rows split into groups
+groups       rows or columns split into groups
 collectives  the asynchronous collectives of a process group
 tuner        chooses groups by measuring
 predictor    predicts the time of a job in groups and chooses the best groups
@@ -21,8 +22,8 @@ emulated     an emulated link
 """
 
 from holotrain.overlap.emulated import EmulatedCollectives
-from holotrain.overlap.groups import Job
-from holotrain.overlap.linear import column_parallel_linear, row_parallel_linear
+from holotrain.overlap.groups import Columns, Job
+from holotrain.overlap.linear import all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear
 from holotrain.overlap.links import LINKS, Link, MeasuredLink, link_named
 from holotrain.overlap.predictor import Predictor
 from holotrain.overlap.styles import OverlappedColwise, OverlappedRowwise
@@ -30,6 +31,7 @@ from holotrain.overlap.tuner import Tuner
 
 __all__ = [
     "LINKS",
+    "Columns",
     "EmulatedCollectives",
     "Job",
     "Link",
@@ -38,7 +40,9 @@ __all__ = [
     "OverlappedRowwise",
     "Predictor",
     "Tuner",
+    "all_to_all_linear",
     "column_parallel_linear",
+    "linear_all_to_all",
     "link_named",
     "row_parallel_linear",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,6 +15,21 @@ class Work(Protocol):
     """A running collective. Work after ``wait`` sees its result; on CUDA the stream waits, not the host."""
 
     def wait(self) -> object: ...
+
+
+@dataclass
+class Holding:
+    """A collective that keeps tensors alive until it has been waited for, and what is to be done then."""
+
+    work: Work
+    held: object
+    then: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.then is not None:
+            self.then()
+        self.held = self.then = None
 
 
 class Collectives:
@@ -52,17 +68,41 @@ class Collectives:
             return dist.all_gather_into_tensor(parts.flatten(0, 1), share, group=self.group, async_op=True)
         return dist.all_gather(list(parts.unbind(0)), share, group=self.group, async_op=True)
 
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        """Sends ``sent[rank]`` to each rank, and writes what it sends here to ``received[rank]``.
+
+        Args:
+            received, sent: [rows, features] for each rank, with any numbers of rows. What is not contiguous is copied.
+        """
+        arrived = [part if part.is_contiguous() else part.new_empty(part.shape) for part in received]
+        leaving: Sequence[Tensor] | Tensor = [part.contiguous() for part in sent]
+        if sent[0].is_cuda or len({part.shape for part in (*received, *sent)}) == 1:
+            work = dist.all_to_all(arrived, leaving, group=self.group, async_op=True)
+        else:  # gloo exchanges lists of tensors only if all have one shape
+            leaving = torch.cat([part.flatten() for part in sent])
+            whole = leaving.new_empty(sum(part.numel() for part in received))
+            counts = [[part.numel() for part in parts] for parts in (received, sent)]
+            work = dist.all_to_all_single(whole, leaving, *counts, group=self.group, async_op=True)
+            arrived = [part.view(to.shape) for part, to in zip(whole.split(counts[0]), received, strict=True)]
+
+        def put() -> None:
+            for to, part in zip(received, arrived, strict=True):
+                if to is not part:
+                    to.copy_(part)
+
+        return Holding(work, leaving, put)
+
     def agreed(self, value: object) -> object:
         """Returns the value of rank 0 on every rank. Synchronises the ranks."""
         said = [value]
         dist.broadcast_object_list(said, group=self.group, group_src=0)
         return said[0]
 
-    def slowest(self, seconds: Sequence[float], device: torch.device) -> list[float]:
-        """Returns the maximum of each time over the ranks. Synchronises the ranks."""
-        times = torch.tensor(seconds, dtype=torch.float64, device=device)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
-        return times.tolist()
+    def largest(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """Returns the maximum of each value over the ranks. Synchronises the ranks."""
+        found = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found.tolist()
 
 
 def collectives_of(group: dist.ProcessGroup | Collectives) -> Collectives:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from holotrain.overlap.links import Carrier
 
 SPIN = 2e-4
@@ -42,11 +42,17 @@ class EmulatedCollectives:
         parts.copy_(share)  # every part, so that nothing is computed from uninitialised memory
         return self._transfer(ALL_GATHER, parts.nbytes)
 
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Transfer:
+        received[0].copy_(sent[0])
+        for part in received[1:]:
+            part.zero_()
+        return self._transfer(ALL_TO_ALL, sum(part.nbytes for part in sent))
+
     def agreed(self, value: object) -> object:
         return value
 
-    def slowest(self, seconds: Sequence[float], device: torch.device) -> list[float]:
-        return list(seconds)
+    def largest(self, values: Sequence[float], device: torch.device) -> list[float]:
+        return list(values)
 
     def _transfer(self, collective: str, size: int) -> Transfer:
         begins = max(time.perf_counter(), self._free_at)

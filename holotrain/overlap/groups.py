@@ -1,16 +1,17 @@
-"""Rows split into groups, and the description of a product and its collective by which groups are chosen."""
+"""Rows or columns split into groups, and the description of a product and its collective by which groups are chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 
 from holotrain.overlap.collectives import Collectives
 
-ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
-COLLECTIVES = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
+COLLECTIVES = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,13 @@ class Job:
         rows: to split into groups. With reduce_scatter and all_gather the rows of one rank's share of the sequence: the
             product has ``ranks`` times as many.
         inputs, outputs: the input and output features on this rank.
-        collective: ``all_reduce`` or ``reduce_scatter`` of each group of the result, or ``all_gather`` of each group of the
-            rows before they are multiplied.
+        collective: ``all_reduce``, ``reduce_scatter`` or ``all_to_all`` of each group of the result, or ``all_gather`` of each
+            group of the rows before they are multiplied.
         ranks: of the process group.
         dtype: of the product and of the messages.
         device: of the product.
         covered: a product of the same size (the weight gradient) follows and overlaps the last messages.
+        before: the ``all_to_all`` is of the rows before they are multiplied.
     """
 
     rows: int
@@ -37,49 +39,99 @@ class Job:
     dtype: torch.dtype
     device: torch.device
     covered: bool = False
+    before: bool = False
+
+    @property
+    def arrives(self) -> bool:
+        """Whether the rows are communicated before they are multiplied."""
+        return self.before or self.collective == ALL_GATHER
+
+    @property
+    def of_a_share(self) -> bool:
+        """Whether the rows are those of one rank's share of the sequence."""
+        return self.collective in (REDUCE_SCATTER, ALL_GATHER)
+
+    @property
+    def summed(self) -> bool:
+        return self.collective in (ALL_REDUCE, REDUCE_SCATTER)
+
+    @property
+    def turned(self) -> Job:
+        """The job of the transposed product, whose rows are the columns of this one."""
+        return replace(self, rows=self.outputs, outputs=self.rows)
 
     def product_rows(self, rows: int) -> int:
         """Rows of the product for ``rows`` of the job."""
-        return rows if self.collective == ALL_REDUCE else rows * self.ranks
+        return rows * self.ranks if self.of_a_share else rows
 
     def message(self, rows: int) -> int:
-        """Bytes of the whole tensor (of all ranks) that is reduced or gathered for ``rows`` of the job."""
-        features = self.inputs if self.collective == ALL_GATHER else self.outputs
+        """Bytes of the whole tensor (for all ranks) that is reduced, gathered or exchanged for ``rows`` of the job."""
+        features = self.inputs if self.arrives else self.outputs
         return self.product_rows(rows) * features * self.dtype.itemsize
 
 
-Grouping = int | Callable[[Job, Collectives], Sequence[int]]
-"""A number of groups of equal size, or a callable that chooses the sizes. It must be the same on every rank."""
+@dataclass(frozen=True)
+class Columns:
+    """Groups of output features in place of rows: for few rows, where each group of rows would read the whole weight again.
+
+    Only sums over ranks can be cut so. Rows that are gathered or exchanged are cut into as many groups of rows.
+
+    Args:
+        sizes: features of each group, or a number of groups of equal size.
+    """
+
+    sizes: int | Sequence[int]
+
+    def __len__(self) -> int:
+        return self.sizes if isinstance(self.sizes, int) else len(self.sizes)
+
+    def of(self, features: int) -> list[int]:
+        return equal_sizes(features, self.sizes) if isinstance(self.sizes, int) else list(self.sizes)
+
+
+Sizes = Sequence[int] | Columns
+Grouping = int | Columns | Callable[[Job, Collectives], Sizes]
+"""A number of groups of equal size, of rows or of columns, or a callable that chooses the sizes; the same on every rank."""
 
 
 def require_grouping(groups: Grouping) -> None:
     """
     Raises:
-        TypeError: neither a number nor a callable.
+        TypeError: neither a number, nor columns, nor a callable.
         ValueError: less than one group.
     """
     if callable(groups):
         return
+    if isinstance(groups, Columns):
+        groups = len(groups)
     if not isinstance(groups, int) or isinstance(groups, bool):
-        raise TypeError(f"groups must be an integer, a Tuner or a Predictor, not {groups!r}")
+        raise TypeError(f"groups must be an integer, Columns, a Tuner or a Predictor, not {groups!r}")
     if groups < 1:
         raise ValueError(f"groups must be 1 or more, not {groups}")
 
 
-def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> list[int]:
-    """Rows of each group, first to last. No group is empty: if there are fewer rows than groups, each row is a group.
+def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> tuple[list[int], bool]:
+    """The size of each group, first to last, and whether they are columns instead of rows.
+
+    No group is empty: if there are fewer rows than groups, each row is a group.
 
     Raises:
-        ValueError: less than one group, or chosen sizes that are not positive or do not add up to the rows.
+        ValueError: less than one group, or chosen sizes that are not positive or do not add up.
     """
     if job.rows == 0:
-        return []
-    if not callable(groups):
-        return equal_sizes(job.rows, groups)
-    sizes = list(groups(job, collectives))
-    if sum(sizes) != job.rows or min(sizes) < 1:
-        raise ValueError(f"groups of {sizes} rows were chosen for {job.rows} rows; they must be positive and add up to that")
-    return sizes
+        return [], False
+    if callable(groups):
+        groups = groups(job, collectives)
+    total, kind = job.rows, "rows"
+    if columns := isinstance(groups, Columns) and job.summed:
+        total, kind, sizes = job.outputs, "columns", groups.of(job.outputs)
+    elif isinstance(groups, Columns):
+        sizes = equal_sizes(job.rows, len(groups))
+    else:
+        sizes = equal_sizes(job.rows, groups) if isinstance(groups, int) else list(groups)
+    if sum(sizes) != total or min(sizes, default=0) < 1:
+        raise ValueError(f"groups of {sizes} {kind} were chosen for {total} {kind}; they must be positive and add up to that")
+    return sizes, columns
 
 
 def equal_sizes(rows: int, groups: int) -> list[int]:
@@ -95,3 +147,9 @@ def spans(sizes: Sequence[int]) -> Iterator[slice]:
     for size in sizes:
         yield slice(start, start + size)
         start += size
+
+
+def in_proportion(sizes: Sequence[int], rows: int) -> list[int]:
+    """Scales group sizes to another number of ``rows``; a group can become empty."""
+    ends = [round(end * rows / sum(sizes)) for end in accumulate(sizes)]
+    return [end - start for start, end in pairwise([0, *ends])]

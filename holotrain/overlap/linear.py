@@ -1,6 +1,9 @@
-"""Row- and column-parallel linear layers as functions of local tensors with any leading dimensions."""
+"""Linear layers with overlapped communication as functions of local tensors with any leading dimensions."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from torch import Tensor
 
 from holotrain.overlap.collectives import Collectives, collectives_of
 from holotrain.overlap.column import ColumnAllReduce, ColumnReduceScatter
+from holotrain.overlap.exchange import AllToAllLinear, Exchange, LinearAllToAll
 from holotrain.overlap.groups import Grouping
 from holotrain.overlap.row import RowAllReduce, RowReduceScatter
 from holotrain.overlap.sending import Sender
@@ -34,8 +38,8 @@ def row_parallel_linear(
         weight: [N, K], the columns of the weight for these features.
         bias: [N], whole on every rank.
         group: the ranks.
-        groups: the number of groups of rows, or a callable that chooses them (:class:`~holotrain.overlap.Predictor`,
-            :class:`~holotrain.overlap.Tuner`); the same on every rank.
+        groups: the number of groups of rows, :class:`~holotrain.overlap.Columns`, or a callable that chooses them
+            (:class:`~holotrain.overlap.Predictor`, :class:`~holotrain.overlap.Tuner`); the same on every rank.
         sequence_dim: the dimension of x by which the output is sharded (sequence parallel), with a reduce-scatter instead of an
             all-reduce. If it does not divide evenly, the shares are those of ``torch.chunk``.
         signals: compute all groups in one product that signals each finished group (CUDA, bf16 and fp16, with Triton; otherwise
@@ -90,18 +94,149 @@ def column_parallel_linear(
     x, weight, bias = _as_autocast_would(x, weight, bias)
     if sequence_dim is None:
         return _apply(ColumnAllReduce, rows_of(x), weight, bias, sender).view(*x.shape[:-1], len(weight))
-    own = x.shape[sequence_dim]
-    shares = Shares(_dimension(sequence_dim, x), sender.link.ranks * own if length is None else length, sender.link.ranks)
-    if own != (due := shares.own(sender.link.rank)):
-        raise ValueError(f"rank {sender.link.rank} must hold {due} of {shares.length} positions of the sequence, not {own}")
+    shares = _shares_of(x, sequence_dim, length, sender.link)
     rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, sender)
     return shares.end_to_end(rows, like=x)
+
+
+def linear_all_to_all(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | Collectives,
+    groups: Grouping = GROUPS,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    sequence_dim: int | None = None,
+    length: int | None = None,
+    signals: bool = False,
+) -> Tensor:
+    """``linear(x, weight, bias)``, then an all-to-all of its result, in groups: a group travels while the next is computed.
+
+    Without ``sequence_dim`` rows change ranks, as with ``torch.distributed.all_to_all_single``: the tokens of an expert go back
+    to where they came from. With ``sequence_dim`` this rank has a share of the sequence and gets a share of the features of
+    the whole sequence, for example of the heads of an attention (Ulysses).
+
+    Args:
+        x: [R, ..., K]; with ``sequence_dim`` [..., K], this rank's share of the sequence.
+        weight, bias: [N, K] and [N], this rank's own. Their gradients are those of this rank's product.
+        group: the ranks.
+        groups: as in :func:`row_parallel_linear`; always groups of rows.
+        output_split_sizes, input_split_sizes: how many of the first dimension come from and go to each rank; by default the
+            same number for all ranks.
+        sequence_dim: the dimension by which x is sharded. N must be divisible by the number of ranks.
+        length: as in :func:`column_parallel_linear`.
+        signals: as in :func:`row_parallel_linear`.
+
+    Returns:
+        [rows from all ranks, ..., N]; with ``sequence_dim`` [..., N / ranks] with the whole sequence.
+
+    Raises:
+        ValueError: rows or features that cannot be divided so, or splits beside ``sequence_dim``.
+    """
+    sender = Sender(collectives_of(group), groups, signals)
+    x, weight, bias = _as_autocast_would(x, weight, bias)
+    ranks = sender.link.ranks
+    if sequence_dim is None:
+        return _rows_exchanged(LinearAllToAll, x, weight, bias, sender, output_split_sizes, input_split_sizes)
+    _require_features(len(weight), ranks, output_split_sizes, input_split_sizes)
+    shares = _shares_of(x, sequence_dim, length, sender.link)
+    share = shares.rows_of_share(x)
+    y = _apply(LinearAllToAll, share, weight, bias, Exchange(sender, None, [len(share)] * ranks, len(share)))
+    return shares.end_to_end(y.unflatten(0, (ranks, len(share))), like=x)
+
+
+def all_to_all_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | Collectives,
+    groups: Grouping = GROUPS,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    sequence_dim: int | None = None,
+    signals: bool = False,
+) -> Tensor:
+    """An all-to-all of x, then ``linear(_, weight, bias)``, in groups: a group is computed while the next ones travel.
+
+    The counterpart of :func:`linear_all_to_all`: tokens go to the ranks of their experts, or a share of the features of the
+    whole sequence becomes a share of the sequence.
+
+    Args:
+        x: [R, ..., K]; with ``sequence_dim`` [..., K / ranks] with the whole sequence.
+        weight, bias: [N, K] and [N], this rank's own.
+        group, groups, output_split_sizes, input_split_sizes: as in :func:`linear_all_to_all`.
+        sequence_dim: the dimension by which the output is sharded, as ``torch.chunk`` does it.
+        signals: as in :func:`row_parallel_linear`, for the backward.
+
+    Returns:
+        [rows from all ranks, ..., N]; with ``sequence_dim`` [..., N], this rank's share of the sequence.
+
+    Raises:
+        ValueError: as :func:`linear_all_to_all`.
+    """
+    sender = Sender(collectives_of(group), groups, signals)
+    x, weight, bias = _as_autocast_would(x, weight, bias)
+    ranks = sender.link.ranks
+    if sequence_dim is None:
+        return _rows_exchanged(AllToAllLinear, x, weight, bias, sender, output_split_sizes, input_split_sizes)
+    _require_features(weight.shape[1], ranks, output_split_sizes, input_split_sizes)
+    shares = Shares(_dimension(sequence_dim, x), x.shape[sequence_dim], ranks)
+    parts = shares.side_by_side(x)
+    rows = parts.shape[1]
+    y = _apply(AllToAllLinear, parts.flatten(0, 1), weight, bias, Exchange(sender, None, [rows] * ranks, rows))
+    return shares.share_of_rows(y, sender.link.rank, like=x)
+
+
+def _rows_exchanged(
+    function: type[LinearAllToAll] | type[AllToAllLinear],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sender: Sender,
+    output_sizes: Sequence[int] | None,
+    input_sizes: Sequence[int] | None,
+) -> Tensor:
+    ranks, inner = sender.link.ranks, math.prod(x.shape[1:-1])
+    given = input_sizes is not None
+    if given != (output_sizes is not None):
+        raise ValueError("output_split_sizes and input_split_sizes must be given together")
+    if not given:
+        output_sizes = input_sizes = [len(x) // ranks] * ranks
+    if not len(input_sizes) == len(output_sizes) == ranks or sum(input_sizes) != len(x):
+        raise ValueError(f"{len(x)} rows cannot be split into {list(input_sizes)} for {ranks} ranks")
+    here, there = ([inner * size for size in sizes] for sizes in (input_sizes, output_sizes))
+    near, far = (here, there) if function is LinearAllToAll else (there, here)
+    y = _apply(function, rows_of(x), weight, bias, Exchange(sender, near, far, None if given else inner * len(x)))
+    return y.view(sum(output_sizes), *x.shape[1:-1], len(weight))
+
+
+def _require_features(features: int, ranks: int, *sizes: Sequence[int] | None) -> None:
+    if sizes != (None, None):
+        raise ValueError("split sizes are for rows; with sequence_dim the shares of the sequence follow from its length")
+    if features % ranks:
+        raise ValueError(f"{features} features cannot be shared by {ranks} ranks")
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
     if torch.compiler.is_compiling():  # checked first, because torch.compiler.disable imports the compiler
         return torch.compiler.disable(function.apply)(*arguments)
     return function.apply(*arguments)
+
+
+def _shares_of(x: Tensor, dim: int, length: int | None, link: Collectives) -> Shares:
+    """The shares of a sequence of ``length`` of which x is one, by default one of equal shares.
+
+    Raises:
+        ValueError: x is not the share of this rank.
+    """
+    own = x.shape[dim]
+    shares = Shares(_dimension(dim, x), link.ranks * own if length is None else length, link.ranks)
+    if own != (due := shares.own(link.rank)):
+        raise ValueError(f"rank {link.rank} must hold {due} of {shares.length} positions of the sequence, not {own}")
+    return shares
 
 
 def _dimension(dim: int, x: Tensor) -> int:

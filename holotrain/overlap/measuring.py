@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +11,25 @@ import torch
 
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.column import ColumnAllReduce, ColumnReduceScatter
-from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Grouping, Job
+from holotrain.overlap.exchange import AllToAllLinear, Exchange, LinearAllToAll
+from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, Grouping, Job
 from holotrain.overlap.links import MeasuredLink
 from holotrain.overlap.products import product, products
 from holotrain.overlap.row import RowAllReduce, RowReduceScatter
 from holotrain.overlap.sending import Sender
 
 Run = Callable[[], object]
+
+SENDS_RESULT = {ALL_REDUCE: RowAllReduce, REDUCE_SCATTER: RowReduceScatter, ALL_TO_ALL: LinearAllToAll}
+"""Layers that communicate their result, in the forward."""
+
+SENDS_INPUT = {
+    ALL_REDUCE: ColumnAllReduce,
+    REDUCE_SCATTER: ColumnReduceScatter,
+    ALL_GATHER: ColumnReduceScatter,
+    ALL_TO_ALL: AllToAllLinear,
+}
+"""Layers that communicate their input in the forward, and its gradient in the backward."""
 
 REPEATS = 7
 MOST_PLACES = 8
@@ -59,7 +72,7 @@ def products_in_turn(job: Job, rows: int) -> Iterator[Run]:
     while True:
         for place in range(places):
             cut = slice(place * rows, (place + 1) * rows)
-            if job.collective == ALL_REDUCE:
+            if x.dim() == 2:
                 yield lambda cut=cut: product(x[cut], matrix)  # into new memory, like the output of a layer
             else:
                 yield lambda cut=cut: products(x[:, cut], matrix)
@@ -74,6 +87,7 @@ def collective_seconds(collectives: Collectives, collective: str, size: int, job
         ALL_REDUCE: lambda: collectives.all_reduce(parts).wait(),
         REDUCE_SCATTER: lambda: collectives.reduce_scatter(share, parts).wait(),
         ALL_GATHER: lambda: collectives.all_gather(parts, share).wait(),
+        ALL_TO_ALL: lambda: collectives.all_to_all(parts.unbind(0), parts.unbind(0)).wait(),
     }
     return median_seconds(runs[collective], job.device)
 
@@ -85,7 +99,7 @@ def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
     times = {}
     for collective in COLLECTIVES:
         seconds = [collective_seconds(collectives, collective, size, job) for size in sizes]
-        times[collective] = dict(zip(sizes, collectives.slowest(seconds, job.device), strict=True))
+        times[collective] = dict(zip(sizes, collectives.largest(seconds, job.device), strict=True))
     return MeasuredLink(times)
 
 
@@ -96,24 +110,24 @@ def job_seconds(job: Job, sizes: Sequence[int], collectives: Collectives, repeat
 
 def one_run(job: Job, groups: Grouping, collectives: Collectives, signals: bool = False) -> Run:
     """Returns a function that runs the job once: the forward of a layer, or the backward if the weight gradient follows."""
-    shared, sender = job.collective == REDUCE_SCATTER, Sender(collectives, groups, signals)
-    if job.covered:
-        function = ColumnReduceScatter if shared else ColumnAllReduce
-        x = _filled(job, job.rows, job.outputs).requires_grad_()
-        weight = _filled(job, job.inputs, job.outputs).requires_grad_()
-        y = function.apply(x, weight, None, sender)
-        grad = torch.ones_like(y)
-        return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
-    weight = _filled(job, job.outputs, job.inputs)
-    if job.collective == ALL_GATHER:
-        function, x = ColumnReduceScatter, _filled(job, job.rows, job.inputs)
-    else:
-        function, x = RowReduceScatter if shared else RowAllReduce, _filled(job, *_leading(job), job.inputs)
-    return lambda: function.apply(x, weight, None, sender)
+    functions = SENDS_INPUT if job.arrives or job.covered else SENDS_RESULT
+    how: Sender | Exchange = Sender(collectives, groups, signals)
+    shape = (job.rows,) if job.arrives or job.covered else _leading(job)
+    if job.collective == ALL_TO_ALL:
+        each = [math.ceil(job.rows / job.ranks)] * job.ranks
+        how, shape = Exchange(how, each, each, job.rows), (sum(each),)
+    if not job.covered:
+        x, weight = _filled(job, *shape, job.inputs), _filled(job, job.outputs, job.inputs)
+        return lambda: functions[job.collective].apply(x, weight, None, how)
+    x = _filled(job, *shape, job.outputs).requires_grad_()
+    weight = _filled(job, job.inputs, job.outputs).requires_grad_()
+    y = functions[job.collective].apply(x, weight, None, how)
+    grad = torch.ones_like(y)
+    return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
 
 
 def _leading(job: Job) -> tuple[int, ...]:
-    return (job.rows,) if job.collective == ALL_REDUCE else (job.ranks, job.rows)
+    return (job.ranks, job.rows) if job.of_a_share else (job.rows,)
 
 
 def _filled(job: Job, *shape: int) -> torch.Tensor:

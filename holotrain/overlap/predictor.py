@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.groups import ALL_GATHER, REDUCE_SCATTER, Job
+from holotrain.overlap.groups import ALL_GATHER, REDUCE_SCATTER, Columns, Job, Sizes
 from holotrain.overlap.links import Carrier
 from holotrain.overlap.pipeline import candidates, makespan
 from holotrain.overlap.waves import Waves, unit_of, waves_of
@@ -41,19 +41,25 @@ class Predictor:
     product_seconds: Callable[[Job, int], float]
     link: Carrier
 
-    def __call__(self, job: Job, collectives: Collectives | None = None) -> list[int]:
+    def __call__(self, job: Job, collectives: Collectives | None = None) -> Sizes:
         return self.best(job)[0]
 
-    def best(self, job: Job) -> tuple[list[int], float]:
+    def best(self, job: Job) -> tuple[Sizes, float]:
         """The fastest group sizes and their predicted seconds."""
-        tried = [(sizes, self.seconds(job, sizes)) for sizes in candidates(job.rows, unit_of(job, waves_of(job.device)))]
-        return fewest_groups(tried)
+        waves = waves_of(job.device)
+        tried = list(candidates(job.rows, unit_of(job, waves)))
+        if job.summed and job.product_rows(job.rows) < job.outputs:
+            # Each group reads the other operand again: here the rows are the smaller one, so columns may be the better cut.
+            tried += [Columns(sizes) for sizes in candidates(job.outputs, unit_of(job.turned, waves)) if len(sizes) > 1]
+        return fewest_groups((sizes, self.seconds(job, sizes)) for sizes in tried)
 
-    def seconds(self, job: Job, sizes: Sequence[int]) -> float:
+    def seconds(self, job: Job, sizes: Sizes) -> float:
         """Seconds of the job in groups of these sizes, until the last group has arrived and everything is computed."""
+        if isinstance(sizes, Columns):
+            return self.seconds(job.turned, sizes.of(job.outputs))
         waves = waves_of(job.device)
         carried = [self.link.seconds(job.collective, job.message(size), job.ranks) for size in sizes]
-        if job.collective == ALL_GATHER:
+        if job.arrives:
             # A group is computed while later ones arrive, so all but the last are slowed down.
             computed = [self._computed(job, size, waves, beside=number < len(sizes) - 1) for number, size in enumerate(sizes)]
             return makespan(carried, computed)

@@ -14,14 +14,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from holotrain.overlap.collectives import Collectives, Work
+from holotrain.overlap.collectives import Collectives, Holding, Work
 from holotrain.overlap.groups import spans
 from holotrain.overlap.waves import SMS_LOST, TILE_COLUMNS, TILE_ROWS
 
@@ -43,21 +43,19 @@ def supported(x: Tensor) -> bool:
 
 
 def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """Like :meth:`~holotrain.overlap.sending.Sender.sum`."""
-
-    def collective(rows: slice) -> Work:
-        return link.all_reduce(out[rows])
-
-    return _signalled(x, matrix, bias, out, cut, 1, collective)
+    """Computes x [R, K] times matrix [K, N] (+ bias [N]) into out [R, N] and launches the sum of each group over ranks."""
+    return _signalled(x, matrix, bias, out, cut, 1, lambda group: link.all_reduce(out[cut[group]]))
 
 
-def send_shares(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """As :meth:`~holotrain.overlap.sending.Sender.shares`; a group's rows of all ranks lie side by side in what is computed."""
+def send_parts(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, cut: Sequence[slice], send: Callable[[int, Tensor], Work]
+) -> list[Work]:
+    """Like :meth:`~holotrain.overlap.sending.Sender.parts`; the rows of a group from all ranks are computed side by side."""
     ranks, rows, _ = x.shape
     computed = x.new_empty(ranks * rows, matrix.shape[1])
 
-    def collective(rows: slice) -> Work:
-        return link.reduce_scatter(out[rows], computed[ranks * rows.start : ranks * rows.stop].unflatten(0, (ranks, -1)))
+    def collective(group: int) -> Work:
+        return send(group, computed[ranks * cut[group].start : ranks * cut[group].stop].unflatten(0, (ranks, -1)))
 
     return _signalled(x.flatten(0, 1), matrix, bias, computed, cut, ranks, collective)
 
@@ -92,23 +90,11 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
         launch(x, matrix, bias, out, order.table, counts, programs)
         works = []
         with torch.cuda.stream(aside):
-            for group, rows in enumerate(cut):
+            for group in range(len(cut)):
                 due = order.finished[group]
                 _require_success(_wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL))
-                works.append(Signalled(collective(rows), (out, counts, order.table)))
+                works.append(Holding(collective(group), (out, counts, order.table)))
     return works
-
-
-@dataclass
-class Signalled:
-    """Keeps the memory that the product and the collective use alive until the collective has been waited for."""
-
-    work: Work
-    read: Sequence[Tensor]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.read = ()
 
 
 @cache

@@ -22,16 +22,18 @@ class Tuned:
     """The choice for a job.
 
     Args:
-        sizes: rows of each group.
+        sizes: rows (or columns) of each group.
         predicted: seconds in these groups, predicted.
         confirmed: seconds in these groups, measured.
         in_one: seconds in one group, measured.
+        columns: whether the groups are of columns instead of rows.
     """
 
     sizes: list[int]
     predicted: float
     confirmed: float
     in_one: float
+    columns: bool = False
 
 
 def default_folder() -> Path:
@@ -54,7 +56,7 @@ def described(job: Job, link: str) -> dict[str, object]:
 def path_of(folder: Path, job: Job, link: str) -> Path:
     """The file of a job: its name has the shape, for people, and a digest of everything that the choice depends on."""
     about = described(job, link)
-    kind = f"{job.collective}{'_covered' if job.covered else ''}-{job.rows}x{job.inputs}x{job.outputs}"
+    kind = f"{job.collective}{'_covered' * job.covered}{'_before' * job.before}-{job.rows}x{job.inputs}x{job.outputs}"
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
     return folder / f"{kind}-{about['dtype']}-{job.ranks}_ranks-{digest}.json"
 
@@ -78,9 +80,9 @@ def read(path: Path, job: Job, link: str) -> Tuned | None:
 
 
 def _require(tuned: Tuned, job: Job) -> None:
-    sizes = tuned.sizes
-    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != job.rows:
-        raise ValueError(f"groups of {sizes} rows for {job.rows}")
+    sizes, total = tuned.sizes, job.outputs if tuned.columns else job.rows
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != total:
+        raise ValueError(f"groups of {sizes} for {total}")
     for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one):
         if not isinstance(seconds, float) or not 0 <= seconds < float("inf"):
             raise ValueError(f"{seconds!r} seconds")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.groups import Job
+from holotrain.overlap.groups import Columns, Job, Sizes, in_proportion
 from holotrain.overlap.links import Carrier
 from holotrain.overlap.measuring import job_seconds, measured_link, product_seconds
 from holotrain.overlap.predictor import Predictor
@@ -41,7 +40,7 @@ class Tuner:
         self.link = link
         self.tuned: dict[tuple[Job, str], Tuned] = {}
 
-    def __call__(self, job: Job, collectives: Collectives) -> list[int]:
+    def __call__(self, job: Job, collectives: Collectives) -> Sizes:
         name = collectives.name if self.link is None else f"{collectives.name}_{self.link}"
         tuned_for = replace(job, rows=rounded_up(job.rows))
         key = tuned_for, name
@@ -49,7 +48,8 @@ class Tuner:
             if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("groups of a new shape cannot be measured during a CUDA graph capture; run one step before")
             self.tuned[key] = self._found_or_measured(tuned_for, name, collectives)
-        return in_proportion(self.tuned[key].sizes, job.rows)
+        tuned = self.tuned[key]
+        return Columns(tuned.sizes) if tuned.columns else [size for size in in_proportion(tuned.sizes, job.rows) if size]
 
     def _found_or_measured(self, job: Job, name: str, collectives: Collectives) -> Tuned:
         path = path_of(self.folder, job, name)
@@ -65,27 +65,29 @@ class Tuner:
     def _measured(self, job: Job, collectives: Collectives) -> Tuned:
         @cache
         def seconds(job: Job, rows: int) -> float:
-            return collectives.slowest([product_seconds(job, rows)], job.device)[0]
+            return collectives.largest([product_seconds(job, rows)], job.device)[0]
 
         predictor = Predictor(seconds, self.link or measured_link(collectives, job))
         sizes, predicted = predictor.best(job)
+        columns = isinstance(sizes, Columns)
         if len(sizes) == 1:
-            (in_one,) = collectives.slowest([job_seconds(job, sizes, collectives)], job.device)
+            (in_one,) = collectives.largest([job_seconds(job, sizes, collectives)], job.device)
             return Tuned(sizes, predicted, in_one, in_one)
         times = [job_seconds(job, cut, collectives) for cut in (sizes, [job.rows])]
-        confirmed, in_one = collectives.slowest(times, job.device)
+        confirmed, in_one = collectives.largest(times, job.device)
         if in_one <= confirmed:
             return Tuned([job.rows], predictor.seconds(job, [job.rows]), in_one, in_one)
-        return Tuned(sizes, predicted, confirmed, in_one)
+        return Tuned(list(sizes.sizes) if columns else sizes, predicted, confirmed, in_one, columns)
 
     def report(self) -> str:
         """One line per job: the number of groups, predicted and confirmed milliseconds, and milliseconds in one group."""
-        lines = [f"{'job':<58}{'groups':>7}{'predicted':>12}{'confirmed':>12}{'in one':>12}"]
+        lines = [f"{'job':<58}{'groups':>11}{'predicted':>12}{'confirmed':>12}{'in one':>12}"]
         for (job, _), tuned in self.tuned.items():
             shape = f"{job.product_rows(job.rows)} x {job.inputs} x {job.outputs}"
             behind = ", weight gradient follows" if job.covered else ""
+            count = f"{len(tuned.sizes)}{' columns' if tuned.columns else ''}"
             times = (f"{seconds * 1e3:9.3f} ms" for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one))
-            lines.append(f"{job.collective + ' ' + shape + behind:<58}{len(tuned.sizes):>7}{''.join(times)}")
+            lines.append(f"{job.collective + ' ' + shape + behind:<58}{count:>11}{''.join(times)}")
         return "\n".join(lines)
 
     def __deepcopy__(self, memo: dict) -> Tuner:
@@ -96,9 +98,3 @@ def rounded_up(rows: int) -> int:
     """Rounds up to four binary digits: eight values between one power of two and the next."""
     step = 1 << max(rows.bit_length() - 4, 0)
     return -(-rows // step) * step
-
-
-def in_proportion(sizes: list[int], rows: int) -> list[int]:
-    """Scales group sizes to another number of ``rows``; groups without rows are dropped."""
-    ends = [round(end * rows / sum(sizes)) for end in accumulate(sizes)]
-    return [end - start for start, end in pairwise([0, *ends]) if end > start]

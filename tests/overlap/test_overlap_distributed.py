@@ -16,7 +16,7 @@ def found(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("kind", ["row", "column"])
 @pytest.mark.parametrize("shape", ["even", "odd", "one row", "batches", "four"])
-@pytest.mark.parametrize("groups", [*range(1, 9), "uneven"])
+@pytest.mark.parametrize("groups", [*range(1, 9), "uneven", "Columns(sizes=3)", "uneven_columns"])
 def test_outputs_and_gradients_equal_those_of_a_plain_linear(found, kind, shape, groups):
     errors = {
         name: error
@@ -27,17 +27,19 @@ def test_outputs_and_gradients_equal_those_of_a_plain_linear(found, kind, shape,
     assert max(errors.values()) <= 1e-12, errors
 
 
+@pytest.mark.parametrize("form", ["orders", "orders by columns"])
 @pytest.mark.parametrize("where", ["row, sequence None", "row, sequence 0"])
-def test_a_group_is_on_its_way_before_the_next_is_computed(found, where):
+def test_a_group_is_on_its_way_before_the_next_is_computed(found, where, form):
     sent = "all-reduce" if "None" in where else "reduce-scatter"
-    assert found["orders"][where]["forward"] == ["product", sent] * 3
+    assert found[form][where]["forward"] == ["product", sent] * 3
 
 
+@pytest.mark.parametrize("form", ["orders", "orders by columns"])
 @pytest.mark.parametrize("sent", ["all-reduce", "reduce-scatter"])
-def test_a_gradient_is_on_its_way_before_that_of_the_weight_is_computed(found, sent):
+def test_a_gradient_is_on_its_way_before_that_of_the_weight_is_computed(found, sent, form):
     where = "column, sequence None" if sent == "all-reduce" else "column, sequence 0"
     again = ["all-gather"] if sent == "reduce-scatter" else []  # of the input, for the weight's gradient
-    assert found["orders"][where]["backward"] == [*again, *["product", sent] * 3, "product"]
+    assert found[form][where]["backward"] == [*again, *["product", sent] * 3, "product"]
 
 
 @pytest.mark.parametrize(("where", "when"), [("row, sequence 0", "backward"), ("column, sequence 0", "forward")])

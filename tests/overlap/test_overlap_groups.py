@@ -1,12 +1,14 @@
 """Rows cut into groups, a sequence into shares, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from compared import assert_equal
 from torch import nn
 
-from holotrain.overlap import OverlappedRowwise
-from holotrain.overlap.groups import Job, equal_sizes, group_sizes, spans
+from holotrain.overlap import Columns, OverlappedRowwise
+from holotrain.overlap.groups import Job, equal_sizes, group_sizes, require_grouping, spans
 from holotrain.overlap.shares import Shares
 
 
@@ -16,7 +18,27 @@ def job(rows: int, collective: str = "all_reduce") -> Job:
 
 @pytest.mark.parametrize(("rows", "groups", "sizes"), [(8, 2, [4, 4]), (7, 3, [3, 2, 2]), (2, 5, [1, 1]), (0, 3, [])])
 def test_groups_are_as_equal_as_can_be(rows, groups, sizes):
-    assert group_sizes(groups, job(rows), None) == sizes
+    assert group_sizes(groups, job(rows), None) == (sizes, False)
+
+
+@pytest.mark.parametrize("columns", [Columns(2), Columns([3, 3]), lambda job, collectives: Columns((3, 3))])
+def test_groups_of_columns_are_of_sums_alone(columns):
+    assert group_sizes(columns, job(7), None) == group_sizes(columns, job(7, "reduce_scatter"), None) == ([3, 3], True)
+    assert (
+        group_sizes(columns, job(7, "all_gather"), None) == group_sizes(columns, job(7, "all_to_all"), None) == ([4, 3], False)
+    )
+
+
+@pytest.mark.parametrize("sizes", [[3, 4], [7, -1], [6, 0]])
+def test_columns_that_cannot_be_are_refused(sizes):
+    with pytest.raises(ValueError, match="were chosen for 6 columns"):
+        group_sizes(Columns(sizes), job(7), None)
+
+
+@pytest.mark.parametrize("groups", [True, 2.0, Columns(0)])
+def test_what_is_no_grouping_is_refused(groups):
+    with pytest.raises((TypeError, ValueError), match="groups"):
+        require_grouping(groups)
 
 
 def test_spans_are_in_a_row():
@@ -38,6 +60,15 @@ def test_a_message_is_the_tensor_of_all_ranks():
     assert job(5).message(3) == 3 * 6 * 4
     assert job(5, "reduce_scatter").message(3) == 2 * 3 * 6 * 4
     assert job(5, "all_gather").message(3) == 2 * 3 * 4 * 4
+    assert job(5, "all_to_all").message(3) == 3 * 6 * 4
+    assert replace(job(5, "all_to_all"), before=True).message(3) == 3 * 4 * 4
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_columns_send_as_much_as_rows(collective):
+    of = job(5, collective)
+    assert of.turned.message(of.outputs) == of.message(of.rows)
+    assert of.turned.turned == of
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 7])

@@ -3,11 +3,12 @@
 import heapq
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from holotrain.overlap import LINKS, Job, Link, MeasuredLink, Predictor, link_named
+from holotrain.overlap import LINKS, Columns, Job, Link, MeasuredLink, Predictor, link_named
 from holotrain.overlap.pipeline import candidates, compositions, makespan
 from holotrain.overlap.waves import Waves, unit_of
 
@@ -83,18 +84,22 @@ def saturating(job: Job, rows: int) -> float:
     return 1e-3 + 1e-4 * rows
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
-@pytest.mark.parametrize("covered", [False, True])
+KINDS = [("all_reduce", {}), ("reduce_scatter", {}), ("all_gather", {}), ("all_to_all", {}), ("all_to_all", {"before": True})]
+KINDS += [(collective, {"covered": True}) for collective in ("all_reduce", "reduce_scatter", "all_to_all")]
+
+
+@pytest.mark.parametrize(("collective", "kind"), KINDS)
 @pytest.mark.parametrize("bandwidth", [1e4, 1e5, 1e6])
-def test_the_best_is_the_best_of_everything(collective, covered, bandwidth):
+def test_the_best_is_the_best_of_everything(collective, kind, bandwidth):
     link = Link(bandwidth, 1e-3)
-    of = job(6, collective, covered)
+    of = replace(job(6, collective), **kind)
+    covered = of.covered
     chosen, seconds = Predictor(saturating, link).best(of)
 
     def tried(sizes):
         computed = [saturating(of, size) for size in sizes]
         sent = [link.seconds(collective, of.message(size), 2) for size in sizes]
-        if collective == "all_gather":
+        if collective == "all_gather" or of.before:
             return simulated(sent, computed)
         again = link.seconds("all_gather", of.message(6), 2) if covered and collective == "reduce_scatter" else 0.0
         return simulated(computed, sent, again, saturating(of, 6) if covered else 0.0)
@@ -106,11 +111,33 @@ def test_the_best_is_the_best_of_everything(collective, covered, bandwidth):
     assert len(chosen) == min(len(sizes) for sizes in everything if tried(sizes) <= 1.005 * least)
 
 
+@pytest.mark.parametrize(("collective", "covered"), [("all_reduce", False), ("all_reduce", True), ("reduce_scatter", False)])
+def test_few_rows_are_cut_by_columns(collective, covered):
+    """As if all time went into reading: each group of rows would read the whole weight."""
+    of, link = Job(3, 4, 40, collective, 2, torch.float32, CPU, covered), Link(4e5, 1e-6)
+
+    def reading(job, rows):
+        return 1e-6 * (rows * job.inputs + job.inputs * job.outputs)
+
+    predictor = Predictor(reading, link)
+    chosen, seconds = predictor.best(of)
+    assert isinstance(chosen, Columns) and len(chosen) > 1 and sum(chosen.sizes) == 40
+    assert (
+        predictor.seconds(of, chosen) == seconds < min(predictor.seconds(of, rows) for rows in ([3], [2, 1], [1, 2], [1, 1, 1]))
+    )
+    assert predictor.seconds(of, Columns(2)) == predictor.seconds(of, Columns([20, 20]))
+    computed = [reading(of.turned, size) for size in chosen.sizes]
+    sent = [link.seconds(collective, of.message(3) * size // 40, 2) for size in chosen.sizes]
+    assert seconds == pytest.approx(simulated(computed, sent, 0.0, reading(of.turned, 40) if covered else 0.0))
+
+
 def test_of_equally_fast_choices_the_one_with_the_fewest_groups():
     assert Predictor(lambda job, rows: 1.0 * rows, Link(1e30, 0.0))(job()) == [30]
 
 
-@pytest.mark.parametrize(("collective", "rounds"), [("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1)])
+@pytest.mark.parametrize(
+    ("collective", "rounds"), [("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1), ("all_to_all", 1)]
+)
 def test_a_link(collective, rounds):
     link = Link(100.0, 7.0, ramp=50.0)
     assert link.speed(50) == 50.0
@@ -141,6 +168,9 @@ def test_waves():
     assert unit_of(job(4096), waves) == 132 * 128
     assert unit_of(job(512, "reduce_scatter", ranks=4), Waves(8)) == 8 * 128 / 4
     assert unit_of(job(31), None) == 4
+    few = Job(200, 64, 50_000, "all_reduce", 2, torch.float32, CPU)  # two rows of tiles, each of three waves
+    assert unit_of(few, waves) == 128
+    assert unit_of(few.turned, waves) == 132 // 2 * 128
 
 
 def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):
@@ -150,3 +180,5 @@ def test_on_a_gpu_groups_beside_a_collective_lose_what_it_takes(monkeypatch):
     assert predictor.seconds(job(), [30]) == 30
     assert predictor.seconds(job(), [10, 20]) == pytest.approx(10 + 20 * 2)  # 5 waves of 4 SMs are 10 of 2
     assert predictor.seconds(job(collective="all_gather"), [10, 20]) == pytest.approx(10 * 2 + 20)
+    # 4 columns by 30 rows of 6 are 20 tiles: 5 waves of 4 SMs, 10 of 2
+    assert predictor.seconds(job(), Columns([2, 4])) == pytest.approx(2 + 4 * 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holotrain.overlap import EmulatedCollectives, row_parallel_linear, signals
+from holotrain.overlap import Columns, EmulatedCollectives, row_parallel_linear, signals
 from holotrain.overlap.groups import spans
 from holotrain.overlap.links import Link
 from holotrain.overlap.sending import Sender
@@ -102,7 +102,7 @@ class Behind:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("form", ["sum", "shares"])
+@pytest.mark.parametrize("form", ["sum", "columns", "shares"])
 @pytest.mark.parametrize("groups", [1, 3, 8])
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1000, 520, 776), (4096, 4096, 4096)])
 def test_a_group_is_sent_when_it_is_whole(form, groups, rows, inner, columns):
@@ -111,12 +111,13 @@ def test_a_group_is_sent_when_it_is_whole(form, groups, rows, inner, columns):
     bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
     assert signals.supported(x)
     link = OneRank()
-    sender = Sender(link, groups, signals=True)
+    sender = Sender(link, Columns(groups) if form == "columns" else groups, signals=True)
+    due = 2 * (x @ matrix) + bias if form == "columns" else 2 * torch.addmm(bias, x, matrix)  # there it is added to the sum
     for _ in range(20):  # a group that is sent too early is a matter of chance
         out = torch.full((rows, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
-        works = sender.sum(x, matrix, bias, out) if form == "sum" else sender.shares(x[None], matrix, bias, out)
+        works = sender.shares(x[None], matrix, bias, out) if form == "shares" else sender.sum(x, matrix, bias, out)
         for work in works:
             work.wait()
-        torch.testing.assert_close(out, 2 * torch.addmm(bias, x, matrix), rtol=2e-2, atol=0.5)
-    if form == "sum":
+        torch.testing.assert_close(out, due, rtol=2e-2, atol=0.5)
+    if form != "shares":
         assert link.stream != torch.cuda.current_stream()

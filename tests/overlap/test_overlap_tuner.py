@@ -10,12 +10,14 @@ from compared import assert_equal
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.overlap import (
+    Columns,
     EmulatedCollectives,
     Job,
     Link,
     MeasuredLink,
     Tuner,
     column_parallel_linear,
+    linear_all_to_all,
     measuring,
     row_parallel_linear,
 )
@@ -129,23 +131,36 @@ def test_a_folder_that_cannot_be_written_stops_nothing(measured, emulated, tmp_p
         assert sum(Tuner(tmp_path / "file" / "below")(JOB, emulated)) == 20
 
 
+def test_groups_of_columns_are_kept_as_such(measured, emulated, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "product_seconds", lambda job, rows: 1e-5 * (rows + job.outputs))  # time to read the operands
+    few = replace(JOB, rows=4, outputs=40)
+    tuner = Tuner(tmp_path)
+    chosen = tuner(few, emulated)
+    assert isinstance(chosen, Columns) and sum(chosen.sizes) == 40 and "columns" in tuner.report()
+    measured.clear()
+    assert Tuner(tmp_path)(few, emulated) == chosen and measured == []
+
+
 def test_groups_that_do_not_prove_themselves_are_not_taken(measured, emulated, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "job_seconds", lambda job, sizes, collectives: 1.0)
     tuner = Tuner(tmp_path)
     assert tuner(JOB, emulated) == [20]
 
 
-KINDS = [(collective, False) for collective in COLLECTIVES] + [("all_reduce", True), ("reduce_scatter", True)]
+KINDS = [(collective, False) for collective in COLLECTIVES] + [("all_to_all", False, True)]
+KINDS += [(collective, True) for collective in ("all_reduce", "reduce_scatter", "all_to_all")]
 
 
-@pytest.mark.parametrize(("collective", "covered"), KINDS)
-def test_every_kind_of_job_can_be_measured(collective, covered):
-    job = Job(5, 4, 6, collective, 3, torch.bfloat16, torch.device("cpu"), covered)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [[2, 3], Columns([2, 4])])
+def test_every_kind_of_job_can_be_measured(kind, sizes):
+    collective, *rest = kind
+    job = Job(5, 4, 6, collective, 3, torch.bfloat16, torch.device("cpu"), *rest)
     seen = []
 
     def groups(asked, collectives):
         seen.append(asked)
-        return [2, 3]
+        return sizes
 
     instant = EmulatedCollectives(Link(1e12, 0.0), 3)
     measuring.one_run(job, groups, instant)()
@@ -177,6 +192,8 @@ def test_emulated_collectives_compute_as_one_rank_among_silent_ones():
     torch.testing.assert_close(column_parallel_linear(x, weight, bias, group=instant), plain)
     gathered = column_parallel_linear(x, weight, bias, group=instant, sequence_dim=0)
     torch.testing.assert_close(gathered, plain.repeat(3, 1))
+    exchanged = linear_all_to_all(x[:6], weight, bias, group=instant)
+    torch.testing.assert_close(exchanged, torch.cat([plain[:2], torch.zeros(4, 6)]))
 
 
 def test_under_the_compiler():

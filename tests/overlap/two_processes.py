@@ -17,7 +17,7 @@ from styled_cases import tuned as tuned_models
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holotrain.overlap import Tuner, column_parallel_linear, row_parallel_linear
+from holotrain.overlap import Columns, Tuner, column_parallel_linear, row_parallel_linear
 
 INPUTS, OUTPUTS = 6, 10
 SHAPES = {"even": (8, INPUTS), "odd": (7, INPUTS), "one row": (1, INPUTS), "batches": (3, 5, INPUTS), "four": (2, 3, 2, INPUTS)}
@@ -47,6 +47,10 @@ def everywhere(error: float) -> float:
 
 def uneven(job, collectives) -> list[int]:
     return [job.rows] if job.rows < 3 else [1, job.rows - 2, 1]
+
+
+def uneven_columns(job, collectives) -> list[int] | Columns:
+    return Columns([1, job.outputs - 2, 1]) if job.summed and job.outputs > 2 else uneven(job, collectives)
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +88,7 @@ def linear_errors(rank: int) -> dict[str, float]:
     for kind in ("row", "column"):
         for name, shape in SHAPES.items():
             for dim in (None, *range(len(shape) - 1)):
-                for groups in (*range(1, 9), uneven):
+                for groups in (*range(1, 9), uneven, Columns(3), uneven_columns):
                     error = max(linear_error(kind, shape, groups, bias, dim, rank) for bias in (False, True))
                     errors[f"{kind}, {name}, sequence {dim}, groups {getattr(groups, '__name__', groups)}"] = error
     return errors
@@ -117,6 +121,7 @@ class Log(TorchDispatchMode):
     NAMES = {"mm": "product", "addmm": "product", "bmm": "product", "baddbmm": "product"}
     NAMES |= {"allreduce_": "all-reduce", "_reduce_scatter_base_": "reduce-scatter"}
     NAMES |= {"_allgather_base_": "all-gather", "allgather_": "all-gather"}
+    NAMES |= {"alltoall_": "all-to-all", "alltoall_base_": "all-to-all"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,11 +134,11 @@ class Log(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def order(kind: str, sequence_dim: int | None) -> dict[str, list[str]]:
+def order(kind: str, sequence_dim: int | None, groups=3) -> dict[str, list[str]]:
     x = leaf(random(9, INPUTS))
     run = row_parallel_linear if kind == "row" else column_parallel_linear
     with Log() as forward:
-        y = run(x, leaf(random(OUTPUTS, INPUTS)), group=dist.group.WORLD, groups=3, sequence_dim=sequence_dim)
+        y = run(x, leaf(random(OUTPUTS, INPUTS)), group=dist.group.WORLD, groups=groups, sequence_dim=sequence_dim)
     with Log() as backward:
         y.backward(torch.ones_like(y))
     return {"forward": forward.order, "backward": backward.order}
@@ -176,6 +181,9 @@ def find(rank: int) -> dict:
     return {
         "linear": linear_errors(rank),
         "orders": {f"{kind}, sequence {dim}": order(kind, dim) for kind in ("row", "column") for dim in (None, 0)},
+        "orders by columns": {
+            f"{kind}, sequence {dim}": order(kind, dim, Columns(3)) for kind in ("row", "column") for dim in (None, 0)
+        },
         "tuned": tuned(rank),
         "tuned models": in_a_folder(lambda folder: tuned_models(mesh, folder, everywhere)),
         "in part": in_part(rank),
