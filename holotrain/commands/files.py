@@ -1,10 +1,34 @@
-"""Atomic file writes."""
+"""Writes files so that none is ever half written."""
 
+import csv
+import io
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from holotrain.errors import UserError
+
+
+def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
+    """Writes a CSV file. A text that a spreadsheet would take for a formula is written after an apostrophe, as one would type it.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    text = io.StringIO()
+    csv.writer(text).writerows([_not_run(cell) for cell in row] for row in (columns, *rows))
+    write_whole(path, text.getvalue())
+
+
+def _not_run(cell: object) -> object:
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def write_whole(path: Path, text: str) -> None:

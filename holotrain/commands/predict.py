@@ -1,7 +1,5 @@
 """``holotrain predict``: classifies images or texts, or scores texts, and writes predictions.csv."""
 
-import csv
-import io
 import time
 from collections.abc import Iterable
 from itertools import count
@@ -11,7 +9,7 @@ from typing import Any
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import prepared, steps_of_others
-from holotrain.commands.files import write_whole
+from holotrain.commands.files import write_table
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_files_loader, description, task_of
@@ -50,11 +48,7 @@ def run(config: PredictConfig, run: Run) -> int:
         columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
     else:
         columns, rows = _table(of, named, described.get("class_names"))
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(columns)
-    writer.writerows(rows)
-    write_whole(run.folder / PREDICTIONS, text.getvalue())
+    write_table(run.folder / PREDICTIONS, columns, rows)
 
     summary = Summary.of(run, config, model_of(task))
     summary.checkpoint = str(path)

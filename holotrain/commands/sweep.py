@@ -1,7 +1,5 @@
 """The table of a sweep: one row per job, with its overrides, metrics, throughput, peak memory and, if it failed, why."""
 
-import csv
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holotrain.commands import summary
-from holotrain.commands.files import write_whole
+from holotrain.commands.files import write_table
 from holotrain.commands.screen import console
 from holotrain.config.jobs import Job
 
@@ -32,7 +30,7 @@ def show_sweep(folder: Path, jobs: list[Job]) -> None:
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
     path = folder / "sweep.csv"
-    write_whole(path, _csv(columns, rows))
+    write_table(path, columns, [[row.get(name, "") for name in columns] for row in rows])
     table = Table(
         title=f"sweep of {len(rows)} job{'s' * (len(rows) != 1)}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
     )
@@ -64,14 +62,6 @@ def _best(found: list[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     choose = max if known[0]["mode"] == "max" else min
     return choose(known, key=summary.best_value)
-
-
-def _csv(columns: list[str], rows: list[dict[str, object]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _short(value: object) -> str:
