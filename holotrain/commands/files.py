@@ -11,7 +11,7 @@ from holotrain.errors import UserError
 
 
 def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
-    """Writes a CSV file. A text that a spreadsheet would take for a formula is written after an apostrophe, as one would type it.
+    """Writes a CSV file. Text that a spreadsheet would take for a formula is written after an apostrophe, as one would type it.
 
     Raises:
         UserError: the file cannot be written.
