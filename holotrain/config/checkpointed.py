@@ -79,7 +79,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """The ``state_dict`` of a checkpoint that :func:`load` has read.
+    """The ``state_dict`` of a checkpoint that :func:`load` has read. Warns of weights that are not finite.
 
     Raises:
         UserError: a part of it is missing or damaged.
@@ -87,7 +87,9 @@ def weights(path: Path) -> dict[str, Any]:
     from holotrain.models import checkpoint_files
 
     with described_by("ckpt_path"):
-        return checkpoint_files.read(path, ["state_dict"])["state_dict"]
+        weights = checkpoint_files.read(path, ["state_dict"])["state_dict"]
+    checkpoint_files.warn_of_non_finite(weights, path)
+    return weights
 
 
 def is_exported(path: Path) -> bool:

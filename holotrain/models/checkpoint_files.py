@@ -112,6 +112,14 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
     return tree_map_with_path(lambda keys, leaf: places[named(keys)] if keys in wanted else leaf, held)
 
 
+def warn_of_non_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
+    """Warns, by its name, of the first tensor with a NaN or an infinity."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            warnings.warn(f"{path}: {name} holds NaN or infinity", stacklevel=3)
+            return
+
+
 def _is_meta(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_meta
 

@@ -257,6 +257,26 @@ def test_files_are_read(tmp_path, form):
     assert_equal(read, weights)
 
 
+@pytest.mark.parametrize("form", ["shards", "safetensors", "torch"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(tmp_path, form, value):
+    weights = ViT(**IMAGE).state_dict()
+    weights["head.bias"][1] = value
+    with pytest.warns(UserWarning, match="head.bias holds NaN or infinity"):
+        read_weights(written(tmp_path, weights, form))
+
+
+@pytest.mark.parametrize("shard", ["../model-0.safetensors", "within/../model-0.safetensors", 3, None])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, shard):
+    folder = tmp_path / "model"
+    (folder / "within").mkdir(parents=True)
+    for place in (folder, tmp_path):
+        save_file({"a": torch.ones(2)}, place / "model-0.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ValueError, match="which is not in the same folder"):
+        read_weights(folder)
+
+
 class Program:
     """What must not run when a file is read."""
 

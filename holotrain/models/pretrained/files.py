@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holotrain.models.checkpoint_files import is_folder, read
+from holotrain.models.checkpoint_files import is_folder, read, warn_of_non_finite
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
@@ -23,10 +23,17 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             a checkpoint with the weights under ``state_dict`` or ``model``; a folder with one of these under Hugging Face's
             names; or a sharded checkpoint.
 
+    Warns of weights that are not finite.
+
     Raises:
         ValueError: there is no such file, or it cannot be read as weights.
     """
-    path = Path(path)
+    weights = _read(Path(path))
+    warn_of_non_finite(weights, path)
+    return weights
+
+
+def _read(path: Path) -> dict[str, Tensor]:
     if is_folder(path):
         return _weights(read(path, WITHIN), path)
     if path.is_dir():
@@ -57,8 +64,8 @@ def _sharded(path: Path) -> dict[str, Tensor]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
     weights = {}
-    for shard in sorted(shards):
-        if not (path.parent / shard).is_file():
+    for shard in sorted(shards, key=str):
+        if not isinstance(shard, str) or Path(shard).name != shard or not (path.parent / shard).is_file():
             raise ValueError(f"{path} names {shard}, which is not in the same folder")
         weights |= _safetensors(path.parent / shard)
     return weights
