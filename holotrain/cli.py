@@ -180,6 +180,7 @@ class Launch:
         left = Job(hydra.job.get("num", 0), overrides, 0, folder=folder)
         try:
             typed = self.start.typed(config, overrides)
+            from holotrain.commands.files import alone_in
             from holotrain.commands.quiet import quieten
             from holotrain.commands.run import Run
 
@@ -189,7 +190,8 @@ class Launch:
             choices = self.start.choices(typed, hydra.runtime.choices, overrides)
             varied, given = self._varied(overrides), self.arguments.config_dir
             run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
-            left.exit_status = together.run(self.arguments.command, typed, run)
+            with alone_in(folder):
+                left.exit_status = together.run(self.arguments.command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)

@@ -3,11 +3,38 @@
 import csv
 import io
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holotrain.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps runs of other processes out of a folder. If this process dies, the system lets them in.
+
+    Raises:
+        UserError: a run of another process is in it.
+    """
+    path = folder / ".lock"
+    with ExitStack() as stack:
+        with suppress(OSError):  # a folder that cannot be written, a file system without locks
+            file = stack.enter_context(path.open("w"))
+            try:
+                if fcntl is not None:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
+            except (BlockingIOError, PermissionError) as error:
+                raise UserError(
+                    f"{folder}: another run is writing into it; wait until it ends, or name another folder"
+                ) from error
+            stack.callback(path.unlink, missing_ok=True)
+        yield
 
 
 def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
