@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,14 @@ from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.given import GIVEN
 from holotrain.config.origin import LOCAL_LOGGERS
+from holotrain.config.schema.commands import FitConfig
+from holotrain.config.schema.run import RunConfig
 from holotrain.parallel.place import Place
 from holotrain.parallel.world import World
 from holotrain.targets import TARGET
+
+OF_FIT = {option.name for option in fields(FitConfig)} - {option.name for option in fields(RunConfig)} - {"resume"}
+"""Options of fit alone, which a checkpoint does not keep."""
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Run:
         again = [
             word
             for word, key in keys.items()
-            if key in COMMAND_LINE_ONLY or key.startswith("logger.") or key.endswith(f".{TARGET}")
+            if key in (*COMMAND_LINE_ONLY, *OF_FIT) or key.startswith("logger.") or key.endswith(f".{TARGET}")
         ]
         if (logger := self.choices.get("logger", LOCAL_LOGGERS[0])) not in LOCAL_LOGGERS:  # also that of an experiment
             again.append(f"logger={logger}")

@@ -18,7 +18,7 @@ from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
 from holotrain.parallel.data import DataParallel
-from holotrain.parallel.pipeline import Pipeline, check_stages
+from holotrain.parallel.pipeline import Pipeline, check_stages, equal_parts
 from holotrain.parallel.place import Place
 from holotrain.parallel.sharded import Sharding
 from holotrain.parallel.tensor import overlapped
@@ -69,6 +69,16 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
     for option in ("tensor_parallel", "pipeline_stages"):
         if count * (place.nodes if place else 1) % (size := getattr(trainer, option) or 1):
             raise UserError(f"trainer.{option}={size}: {count} processes are not a multiple of it")
+    stages, batch = trainer.pipeline_stages or count, getattr(config.data, "batch_size", None)
+    if (
+        trainer.strategy == "pipeline"
+        and isinstance(batch, int)
+        and equal_parts(batch, trainer.microbatches or 2 * stages) < stages
+    ):
+        raise UserError(
+            f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
+            f"use {-(-batch // stages) * stages}"
+        )
     if kind == "cuda" and count > torch.cuda.device_count():
         raise UserError(
             f"{named}: this machine has {torch.cuda.device_count()} GPUs; use at most as many, or trainer.accelerator=cpu"

@@ -44,7 +44,12 @@ def check_stages(model: nn.Module, stages: int) -> None:
     if getattr(model.blocks, "grid", None) is not None:
         raise ValueError("exact streams have one grid for all blocks; use backward.exact=false")
     if (depth := len(model.blocks.blocks)) < stages:
-        raise ValueError(f"{depth} blocks cannot be divided into {stages} stages")
+        raise ValueError(f"a model of {depth} {'block' if depth == 1 else 'blocks'} cannot be divided into {stages} stages")
+
+
+def equal_parts(rows: int, most: int) -> int:
+    """The largest number of equal parts, at most ``most``."""
+    return max(number for number in range(1, min(most, rows) + 1) if rows % number == 0)
 
 
 class ModelStage(nn.Module):
@@ -99,10 +104,11 @@ class ModelStage(nn.Module):
         """A schedule for batches of this shape, cut into equal microbatches.
 
         Args:
-            most: number of microbatches; fewer if the batch does not divide.
+            most: number of microbatches; fewer if the batch does not divide. Then it may be GPipe, for 1F1B needs one a stage.
         """
         rows = len(inputs[0])
-        count = max(number for number in range(1, min(most, rows) + 1) if rows % number == 0)
+        count = equal_parts(rows, most)
+        schedule = schedule if count >= self.count else "gpipe"
         given = inputs[0][: rows // count]
         first, last = (given,), (torch.zeros(1, dtype=self.dtype, device=given.device, requires_grad=True),)
         streams = tuple(stream.requires_grad_() for stream in self._streams_for(given))
@@ -285,6 +291,12 @@ class Pipeline(DDPStrategy):
         if self._mesh["data"].get_local_rank():  # another group does it
             return {}
         return collected(own, self._mesh["stages"].get_group(), self.root_device)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which shard of the data this process reads, and the number of shards."""
+        data = self._mesh["data"]
+        return {"num_replicas": data.size(), "rank": data.get_local_rank()}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with warnings.catch_warnings():

@@ -54,6 +54,9 @@ def make_reversible(
             already. At the call in training: a block changes the shape, or the model does more between the blocks than to pass
             on the stream.
     """
+    if isinstance(blocks, nn.Module):
+        known = ", ".join(f"{name!r}" for name, part in model.named_modules() if part is blocks) or "such as 'blocks'"
+        raise ValueError(f"make_reversible takes the name of a list of blocks ({known}), not the list itself")
     names = list(dict.fromkeys([blocks] if isinstance(blocks, str) else blocks or _the_lists(model)))
     modules = dict(model.named_modules(remove_duplicate=False))
     options = {"backward": backward, "store": store, "keep": keep}
@@ -130,7 +133,8 @@ def _require_blocks(name: str, modules: dict[str, nn.Module]) -> None:
     if not isinstance(found, nn.Sequential | nn.ModuleList):
         lists = [name for name, part in modules.items() if name and isinstance(part, nn.Sequential | nn.ModuleList)]
         raise ValueError(f"{name!r} is not a list of blocks; the model has {', '.join(lists) or 'none'}")
-    if any(stack_of(block) for block in found) or isinstance(next(iter(found), None), TwoStream):
+    around = [part for other, part in modules.items() if name.startswith(f"{other}.")]
+    if any(map(stack_of, [*found, *around])) or isinstance(next(iter(found), None), TwoStream):
         raise ValueError(f"the blocks {name!r} are reversible already; undo(model) takes that back")
 
 

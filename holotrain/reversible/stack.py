@@ -153,8 +153,8 @@ class ReversibleStack:
                 came = "no block before it" if self._pass is None else f"block {self._pass.following - 1} before it"
                 self._require_one_mode()
                 raise ValueError(
-                    f"block {index} ran with {came}; make_reversible takes blocks that a model runs one after another, each "
-                    "once (no gradient checkpointing, layer drop or early exit; if the list has changed, undo first)"
+                    f"block {index} ran with {came}, and make_reversible takes blocks that run one after another, each once: "
+                    "turn off the model's gradient checkpointing, layer drop or early exit; if the list has changed, undo first"
                 )
             returned = self._pass.run(index, arguments, keywords)
         except BaseException:

@@ -40,6 +40,8 @@ def tapered(bits: int | Sequence[int], depth: int) -> list[int]:
     Raises:
         ValueError: a number of bits outside 1 to 8, or a list of another length.
     """
+    if isinstance(bits, bool | str) or not isinstance(bits, int | Sequence):
+        raise ValueError(f"bits must be a number from 1 to 8, or a list of them, not {bits!r}")
     steps = max(0, depth - 1)
     each = [max(bits, LARGEST_BITS - min(k, steps - 1 - k)) for k in range(steps)] if isinstance(bits, int) else list(bits)
     if len(each) != steps:

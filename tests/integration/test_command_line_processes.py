@@ -193,6 +193,10 @@ def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words:
         where = f"{found['strategy']}, {found['backward']}"
         reference = alone[8 if found["strategy"] in ("tp", "pipeline") else 16]
         assert losses(job) == pytest.approx(losses(reference), rel=1e-9), where
+        samples = (
+            found["samples_per_second"] * found["step_seconds"]
+        )  # of a step; those that several processes share count once
+        assert samples == pytest.approx((8 if found["strategy"] in ("tp", "pipeline") else 16) * (2 if kind == "text" else 1))
         for tag in ("optimization/gradient_norm", "optimization/update_ratio"):  # of whole tensors, however they are sharded
             norms = losses(reference, tag)
             assert norms and losses(job, tag) == pytest.approx(norms, rel=1e-6), (where, tag)
@@ -475,6 +479,10 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),
         (["trainer=pipeline", "trainer.accumulate_grad_batches=2"], "set trainer.microbatches"),
         (["trainer=pipeline", "trainer.microbatches=3"], "trainer.microbatches=3: data.batch_size=32 is not a multiple of it"),
+        (
+            ["trainer=pipeline", "trainer.devices=2", "data.batch_size=31"],
+            "data.batch_size=31: 2 stages need at least as many microbatches of equal size; use 32",
+        ),
         (["trainer=pipeline", "model.trained=head"], "a stage of trainer=pipeline would train nothing"),
         (["trainer=ddp", "trainer.microbatches=2"], "trainer.microbatches: needs trainer=pipeline"),
         (["trainer=pipeline", "trainer.pipeline_stages=1"], "pipeline_stages: must be at least 2, not 1"),

@@ -375,9 +375,11 @@ def test_a_checkpoint_does_not_decide_where_data_are_written(holotrain, honest):
 def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
     from holotrain.commands.run import Run
 
-    words = ["data.cache_dir=cache", "optimizer.lr=1", "logger.mlflow.tracking_uri=http://a;b", "experiment=mine"]
+    words = ["data.cache_dir=cache", "optimizer.lr=1", "test=false", "logger.mlflow.tracking_uri=http://a;b", "experiment=mine"]
     said = Run("fit", Path("my runs"), words, {"logger": "mlflow"}).how_to_resume
-    assert said.endswith("'hydra.run.dir=my runs' data.cache_dir=cache 'logger.mlflow.tracking_uri=http://a;b' logger=mlflow")
+    assert said.endswith(
+        "'hydra.run.dir=my runs' data.cache_dir=cache test=false 'logger.mlflow.tracking_uri=http://a;b' logger=mlflow"
+    )
     for local in ({}, {"logger": "csv"}):
         assert "logger=" not in Run("fit", Path("run"), ["optimizer.lr=1", "logger=csv"], local).how_to_resume
 

@@ -27,7 +27,7 @@ def test_a_step_in_two_stages_is_that_of_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (lambda: GPT(**TEXT | {"depth": 1}), "1 blocks cannot be divided into 2 stages"),
+        (lambda: GPT(**TEXT | {"depth": 1}), "a model of 1 block cannot be divided into 2 stages"),
         (lambda: RevViT(**IMAGE, exact=True), "exact streams have one grid"),
         (lambda: Swin(**WINDOWS), "Swin cannot be divided"),
     ],

@@ -451,11 +451,18 @@ def shared_lists():
         (shared, "layers", "layers.0 and layers.1 are one block"),
         (shared_lists, ["encoder", "decoder"], "encoder.1 and decoder.1 are one block"),
         (lambda: make_reversible(model()), None, "reversible already"),
+        (lambda: make_reversible(model(), "layers"), "layers.0.mlp", "'layers.0.mlp' are reversible already"),
     ],
 )
 def test_lists_that_are_not_there(made, name, words):
     with pytest.raises(ValueError, match=words):
         make_reversible(made(), name)
+
+
+def test_a_list_itself_is_answered_with_its_name():
+    net = model()
+    with pytest.raises(ValueError, match=r"takes the name of a list of blocks \('layers'\), not the list itself"):
+        make_reversible(net, net.layers)
 
 
 def test_several_lists_are_several_stacks():

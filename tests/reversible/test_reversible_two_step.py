@@ -33,7 +33,13 @@ def test_more_bits_at_both_ends():
 
 @pytest.mark.parametrize(
     ("bits", "words"),
-    [(0, "bits must be 1 to 8, not 0"), (9, "not 9"), ([2, 0], "not 0"), ([2], "bits lists 1 numbers; 3 blocks take 2")],
+    [
+        (0, "bits must be 1 to 8, not 0"),
+        (9, "not 9"),
+        ([2, 0], "not 0"),
+        ([2], "bits lists 1 numbers; 3 blocks take 2"),
+        *((wrong, "bits must be a number from 1 to 8") for wrong in (2.5, None, "2", True)),
+    ],
 )
 def test_other_numbers_of_bits_are_refused(bits, words):
     with pytest.raises(ValueError, match=words):
