@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 
 from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.fixed import FixedBatches
 from holotrain.data.loader import Loader, ResumableLoader, StreamLoader
-from holotrain.data.text.batches import Batched, as_it_is
-from holotrain.data.text.corpus import Corpus
+from holotrain.data.text.corpus import PARTS, Corpus, as_it_is
 from holotrain.data.text.documents import Pieces
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder
-from holotrain.data.text.parts import PARTS
 from holotrain.data.text.stream import PackedStream, held_out_of
 from holotrain.data.text.tokenise import Reading, Rows
 from holotrain.data.tokenizers import ByteTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
@@ -50,7 +47,7 @@ class TextDataModule(pl.LightningDataModule):
         cache_dir: folder in which tokenized text is cached
         num_proc: processes that read and tokenise; null: this one
         streaming: read and tokenise the training part during training, in packed blocks, instead of before it; of the held-out
-            parts, the first 2**20 tokens are used
+            parts, the first 2**20 characters are used
         epoch_batches: batches in an epoch of streaming=true, which has no end of its own
         num_workers: worker processes that load text; 0: load in the training process
         pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
@@ -146,13 +143,8 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
-        """What a document is."""
-        return self.asked_unit or self.usual_unit
-
-    @property
-    def usual_unit(self) -> Literal["file", "paragraph"]:
-        """The unit unless another is asked for. A labelled file or row is one document."""
-        return "file" if self.layout == "packed" or self.label else "paragraph"
+        """What a document is. Unless another unit is asked for, a labelled file or row is one document."""
+        return self.asked_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -232,7 +224,10 @@ class TextDataModule(pl.LightningDataModule):
             stream = PackedStream(self._training, self.tokenizer, self.context, self.batch_size, self.seed)
             return StreamLoader(stream, self.epoch_batches, batch_size=None, **self.loading)
         if self.layout == "packed":
-            blocks = PackedBlocks(self.part("train"), self.context, self.seed)
+            if (size := len(self.part("train").tokens)) <= self.context:
+                most = f"the train part has {size} tokens: {size - 1} at most"
+                raise UserError(f"data.context: {self.context} is out of range; {most}")
+            blocks = PackedBlocks(self.part("train").tokens, self.context, self.seed)
             return ResumableLoader(blocks, self.batch_size, self.seed, **self.loading)
         pieces = self._pieces("train")
         widths = padded(pieces.lengths, self.multiple)
@@ -251,17 +246,16 @@ class TextDataModule(pl.LightningDataModule):
 
     def _evaluation(self, part: str, numbered: bool = False) -> Loader:
         if self.layout == "packed":
-            blocks = PackedInOrder(self.part(part), self.context)
-            return self._fixed(blocks, blocks.batches(self.batch_size))
-        pieces = self._pieces(part, numbered)
-        return self._fixed(pieces, by_length(padded(pieces.lengths, self.multiple), self.batch_size, self.max_tokens))
+            dataset = PackedInOrder(self.part(part).tokens, self.context)
+            batches = dataset.batches(self.batch_size)
+        else:
+            dataset = self._pieces(part, numbered)
+            batches = by_length(padded(dataset.lengths, self.multiple), self.batch_size, self.max_tokens)
+        return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
     def _pieces(self, part: str, numbered: bool = False) -> Pieces:
         classified = self.num_classes > 0
         return Pieces(self.part(part), self.tokenizer, self.context, classified, self.multiple, numbered)
-
-    def _fixed(self, dataset: Batched, batches: list[np.ndarray]) -> Loader:
-        return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, or the one that was before, from the cache."""
@@ -270,7 +264,7 @@ class TextDataModule(pl.LightningDataModule):
         from holotrain.data.tokenizers.subword import SubwordTokenizer
 
         training = [each for each in rows if each.may_be_in("train")]
-        known = [(each.dataset._fingerprint, each.part, asdict(each.reading)) for each in training]
+        known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]
         path = self.cache / f"bpe-{Hasher.hash([known, self.trained_size])}.json"
         if path.exists():
             return known_tokenizer(str(path))

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import fsspec.asyn
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holotrain.data.hub import reading
 from holotrain.data.sampler import mixed_seed
 from holotrain.data.share import share
-from holotrain.data.text.batches import Batch
-from holotrain.data.text.packed import blocks_in, gathered, offset_of
+from holotrain.data.text.corpus import Batch
+from holotrain.data.text.packed import PackedBlocks
 from holotrain.data.text.tokenise import Rows, joined, table
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
@@ -25,7 +25,7 @@ WINDOW, BATCHES = 2**22, 64
 """Blocks are shuffled within so many characters of text, or characters for so many batches, if those are more."""
 
 HELD = 2**20
-"""Tokens of a held-out part, which is kept in memory."""
+"""Characters of a held-out part that are kept, in memory."""
 
 
 class PackedStream(IterableDataset):
@@ -82,44 +82,33 @@ class PackedStream(IterableDataset):
         if state["rows"] == place and state["source"] is not None:
             rows.dataset.load_state_dict(state["source"])
         state["rows"] = place
-        for texts in self._windows(rows):
+        batches = rows.batches("train", ROWS)
+        while texts := taken(batches, self.window):
             tokens, _ = joined(self.tokenizer, texts)
-            blocks = blocks_in(len(tokens), self.context) if len(tokens) > self.context else 0
-            seeds = (self.seed, node, state["pass"], state["window"])
-            order = torch.randperm(blocks, generator=torch.Generator().manual_seed(mixed_seed(*seeds))).tolist()
-            first = offset_of(len(tokens), self.context, *seeds) if blocks else 0
-            for batch in range(state["batch"], blocks // self.batch_size):
-                chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            seed = mixed_seed(self.seed, node, state["pass"], state["window"])
+            blocks = PackedBlocks(tokens, self.context, seed) if len(tokens) > self.context else []
+            order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed)).tolist()
+            for batch in range(state["batch"], len(blocks) // self.batch_size):
                 state["batch"] = batch + 1
-                yield gathered(tokens, [first + block * self.context for block in chosen], self.context + 1)
-            state["window"] += blocks >= self.batch_size
+                yield blocks.__getitems__([(0, each) for each in order[batch * self.batch_size :][: self.batch_size]])
+            state["window"] += len(blocks) >= self.batch_size
             state["batch"], state["source"] = 0, rows.dataset.state_dict()
         state["source"] = None
 
-    def _windows(self, rows: Rows) -> Iterator[list[str]]:
-        texts: list[str] = []
-        size = 0
-        for batch in rows.batches("train", ROWS):
-            texts += batch
-            size += sum(map(len, batch))
-            if size >= self.window:
-                yield texts
-                texts, size = [], 0
-        if texts:
-            yield texts
-
 
 def held_out_of(rows: Sequence[Rows], part: str, tokenizer: Tokenizer) -> Any:
-    """The first documents of a held-out part, up to ``HELD`` tokens, as a data set in memory."""
+    """The first documents of a held-out part, about ``HELD`` characters, as a data set in memory."""
     from datasets import Dataset
 
-    tokens, lengths = [np.empty(0, tokenizer.dtype)], [np.empty(0, np.int64)]
-    for texts in (texts for each in rows if each.may_be_in(part) for texts in each.batches(part, ROWS) if texts):
-        ids, counts = joined(tokenizer, texts)
-        tokens.append(ids)
-        lengths.append(counts)
-        if sum(map(len, tokens)) >= HELD:
-            break
-    counts = np.concatenate(lengths)
+    texts = taken(chain.from_iterable(each.batches(part, ROWS) for each in rows if each.may_be_in(part)), HELD)
     with reading("the text"):
-        return Dataset(table(np.concatenate(tokens), counts, [None] * len(counts)))
+        return Dataset(table(*joined(tokenizer, texts), [None] * len(texts)))
+
+
+def taken(batches: Iterator[list[str]], size: int) -> list[str]:
+    """The next texts, until they have ``size`` characters; [] at the end."""
+    texts: list[str] = []
+    while size > 0 and (batch := next(batches, None)) is not None:
+        texts += batch
+        size -= sum(map(len, batch))
+    return texts
