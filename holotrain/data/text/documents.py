@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from holotrain.data.text.corpus import Batch, Corpus
+from holotrain.data.text.tokenise import Batch, Corpus
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
 

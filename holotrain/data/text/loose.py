@@ -12,9 +12,8 @@ from torch.utils.data import Dataset
 
 from holotrain.data.hub import KINDS
 from holotrain.data.loader import Loader
-from holotrain.data.text.corpus import Batch, as_it_is
 from holotrain.data.text.files import TextFile, rows_of
-from holotrain.data.text.tokenise import Reading
+from holotrain.data.text.tokenise import Batch, Reading, as_it_is
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
 

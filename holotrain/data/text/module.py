@@ -7,23 +7,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
-import torch
-
 from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.fixed import FixedBatches
-from holotrain.data.loader import Loader, ResumableLoader, StreamLoader
-from holotrain.data.text.corpus import PARTS, Corpus, as_it_is
+from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader
 from holotrain.data.text.documents import Pieces
-from holotrain.data.text.packed import PackedBlocks, PackedInOrder
-from holotrain.data.text.stream import PackedStream, held_out_of
-from holotrain.data.text.tokenise import Reading, Rows
+from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
+from holotrain.data.text.tokenise import PARTS, Corpus, Reading, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of, require_within
 
 
-class TextDataModule(pl.LightningDataModule):
+class TextDataModule(LoadingModule):
     """Text in three parts: train, val, test, tokenised once into Arrow files in ``cache_dir``.
 
     Args:
@@ -49,9 +44,7 @@ class TextDataModule(pl.LightningDataModule):
         streaming: read and tokenise the training part during training, in packed blocks, instead of before it; of the held-out
             parts, the first 2**20 characters are used
         epoch_batches: batches in an epoch of streaming=true, which has no end of its own
-        num_workers: worker processes that load text; 0: load in the training process
-        pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
-        seed: seed of the order of batches
+        options: those of :class:`~holotrain.data.loader.LoadingModule`
 
     Attributes:
         tokenizer, vocab_size: known at once; for a ``"bpe"``, after ``prepare_data``.
@@ -84,11 +77,9 @@ class TextDataModule(pl.LightningDataModule):
         num_proc: int | None = None,
         streaming: bool = False,
         epoch_batches: int = 1000,
-        num_workers: int = 0,
-        pin_memory: bool | None = None,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         require_one_of(("packed", "documents"), layout=layout)
         if unit is not None:
             require_one_of(("file", "paragraph", "line"), unit=unit)
@@ -105,7 +96,6 @@ class TextDataModule(pl.LightningDataModule):
         if val_fraction + test_fraction >= 1:
             raise ValueError(f"val_fraction and test_fraction, {val_fraction} and {test_fraction}, leave no training")
         require_at_least(ByteTokenizer.vocab_size, vocab_size=vocab_size)  # a bpe begins with the bytes
-        require_at_least(0, num_workers=num_workers)
         require_at_least(1, num_proc=num_proc, epoch_batches=epoch_batches)
         tokenizer = tokenizer or "byte"
         if streaming and layout != "packed":
@@ -118,12 +108,7 @@ class TextDataModule(pl.LightningDataModule):
         self.trained_size = vocab_size
         self.cache = Path(cache_dir).expanduser()
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
-        self.loading = {
-            "num_workers": num_workers,
-            "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
-            "collate_fn": as_it_is,
-        }
-        self.seed = seed
+        self.loading["collate_fn"] = as_it_is
         self._tokenizer = (
             tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
         )
