@@ -140,7 +140,7 @@ def main() -> None:
         options.workers = 2 if options.what == "images" else 0
     torch.manual_seed(0)
     found = {"stream": stream, "images": images}[options.what](options)
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "json"}
+    given = {name: value for name, value in vars(options).items() if name not in ("json", "folder")}  # places on this machine
     print(json.dumps({name: value for name, value in found.items() if not isinstance(value, list)}, indent=2))
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "options": given, **found}, indent=2) + "\n")

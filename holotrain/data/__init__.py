@@ -10,7 +10,7 @@ text, hub_text   text: tokenised data sets, packed blocks and documents; tokeniz
 buckets   batches of samples of similar length
 sampler   the order of an epoch as a function of seed and epoch
 fixed     the order in which evaluation reads, split among processes
-loader    loaders that can resume in the middle of an epoch
+loader    loaders that can resume in the middle of an epoch, and their options
 """
 
 from holotrain.data.digits import Digits

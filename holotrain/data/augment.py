@@ -15,8 +15,13 @@ SMALL = 64
 
 
 def normalised(statistics: Statistics) -> list[v2.Transform]:
-    """Converts to float32 in [0, 1], then to zero mean and unit variance."""
-    return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)]
+    """Converts to float32 in [0, 1], then to zero mean and unit variance, in the same memory."""
+    return [v2.ToImage(), v2.Lambda(scaled), v2.Normalize(*statistics, inplace=True)]
+
+
+def scaled(image: torch.Tensor) -> torch.Tensor:
+    """A new float32 image in [0, 1]."""
+    return image.clone() if image.dtype == torch.float32 else v2.functional.to_dtype(image, torch.float32, scale=True)
 
 
 def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transform]:

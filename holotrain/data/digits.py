@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.transforms import v2
 
@@ -46,6 +45,8 @@ class Digits(ImageDataModule):
         return [v2.RandomRotation(10, interpolation=v2.InterpolationMode.BILINEAR)]
 
     def setup(self, stage: str | None = None) -> None:
+        from sklearn.datasets import load_digits  # the import takes longer than the other data sets need
+
         digits = load_digits()
         images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
         labels = torch.from_numpy(digits.target).long()

@@ -9,7 +9,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from holotrain.data.classes import OfClasses, chosen_classes
-from holotrain.data.hub import class_names, column, opened
+from holotrain.data.hub import FromHub, class_names, column
 from holotrain.data.images import SizedImages, held_out
 from holotrain.errors import UserError
 from holotrain.ranges import require_within
@@ -18,21 +18,17 @@ if TYPE_CHECKING:
     from datasets import Dataset as Rows
 
 
-class HubImages(SizedImages):
+class HubImages(FromHub, SizedImages):
     """Images with labels, from two columns of a data set of the Hub, of a folder that save_to_disk wrote, or of files.
 
     Args:
         name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
-        config: configuration of a data set that has several
-        split: split for the training set
-        val_split: split for the validation set; null: use val_fraction
-        test_split: split for the test set; null: the validation set is tested
         image: column of the image
         label: column of the class
         val_fraction: fraction of the training split that is used for validation
         classes: classes to keep, by name or number, such as [0, 1]; []: all
         cache_dir: folder in which what is read is cached
-        options: those of :class:`~holotrain.data.images.SizedImages`
+        options: those of :class:`~holotrain.data.hub.FromHub` and :class:`~holotrain.data.images.SizedImages`
 
     ``num_classes`` and ``class_names`` are known after ``setup``.
 
@@ -43,10 +39,6 @@ class HubImages(SizedImages):
     def __init__(
         self,
         name: str,
-        config: str | None = None,
-        split: str = "train",
-        val_split: str | None = None,
-        test_split: str | None = None,
         image: str = "image",
         label: str = "label",
         val_fraction: float = 0.1,
@@ -54,10 +46,9 @@ class HubImages(SizedImages):
         cache_dir: str = "data/hub",
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(name, **options)
         require_within(0, 1, val_fraction=val_fraction)
-        self.name, self.config, self.val_fraction, self.asked = name, config, val_fraction, classes
-        self.parts = {"train": split, "val": val_split, "test": test_split}
+        self.val_fraction, self.asked = val_fraction, classes
         self.image_column, self.label_column = image, label
         self.cache = Path(cache_dir).expanduser()
 
@@ -66,15 +57,12 @@ class HubImages(SizedImages):
         Raises:
             UserError: there is no such data set, split or column, or it cannot be read.
         """
-        for split in filter(None, self.parts.values()):
-            opened(self.name, self.config, split, self.cache)
+        self.opened()
 
     def setup(self, stage: str | None = None) -> None:
         from datasets import Image as ImageFeature
 
-        rows = {
-            part: opened(self.name, self.config, split, self.cache) for part, split in self.parts.items() if split is not None
-        }
+        rows = self.opened()
         for each in rows.values():
             if not isinstance(kind := column(each, "data.image", self.image_column), ImageFeature):
                 raise UserError(f"data.image: column {self.image_column!r} holds no images, but {kind}")

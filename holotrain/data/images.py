@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
@@ -23,7 +22,7 @@ from holotrain.data.augment import (
     resized,
 )
 from holotrain.data.files import ImageFiles
-from holotrain.data.loader import Loader, ResumableLoader
+from holotrain.data.loader import Loader, LoadingModule, ResumableLoader
 from holotrain.data.processor import statistics_of
 from holotrain.data.seeded import SeededDataset, TransformedDataset
 from holotrain.ranges import require_at_least, require_within
@@ -32,7 +31,7 @@ SPLIT_SEED = 0
 """Random splits of a data set are the same for every seed of a run."""
 
 
-class ImageDataModule(pl.LightningDataModule):
+class ImageDataModule(LoadingModule):
     """Images and labels in three parts: train, val, test.
 
     Batches are images (B, C, H, W), float32, normalised, and labels (B,), int64. With MixUp or CutMix, training labels are
@@ -40,15 +39,13 @@ class ImageDataModule(pl.LightningDataModule):
 
     Args:
         batch_size: images per step and process; auto: the largest batch that fits into memory, by the plan
-        num_workers: worker processes that load images; 0: load in the training process
-        pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
         channels_last: store the channels of a pixel side by side, which convolutions on GPUs prefer
         augment: random crops, flips or shifts, depending on the data set
         randaugment_ops: RandAugment operations per image; 0: none
         randaugment_magnitude: strength of the RandAugment operations, 0 to 30
         mixup_alpha: alpha of MixUp's Beta distribution; 0: no MixUp
         cutmix_alpha: alpha of CutMix's Beta distribution; 0: no CutMix; with MixUp too, each batch uses one of the two
-        seed: seed of the order of batches and of augmentation
+        options: those of :class:`~holotrain.data.loader.LoadingModule`
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
     ``split``, which is called after ``setup``.
@@ -65,31 +62,24 @@ class ImageDataModule(pl.LightningDataModule):
     def __init__(
         self,
         batch_size: int = 128,
-        num_workers: int = 0,
-        pin_memory: bool | None = None,
         channels_last: bool = False,
         augment: bool = True,
         randaugment_ops: int = 0,
         randaugment_magnitude: int = 9,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         require_at_least(1, batch_size=batch_size)
-        require_at_least(0, num_workers=num_workers, randaugment_ops=randaugment_ops)
+        require_at_least(0, randaugment_ops=randaugment_ops)
         require_at_least(0, mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
         require_within(0, 30, closed=True, randaugment_magnitude=randaugment_magnitude)
         self.batch_size = batch_size
-        self.loading = {
-            "num_workers": num_workers,
-            "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
-            "collate_fn": collated_channels_last if channels_last else default_collate,
-        }
+        self.loading["collate_fn"] = collated_channels_last if channels_last else default_collate
         self.augment = augment
         self.randaugment = randaugment(randaugment_ops, randaugment_magnitude)
         self.alphas = (mixup_alpha, cutmix_alpha)
-        self.seed = seed
 
     @abstractmethod
     def split(self, name: str) -> Dataset:

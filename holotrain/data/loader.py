@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -13,6 +14,7 @@ from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
 from holotrain.data.share import share
 from holotrain.errors import UserError
+from holotrain.ranges import require_at_least
 
 
 class OwnGenerator(DataLoader):
@@ -92,6 +94,28 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
             raise UserError("resume: the checkpoint's position is that of a stream; continue with data.streaming=true")
         super().load_state_dict({})  # the iterator of an earlier epoch is dropped
         self.batch_sampler.load_state_dict(state)
+
+
+class LoadingModule(pl.LightningDataModule):
+    """What the loaders of a data module take.
+
+    Args:
+        num_workers: worker processes that load data; 0: load in the training process
+        pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
+        seed: seed of the order of batches and of augmentation
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(self, num_workers: int = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
+        super().__init__()
+        require_at_least(0, num_workers=num_workers)
+        self.loading = {
+            "num_workers": num_workers,
+            "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
+        }
+        self.seed = seed
 
 
 class StreamLoader:

@@ -19,7 +19,7 @@ from holotrain.callbacks import ExactResume
 from holotrain.callbacks.exact_resume import KEY
 from holotrain.data import HubImages, HubText, hub
 from holotrain.data.share import set_share
-from holotrain.data.text import stream as streaming
+from holotrain.data.text import packed
 from holotrain.errors import UserError
 
 datasets.disable_progress_bars()
@@ -96,8 +96,8 @@ def test_files_of_one_kind_are_read_together(tmp_path, name):
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    monkeypatch.setattr(streaming, "WINDOW", 4000)
-    monkeypatch.setattr(streaming, "BATCHES", 1)
+    monkeypatch.setattr(packed, "WINDOW", 4000)
+    monkeypatch.setattr(packed, "BATCHES", 1)
 
 
 def stream(saved, **options):
@@ -170,7 +170,7 @@ def test_every_row_of_the_training_part_comes_in_each_pass_and_no_other(tmp_path
 def test_processes_share_a_stream(saved, small_windows, monkeypatch, workers):
     seen = []
     for rank in (0, 1):
-        monkeypatch.setattr(streaming, "share", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(packed, "share", lambda rank=rank: (rank, 2))
         loader = stream(saved, context=16, batch_size=2, num_workers=workers, epoch_batches=40).train_dataloader()
         seen.append({tuple(row) for batch in epochs(loader, [0]) for row in batch.tolist()})
     assert min(map(len, seen)) > 70 and len(seen[0] & seen[1]) <= 2
@@ -365,6 +365,35 @@ def test_the_library_logs_as_before_between_the_batches(saved):
     batches = rows.batches("train")
     next(batches)
     assert datasets.logging.get_verbosity() == before
+
+
+@pytest.fixture
+def bars():
+    datasets.enable_progress_bars()
+    yield
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.usefixtures("bars")
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_off_a_terminal_progress_is_a_line_now_and_then(saved, tmp_path, monkeypatch, capfd, num_proc):
+    monkeypatch.setattr(hub, "EVERY", 0)
+    text(saved, cache_dir=str(tmp_path / "now"), num_proc=num_proc)
+    said = capfd.readouterr().err
+    assert re.search(r"^tokenising train.*100%.* 500/500 .*$", said, re.MULTILINE) and "\r" not in said and "\n\n" not in said
+    monkeypatch.setattr(hub, "EVERY", 1000)
+    text(saved, cache_dir=str(tmp_path / "then"), num_proc=num_proc)
+    assert not capfd.readouterr().err
+
+
+def test_other_words_go_through_between_two_lines_of_progress(capsys, monkeypatch):
+    monkeypatch.setattr(hub, "EVERY", 0)
+    with hub.reading("the text"):
+        sys.stderr.write("\ra 10%")
+        print("a warning", file=sys.stderr)
+        sys.stderr.write("\ra 20%")
+        sys.stderr.write("\n")
+    assert capsys.readouterr().err == "a 10%\na warning\na 20%\n"
 
 
 def test_streams_that_cannot_be_are_refused(saved):

@@ -10,8 +10,9 @@ import torch
 from compared import assert_close, assert_equal
 from data_files import write_cifar, write_folder, write_mnist
 from PIL import Image
+from torchvision.transforms import v2
 
-from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, image_files
+from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, augment, image_files
 from holotrain.data.files import read_image
 from holotrain.errors import UserError
 
@@ -274,3 +275,14 @@ def test_classes_that_cannot_be_are_named(classes, says):
     with pytest.raises(UserError, match=says) as error:
         Digits(classes=classes)
     one_line(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_normalising_leaves_the_images_of_the_data_set_alone(dtype):
+    image = torch.arange(48).reshape(3, 4, 4).to(dtype)
+    stored = image.clone()
+    mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in augment.IMAGENET)
+    found = v2.Compose(augment.normalised(augment.IMAGENET))(image)
+    expected = (stored / (255 if dtype is torch.uint8 else 1) - mean) / std
+    torch.testing.assert_close(torch.as_tensor(found), expected)
+    assert torch.equal(image, stored)

@@ -43,9 +43,9 @@ def built(monkeypatch):
     made = []
     original = tokenise.Reading.documents
 
-    def documents(self, batch, part, names):
+    def documents(self, batch, part):
         made.append(part)
-        return original(self, batch, part, names)
+        return original(self, batch, part)
 
     monkeypatch.setattr(tokenise.Reading, "documents", documents)
     return made
@@ -66,7 +66,7 @@ def test_tokens_in_several_chunks_are_one_row(folder, monkeypatch, size):
     whole = prepared(folder)
     monkeypatch.setattr(tokenise, "BATCH", size)
     data = prepared(folder, cache_dir=str(folder.parent / f"cache{size}"))
-    chunks = data.part("train").dataset.data.column("tokens").num_chunks
+    chunks = len(data.part("train").tokens.chunks)
     assert (chunks > 1) == (size < 600) and tokens(data) == tokens(whole)
     row, cut = whole.part("train").tokens[:], data.part("train").tokens
     for first in range(0, len(row), 97):

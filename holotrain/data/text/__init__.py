@@ -1,12 +1,11 @@
 """Text: from files to batches of token ids.
 
 sets, module   the LightningDataModules: StdlibText, TextFiles, and what all text shares
-files          which files, and the rows in them; parts: which are held out
-tokenise       from rows to documents and their tokens; corpus: the tokens of one part, memory-mapped
-packed         blocks of equal length, for causal language models; stream: the same while the text is read
+files          which files, the rows in them, and which are held out
+tokenise       from rows to documents and the tokens of a part, memory-mapped
+packed         blocks of equal length, for causal language models, also while the text is read
 documents      single documents, for masked language models and classification
 loose          files that a user names, to classify or score
-batches        data sets that return whole batches
 """
 
 from holotrain.data.text.loose import text_files

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
-from holotrain.data.text.batches import Batch, Batched
-from holotrain.data.text.corpus import Corpus
+from holotrain.data.text.tokenise import Batch, Corpus
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
@@ -14,7 +14,7 @@ SPECIAL = 2
 """Special tokens of a piece: start and end."""
 
 
-class Pieces(Batched):
+class Pieces(Dataset):
     """Documents of at most ``context`` tokens.
 
     Batches are ``tokens`` (B, T) int64, padded with the pad token to the longest, ``lengths`` (B,) int64, and for
@@ -45,7 +45,7 @@ class Pieces(Batched):
         multiple: int = 1,
         numbered: bool = False,
     ) -> None:
-        self.corpus, self.multiple, self.numbered = corpus, multiple, numbered
+        self.tokens, self.multiple, self.numbered = corpus.tokens, multiple, numbered
         self.start_id, self.end_id, self.pad_id = tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id
         body = context - SPECIAL
         begins, ends = np.asarray(corpus.offsets[:-1]), np.asarray(corpus.offsets[1:]) - 1  # the end token is ours to give
@@ -67,20 +67,15 @@ class Pieces(Batched):
         return len(self.lengths)
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        bodies = [self.corpus.tokens[self.begins[key] : self.begins[key] + self.lengths[key] - SPECIAL] for key in keys]
-        rows = [np.concatenate([[self.start_id], body, [self.end_id]]) for body in bodies]
-        batch = padded_rows(rows, self.pad_id, self.multiple)
+        lengths = self.lengths[keys]
+        tokens = np.full((len(keys), -(-lengths.max() // self.multiple) * self.multiple), self.pad_id)
+        tokens[:, 0] = self.start_id
+        tokens[np.arange(len(keys)), lengths - 1] = self.end_id
+        for row, begin, body in zip(tokens, self.begins[keys].tolist(), (lengths - SPECIAL).tolist(), strict=True):
+            row[1 : body + 1] = self.tokens[begin : begin + body]
+        batch = {"tokens": torch.from_numpy(tokens), "lengths": torch.from_numpy(lengths)}
         if self.labels is not None:
-            batch["labels"] = torch.from_numpy(self.labels[np.asarray(keys)])
+            batch["labels"] = torch.from_numpy(self.labels[keys])
         if self.numbered:
             batch["index"] = torch.tensor(keys)
         return batch
-
-
-def padded_rows(rows: Sequence[np.ndarray], pad_id: int, multiple: int = 1) -> Batch:
-    """``tokens`` (B, T) int64, where T is the longest row's length, rounded up to a multiple, and ``lengths`` (B,)."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), -(-int(lengths.max()) // multiple) * multiple), pad_id)
-    for place, row in zip(tokens, rows, strict=True):
-        place[: len(row)] = torch.from_numpy(row.astype(np.int64))
-    return {"tokens": tokens, "lengths": lengths}

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from holotrain.data import hub
 from holotrain.data.hub import KINDS, files_read, stamp_of
-from holotrain.data.text.parts import FEW, held_out_files
-from holotrain.data.text.tokenise import Reading, Rows
+from holotrain.data.text.tokenise import Reading, Rows, fraction_of
 from holotrain.errors import UserError
+
+FEW = 20
+"""With fewer files than this, documents are held out instead, if files hold several."""
 
 SAMPLES = {"file": "document", "paragraph": "paragraph", "line": "line"}
 """What the library calls the units of plain text."""
@@ -52,12 +54,13 @@ def matches(option: str, patterns: str | Sequence[str], part: str | None = None)
         if whole.is_dir():
             raise UserError(f"data.{option}: {pattern} is a folder; its files are {whole / '**' / '*.txt'}")
         fixed = whole.parts[:-1]
-        wild = next((index for index, part in enumerate(fixed) if re.search(r"[*?[]", part)), len(fixed))
-        paths = [path for path in map(Path, glob.glob(str(whole), recursive=True)) if path.is_file()]
-        if not paths:
+        wild = next((index for index, name in enumerate(fixed) if re.search(r"[*?[]", name)), len(fixed))
+        root, rest = Path(*whole.parts[:wild]), str(Path(*whole.parts[wild:]))
+        names = [name for name in glob.glob(rest, root_dir=root, recursive=True) if (root / name).is_file()]
+        if not names:
             known = ", ".join((".txt", *KINDS))
             raise UserError(f"data.{option}: no file matches {pattern!r}; files may be {known} or any plain text")
-        found += [TextFile(path, path.relative_to(Path(*fixed[:wild])).as_posix(), part) for path in paths]
+        found += [TextFile(root / name, Path(name).as_posix(), part) for name in names]
     return found
 
 
@@ -74,8 +77,7 @@ def rows_of(
     shares = [0.0 if part in given else share for part, share in zip(("val", "test"), reading.fractions, strict=True)]
     if len(drawn) >= FEW or (reading.unit == "file" and all(file.kind == "text" for file in drawn)):
         parts = held_out_files([file.name for file in drawn], *shares)
-        held = {file: replace(file, part=part) for file, part in zip(drawn, parts, strict=True)}
-        files = [held.get(file, file) for file in files]
+        files = [replace(file, part=file.part or parts[file.name]) for file in files]
     groups: dict[str, dict[tuple, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(files, key=lambda file: (file.name, str(file.path))):
         groups[file.kind][file.part, file.label].append(file.path)
@@ -89,11 +91,22 @@ def rows_of(
             if error := next(filter(None, (_error_in(file, cache) for file in files)), None):
                 raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
-        drawing = replace(reading, fractions=tuple(shares))
-        for dataset, (of, paths) in zip(read.values(), members.items(), strict=True):
+        for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {len(paths) - 1} other {paths[0].suffix} files" if len(paths) > 1 else ""
-            rows.append(Rows(dataset, drawing, *of, source=f"the rows of {paths[0]}{others}"))
+            of_group = replace(reading, fractions=tuple(shares), part=part, given=label)
+            rows.append(Rows(dataset, of_group, f"the rows of {paths[0]}{others}"))
     return rows
+
+
+def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: float) -> dict[str, str]:
+    """The part of each file: those whose names have the lowest hashes are for the test, the highest for validation.
+
+    Adding a file moves at most one other. A fraction above 0 holds out at least one file.
+    """
+    order = sorted(names, key=fraction_of)
+    test, val = (max(round(len(names) * share), 1) if share else 0 for share in (test_fraction, val_fraction))
+    held = dict.fromkeys(order[len(names) - val :], "val") | dict.fromkeys(order[:test], "test")
+    return dict.fromkeys(names, "train") | held
 
 
 def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
@@ -115,18 +128,14 @@ def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
 def _error_in(file: TextFile, cache: Path) -> UserError | None:
     """Why a file cannot be read; None if it can."""
     try:
-        if file.kind == "text":
-            with file.path.open(encoding="utf-8-sig") as text:
-                while text.read(2**24):
-                    pass
-            return None
         with hub.reading(str(file.path)):
-            for _ in files_read(file.kind, {"train": [file.path]}, cache, True)["train"].with_format("arrow").iter(1000):
-                pass
+            if file.kind == "text":
+                with file.path.open(encoding="utf-8-sig") as text:
+                    while text.read(2**24):
+                        pass
+            else:
+                for _ in files_read(file.kind, {"a": [file.path]}, cache, True)["a"].with_format("arrow").iter(1000):
+                    pass
     except UserError as error:
         return error
-    except (OSError, ValueError) as error:
-        found = UserError(f"data: cannot read {file.path} ({getattr(error, 'strerror', None) or error})")
-        found.__cause__ = error
-        return found
     return None

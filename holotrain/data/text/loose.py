@@ -6,19 +6,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
-from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.hub import KINDS
 from holotrain.data.loader import Loader
-from holotrain.data.text.batches import Batch, Batched, as_it_is
-from holotrain.data.text.documents import padded_rows
 from holotrain.data.text.files import TextFile, rows_of
-from holotrain.data.text.tokenise import Reading
+from holotrain.data.text.tokenise import Batch, Reading, as_it_is
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
 
 
-class LooseFiles(Batched):
+class LooseFiles(Dataset):
     """Rows of token ids, padded to the longest of their batch: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B.
 
     Attributes:
@@ -32,7 +32,9 @@ class LooseFiles(Batched):
         return len(self.rows)
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        return padded_rows([self.rows[key] for key in keys], self.pad_id) | {"names": [self.paths[key] for key in keys]}
+        rows = [torch.from_numpy(self.rows[key]) for key in keys]
+        tokens = pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
+        return {"tokens": tokens, "lengths": torch.tensor([*map(len, rows)]), "names": [self.paths[key] for key in keys]}
 
 
 def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
@@ -87,5 +89,4 @@ def text_files(
             cuts = [np.concatenate([[tokenizer.start_id], ids[: context - 2], [end]])]
         rows += cuts
         names += [name] * len(cuts)
-    files = LooseFiles(rows, names, tokenizer.pad_id)
-    return Loader(files, batch_sampler=FixedBatches(in_batches(len(rows), batch_size)), collate_fn=as_it_is, **loading)
+    return Loader(LooseFiles(rows, names, tokenizer.pad_id), batch_size, collate_fn=as_it_is, **loading)

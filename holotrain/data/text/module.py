@@ -7,26 +7,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
-import numpy as np
-import torch
-
 from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.fixed import FixedBatches
-from holotrain.data.loader import Loader, ResumableLoader, StreamLoader
-from holotrain.data.text.batches import Batched, as_it_is
-from holotrain.data.text.corpus import Corpus
+from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader
 from holotrain.data.text.documents import Pieces
-from holotrain.data.text.packed import PackedBlocks, PackedInOrder
-from holotrain.data.text.parts import PARTS
-from holotrain.data.text.stream import PackedStream, held_out_of
-from holotrain.data.text.tokenise import Reading, Rows
+from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
+from holotrain.data.text.tokenise import PARTS, Corpus, Reading, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of, require_within
 
 
-class TextDataModule(pl.LightningDataModule):
+class TextDataModule(LoadingModule):
     """Text in three parts: train, val, test, tokenised once into Arrow files in ``cache_dir``.
 
     Args:
@@ -50,11 +42,9 @@ class TextDataModule(pl.LightningDataModule):
         cache_dir: folder in which tokenized text is cached
         num_proc: processes that read and tokenise; null: this one
         streaming: read and tokenise the training part during training, in packed blocks, instead of before it; of the held-out
-            parts, the first 2**20 tokens are used
+            parts, the first 2**20 characters are used
         epoch_batches: batches in an epoch of streaming=true, which has no end of its own
-        num_workers: worker processes that load text; 0: load in the training process
-        pin_memory: pin batches in host memory for faster copies to a GPU; null: if a GPU is used
-        seed: seed of the order of batches
+        options: those of :class:`~holotrain.data.loader.LoadingModule`
 
     Attributes:
         tokenizer, vocab_size: known at once; for a ``"bpe"``, after ``prepare_data``.
@@ -87,11 +77,9 @@ class TextDataModule(pl.LightningDataModule):
         num_proc: int | None = None,
         streaming: bool = False,
         epoch_batches: int = 1000,
-        num_workers: int = 0,
-        pin_memory: bool | None = None,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         require_one_of(("packed", "documents"), layout=layout)
         if unit is not None:
             require_one_of(("file", "paragraph", "line"), unit=unit)
@@ -108,7 +96,6 @@ class TextDataModule(pl.LightningDataModule):
         if val_fraction + test_fraction >= 1:
             raise ValueError(f"val_fraction and test_fraction, {val_fraction} and {test_fraction}, leave no training")
         require_at_least(ByteTokenizer.vocab_size, vocab_size=vocab_size)  # a bpe begins with the bytes
-        require_at_least(0, num_workers=num_workers)
         require_at_least(1, num_proc=num_proc, epoch_batches=epoch_batches)
         tokenizer = tokenizer or "byte"
         if streaming and layout != "packed":
@@ -121,12 +108,7 @@ class TextDataModule(pl.LightningDataModule):
         self.trained_size = vocab_size
         self.cache = Path(cache_dir).expanduser()
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
-        self.loading = {
-            "num_workers": num_workers,
-            "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
-            "collate_fn": as_it_is,
-        }
-        self.seed = seed
+        self.loading["collate_fn"] = as_it_is
         self._tokenizer = (
             tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
         )
@@ -146,13 +128,8 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:
-        """What a document is."""
-        return self.asked_unit or self.usual_unit
-
-    @property
-    def usual_unit(self) -> Literal["file", "paragraph"]:
-        """The unit unless another is asked for. A labelled file or row is one document."""
-        return "file" if self.layout == "packed" or self.label else "paragraph"
+        """What a document is. Unless another unit is asked for, a labelled file or row is one document."""
+        return self.asked_unit or ("file" if self.layout == "packed" or self.label else "paragraph")
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -232,7 +209,10 @@ class TextDataModule(pl.LightningDataModule):
             stream = PackedStream(self._training, self.tokenizer, self.context, self.batch_size, self.seed)
             return StreamLoader(stream, self.epoch_batches, batch_size=None, **self.loading)
         if self.layout == "packed":
-            blocks = PackedBlocks(self.part("train"), self.context, self.seed)
+            if (size := len(self.part("train").tokens)) <= self.context:
+                most = f"the train part has {size} tokens: {size - 1} at most"
+                raise UserError(f"data.context: {self.context} is out of range; {most}")
+            blocks = PackedBlocks(self.part("train").tokens, self.context, self.seed)
             return ResumableLoader(blocks, self.batch_size, self.seed, **self.loading)
         pieces = self._pieces("train")
         widths = padded(pieces.lengths, self.multiple)
@@ -251,17 +231,16 @@ class TextDataModule(pl.LightningDataModule):
 
     def _evaluation(self, part: str, numbered: bool = False) -> Loader:
         if self.layout == "packed":
-            blocks = PackedInOrder(self.part(part), self.context)
-            return self._fixed(blocks, blocks.batches(self.batch_size))
-        pieces = self._pieces(part, numbered)
-        return self._fixed(pieces, by_length(padded(pieces.lengths, self.multiple), self.batch_size, self.max_tokens))
+            dataset = PackedInOrder(self.part(part).tokens, self.context)
+            batches = dataset.batches(self.batch_size)
+        else:
+            dataset = self._pieces(part, numbered)
+            batches = by_length(padded(dataset.lengths, self.multiple), self.batch_size, self.max_tokens)
+        return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
     def _pieces(self, part: str, numbered: bool = False) -> Pieces:
         classified = self.num_classes > 0
         return Pieces(self.part(part), self.tokenizer, self.context, classified, self.multiple, numbered)
-
-    def _fixed(self, dataset: Batched, batches: list[np.ndarray]) -> Loader:
-        return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, or the one that was before, from the cache."""
@@ -270,7 +249,7 @@ class TextDataModule(pl.LightningDataModule):
         from holotrain.data.tokenizers.subword import SubwordTokenizer
 
         training = [each for each in rows if each.may_be_in("train")]
-        known = [(each.dataset._fingerprint, each.part, asdict(each.reading)) for each in training]
+        known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]
         path = self.cache / f"bpe-{Hasher.hash([known, self.trained_size])}.json"
         if path.exists():
             return known_tokenizer(str(path))

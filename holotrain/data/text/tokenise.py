@@ -1,21 +1,27 @@
-"""From rows of a data set to documents and their tokens, which the datasets library keeps in Arrow files."""
+"""From rows of a data set to documents and their tokens, which the datasets library keeps in memory-mapped Arrow files."""
 
+import hashlib
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from holotrain.data.hub import class_names, column, reading
-from holotrain.data.text.parts import held_out_document
-from holotrain.data.tokenizers.restored import tokenizer_from_json
 from holotrain.data.tokenizers.tokenizer import Tokenizer, utf8
 from holotrain.errors import UserError
+
+PARTS = ("train", "val", "test")
+
+Batch = dict[str, Any]
+"""``tokens`` (B, T) int64, and the other entries of the layout. Data sets of text gather one in ``__getitems__``."""
 
 FORMAT = 2
 """Version of the tokens' files. Increase it whenever the same settings would write something else."""
@@ -36,6 +42,9 @@ class Reading:
         text, label: columns; ``label`` may be None.
         skip: leave out rows without text.
         fractions: of validation and test, for documents whose part is drawn.
+        part: that all documents belong to; None: it is drawn for each.
+        given: label of all documents; None: that of the column, or none.
+        names: of the classes, if the column holds numbers of them.
     """
 
     unit: str = "file"
@@ -43,26 +52,29 @@ class Reading:
     label: str | None = None
     skip: bool = False
     fractions: tuple[float, float] = (0.0, 0.0)
+    part: str | None = None
+    given: str | None = None
+    names: Sequence[str] | None = None
 
-    def documents(self, batch: Mapping[str, Sequence[Any]], part: str | None, names: Sequence[str] | None) -> Iterator[tuple]:
-        """The documents of rows that are not blank, each with its label or None.
-
-        Args:
-            part: only documents that are drawn for it; None: all.
-            names: of the classes, if the labels are numbers of them.
-        """
-        labels = batch[self.label] if self.label else [None] * len(batch[self.text])
+    def documents(self, batch: Mapping[str, Sequence[Any]], part: str) -> Iterator[tuple[str, str | None]]:
+        """The documents of a part in rows that are not blank, each with its label or None."""
+        labels = batch[self.label] if self.label else [self.given] * len(batch[self.text])
         for row, label in zip(batch[self.text], labels, strict=True):
             if row is None or (self.label and label is None):
                 if self.skip:
                     continue
                 missing = self.text if row is None else self.label
                 raise UserError(f"data: a row has nothing in {missing!r}; data.on_error=skip leaves such rows out")
-            if names is not None:
-                label = names[label] if label >= 0 else None
+            if self.names is not None:
+                label = self.names[label] if label >= 0 else None
             for text in [row] if self.unit == "file" else BETWEEN[self.unit].split(row.rstrip().lstrip("\r\n")):
-                if text and not text.isspace() and (part is None or held_out_document(text, *self.fractions) == part):
+                if text and not text.isspace() and (self.part or held_out_document(text, *self.fractions)) == part:
                     yield text, label if label is None else str(label)
+
+    def tokens(self, batch: Mapping[str, Sequence[Any]], part: str, tokenizer: Tokenizer) -> pa.Table:
+        """The ``tokens`` and the ``label`` of each of them."""
+        documents = [*self.documents(batch, part)]
+        return table(*joined(tokenizer, [text for text, _ in documents]), [label for _, label in documents])
 
 
 @dataclass(frozen=True)
@@ -71,15 +83,11 @@ class Rows:
 
     Attributes:
         dataset: has the columns that ``reading`` names.
-        part: that all of them belong to; None: it is drawn for each document.
-        label: that all of them have; None: that of a column, or none.
         source: what has the columns, for messages.
     """
 
     dataset: Any
     reading: Reading
-    part: str | None = None
-    label: str | None = None
     source: str = "the data"
 
     def __post_init__(self) -> None:
@@ -88,11 +96,12 @@ class Rows:
         kind = column(self.dataset, "data.text", self.reading.text, self.source)
         if not (isinstance(kind, Value) and "string" in kind.dtype):
             raise UserError(f"data.text: column {self.reading.text!r} holds no text, but {kind}")
-        names = self.reading.label and class_names(self.dataset, self.reading.label, self.source)
-        object.__setattr__(self, "names", names)
+        if self.reading.label:
+            names = class_names(self.dataset, self.reading.label, self.source)
+            object.__setattr__(self, "reading", replace(self.reading, names=names))
 
     def may_be_in(self, part: str) -> bool:
-        return self.part in (None, part)
+        return self.reading.part in (None, part)
 
     def batches(self, part: str, size: int = BATCH) -> Iterator[list[str]]:
         """The texts of a part, those of ``size`` rows at once."""
@@ -102,39 +111,28 @@ class Rows:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield [text for text, _ in self.reading.documents(batch, None if self.part else part, self.names)]
+            yield [text for text, _ in self.reading.documents(batch, part)]
 
     def tokens(self, part: str, tokenizer: Tokenizer, cache: Path, num_proc: int | None) -> Any:
         """The documents of a part as a data set of ``tokens``, an end token after each, and ``label``."""
         from datasets import Features, LargeList, Value
         from datasets.fingerprint import Hasher
 
-        settings = [FORMAT, asdict(self.reading), self.label, self.names, None if self.part else part, tokenizer.fingerprint]
-        key = Hasher.hash([self.dataset._fingerprint, json.dumps(settings)])
+        settings = json.dumps([FORMAT, asdict(self.reading), part, tokenizer.fingerprint])
+        key = Hasher.hash([self.dataset._fingerprint, settings])
         with reading("the text"):
             return self.dataset.map(
-                tokenised,
+                self.reading.tokens,
                 batched=True,
                 batch_size=BATCH,
                 remove_columns=self.dataset.column_names,
-                fn_kwargs={"rows": (self.reading, self.names, self.label), "part": None if self.part else part}
-                | {"tokenizer": tokenizer.to_json()},
+                fn_kwargs={"part": part, "tokenizer": tokenizer},
                 features=Features({"tokens": LargeList(Value(tokenizer.dtype.name)), "label": Value("string")}),
                 num_proc=num_proc,
                 cache_file_name=str((cache / f"tokens-{key}.arrow").absolute()),
                 new_fingerprint=key,
                 desc=f"tokenising {part}",
             )
-
-
-def tokenised(batch: Mapping[str, list], rows: tuple, part: str | None, tokenizer: str) -> pa.Table:
-    """The ``tokens`` and the ``label`` of each document of some rows."""
-    how, names, label = rows
-    texts, labels = [], []
-    for text, own in how.documents(batch, part, names):
-        texts.append(text)
-        labels.append(label or own)
-    return table(*joined(known(tokenizer), texts), labels)
 
 
 def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:
@@ -149,6 +147,70 @@ def joined(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.n
     return np.insert(ids, np.cumsum(lengths), tokenizer.end_id), lengths + 1
 
 
-@lru_cache(1)
-def known(tokenizer: str) -> Tokenizer:
-    return tokenizer_from_json(tokenizer)
+def held_out_document(text: str, val_fraction: float, test_fraction: float) -> str:
+    """The part of a document, chosen by a hash of its text, so that equal documents are always in the same part."""
+    place = fraction_of(text)
+    return "test" if place < test_fraction else "val" if place < test_fraction + val_fraction else "train"
+
+
+def fraction_of(text: str) -> float:
+    """A hash in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=6).digest(), "big") / 2**48
+
+
+class Corpus:
+    """The documents of a part.
+
+    Args:
+        dataset: has ``tokens`` and ``label``, see :meth:`Rows.tokens`.
+        part: its name.
+        classes: names of the classes.
+
+    Attributes:
+        tokens: all documents, an end token after each.
+        offsets: (D + 1,) int64, where each document begins, and the number of tokens.
+        labels: (D,) int64, the class of each document or -1; None if there are no classes.
+    """
+
+    def __init__(self, dataset: Any, part: str, classes: list[str]) -> None:
+        self.part, self.classes = part, classes
+        self.tokens = Tokens(dataset)
+        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in dataset.data.column("tokens").chunks]
+        self.offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
+        self.labels = None
+        if classes:
+            found = pc.index_in(dataset.data.column("label"), pa.array(classes))
+            self.labels = found.fill_null(-1).to_numpy().astype(np.int64)
+
+
+class Tokens:
+    """The tokens of a data set in one row, a slice of which is an array: of the file itself, if it lies in one chunk.
+
+    A worker process maps the files again: a data set of the datasets library is pickled as the paths of its files.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.chunks = [chunk.flatten().to_numpy() for chunk in dataset.data.column("tokens").chunks]
+        *self.begins, self.size = accumulate(map(len, self.chunks), initial=0)
+
+    def __reduce__(self) -> tuple:
+        return Tokens, (self.dataset,)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        first, last, _ = place.indices(self.size)
+        number = bisect_right(self.begins, first) - 1
+        begin = self.begins[number]
+        found = self.chunks[number][first - begin : max(last - begin, 0)]
+        if first + len(found) >= last:
+            return found
+        chosen = zip(self.begins[number : bisect_left(self.begins, last)], self.chunks[number:], strict=False)
+        return np.concatenate([chunk[max(first - begin, 0) : last - begin] for begin, chunk in chosen])
+
+
+def as_it_is(batch: Batch) -> Batch:
+    """A collate function for batches that are complete already."""
+    return batch
