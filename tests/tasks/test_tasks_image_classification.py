@@ -81,7 +81,7 @@ def classifier(**options):
 
 def test_the_loss_is_smoothed_cross_entropy_of_classes_or_probabilities():
     task = classifier(label_smoothing=0.2)
-    task._trainer = SimpleNamespace(global_step=0, log_every_n_steps=100, is_last_batch=False)
+    task._trainer = SimpleNamespace(global_step=0, log_every_n_steps=100, is_last_batch=False, strategy=None)
     images, labels = torch.randn(6, 1, 2, 2), torch.arange(6)
     log_p = task(images).log_softmax(-1)
     smooth = 0.8 * nn.functional.one_hot(labels, 12) + 0.2 / 12
