@@ -36,7 +36,7 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
         return UserError(f"{error.override}: {first_line(error)}")
     if "Ambiguous value" in str(error):
         return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
-    unknown = re.search(r"Could not (?:(?:override|append to config|append) '?|delete from config\. ')([\w./@-]+)", str(error))
+    unknown = re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error))
     if unknown:
         return _unknown_key(unknown[1], arguments)
     key, text = getattr(cause, "full_key", None) or "", first_line(cause)
