@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 
 from holotrain.errors import UserError
 
@@ -25,6 +26,17 @@ def amount(where: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or value < 0 or (isinstance(value, float) and value > 1):
         raise UserError(f"{where}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
+
+
+@contextmanager
+def files_named() -> Iterator[None]:
+    """Turns an OSError inside into a UserError, if only a name that the user gave, or rights, can be its cause."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.errno not in (ENAMETOOLONG, ELOOP, EACCES, EPERM):
+            raise
+        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 @contextmanager

@@ -22,10 +22,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from holotrain.checks import files_named
 from holotrain.config import help
 from holotrain.config.arguments import Arguments, key_of, parse, parse_words
 from holotrain.config.composition import composed, config_folder, direction, register
-from holotrain.config.explain import CONFIGURATION_ERRORS, explained
+from holotrain.config.explain import CONFIGURATION_ERRORS, REFUSALS, explained, explaining, refused
 from holotrain.config.folders import from_here
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.schema.commands import WORD_COMMANDS
@@ -52,23 +53,28 @@ def main(argv: list[str] | None = None) -> int:
         print(f"holotrain {__version__}")
         return 0
     try:
-        place = found()
-        if place is not None and not place.is_main:
-            from holotrain.commands.together import TOGETHER, follow
-
-            # The main process alone runs the commands that need one process.
-            return follow(place) if argv[0] in TOGETHER and not {"--help", "-h"} & set(argv) else 0
-        if argv[0] in WORD_COMMANDS:
-            return _of_words(*argv)
-        arguments = parse(argv)
-        register(arguments.resume)
-        if arguments.help:
-            return _help(arguments)
-        launch = Launch(arguments, place)
-        return launch.show() if arguments.flag("--cfg", "-c") == "job" else launch.run()
+        return _run(argv)
     except UserError as error:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
+
+
+@files_named()
+def _run(argv: list[str]) -> int:
+    place = found()
+    if place is not None and not place.is_main:
+        from holotrain.commands.together import TOGETHER, follow
+
+        # The main process alone runs the commands that need one process.
+        return follow(place) if argv[0] in TOGETHER and not {"--help", "-h"} & set(argv) else 0
+    if argv[0] in WORD_COMMANDS:
+        return _of_words(*argv)
+    arguments = parse(argv)
+    register(arguments.resume)
+    if arguments.help:
+        return _help(arguments)
+    launch = Launch(arguments, place)
+    return launch.show() if arguments.flag("--cfg", "-c") == "job" else launch.run()
 
 
 def _of_words(command: str, *words: str) -> int:
@@ -83,10 +89,8 @@ def _of_words(command: str, *words: str) -> int:
 
 
 def _help(arguments: Arguments) -> int:
-    try:
+    with explaining(arguments):
         print(help.command_help(arguments))
-    except CONFIGURATION_ERRORS as error:
-        raise explained(error, arguments) from error
     return 0
 
 
@@ -144,9 +148,9 @@ class Launch:
                 self.statuses.append(128 + signal.SIGINT)
             except CONFIGURATION_ERRORS as error:
                 raise explained(error, arguments) from error
-            except ValueError as error:
-                if not sweep.launched:  # Hydra's own answer to group=null and group=3
-                    raise UserError(first_line(error)) from error
+            except REFUSALS as error:
+                if not sweep.launched:
+                    raise refused(error, arguments) from error
                 print(f"holotrain: the sweeper ended: {first_line(error)}", file=sys.stderr)
                 if not any(job.exit_status for job in sweep.ended()):
                     self.statuses.append(1)
@@ -176,22 +180,23 @@ class Launch:
         """
         hydra = HydraConfig.get()
         folder = from_here(Path(hydra.runtime.output_dir))
-        overrides = list(hydra.overrides.task)
+        overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: interpolations mean other options
         left = Job(hydra.job.get("num", 0), overrides, 0, folder=folder)
         try:
-            typed = self.start.typed(config, overrides)
-            from holotrain.commands.files import alone_in
-            from holotrain.commands.quiet import quieten
-            from holotrain.commands.run import Run
+            with files_named():
+                typed = self.start.typed(config, overrides)
+                from holotrain.commands.files import alone_in
+                from holotrain.commands.quiet import quieten
+                from holotrain.commands.run import Run
 
-            together = self.together  # imports Lightning, which can now be silenced
-            quieten()
-            check_values(typed)
-            choices = self.start.choices(typed, hydra.runtime.choices, overrides)
-            varied, given = self._varied(overrides), self.arguments.config_dir
-            run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
-            with alone_in(folder):
-                left.exit_status = together.run(self.arguments.command, typed, run)
+                together = self.together  # imports Lightning, which can now be silenced
+                quieten()
+                check_values(typed)
+                choices = self.start.choices(typed, hydra.runtime.choices, overrides)
+                varied, given = self._varied(overrides), self.arguments.config_dir
+                run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
+                with alone_in(folder):
+                    left.exit_status = together.run(self.arguments.command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
@@ -233,11 +238,9 @@ class Launch:
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""
         arguments = self.arguments
-        try:
+        with explaining(arguments):
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
             config = self.start.completed(config, arguments.overrides)
             plain = OmegaConf.to_container(config, resolve="--resolve" in arguments.flags)
             print(OmegaConf.to_yaml(plain), end="")
-        except CONFIGURATION_ERRORS as error:
-            raise explained(error, arguments) from error
         return 0

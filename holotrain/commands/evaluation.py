@@ -52,7 +52,7 @@ def evaluate(
     matrices = build_matrices(config)
     trainer = build_trainer(config.trainer, run.folder, [*matrices], False, place=run.place)
     measure = trainer.validate if split == "validate" else trainer.test
-    with steps_of_others(split):
+    with as_refused(split):
         metrics = next(iter(measure(task, datamodule=data, verbose=False)), {})
     for logger in loggers:
         logger.log_metrics(metrics, step=step)
@@ -63,10 +63,11 @@ def evaluate(
 
 
 @contextmanager
-def steps_of_others(command: str) -> Iterator[None]:
+def as_refused(command: str) -> Iterator[None]:
     """
     Raises:
-        UserError: a LightningModule or data of others have no step or loader for this command.
+        UserError: Lightning refuses to begin: a LightningModule or data of others have no step or loader for this command, or
+            a fraction of the batches is less than one batch.
     """
     try:
         yield

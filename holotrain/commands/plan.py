@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from holotrain.callbacks import GPUS, multiprocessors, peak_flops
@@ -14,6 +13,7 @@ from holotrain.commands.advice import remedies
 from holotrain.commands.automatic import chosen, described
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.files import write_whole
+from holotrain.commands.plain import plain
 from holotrain.commands.plan_picture import picture
 from holotrain.commands.run import Run
 from holotrain.commands.scaling_table import show_scaling
@@ -45,7 +45,7 @@ def run(config: PlanConfig, run: Run) -> int:
         status.start()
 
     try:
-        config, plan, scaling = planned(config, Console(stderr=True).print if quiet else console.print, begin)
+        config, plan, scaling = planned(config, plain(stderr=True).print if quiet else console.print, begin)
     finally:
         status.stop()
     needed = [] if plan.fits else remedies(config, plan)
@@ -146,7 +146,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         style = "bold" if name == plan.backward else ""
         name = f"{name} *" if name == plan.backward else name
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
-    Console(highlight=False, width=max(console.width, 120)).print(table)  # one line per row
+    plain(width=max(console.width, 120)).print(table)  # one line per row
     if plan.configured.scratch:
         console.print(
             f"scratch: what operations and libraries may hold for a moment on this CPU, at most; peak and scratch together, "

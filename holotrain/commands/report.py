@@ -4,11 +4,11 @@ import glob
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from holotrain.commands import summary
 from holotrain.commands.files import write_whole
+from holotrain.commands.plain import plain
 from holotrain.config.schema.commands import ReportConfig
 from holotrain.dashboard.events import read_events
 from holotrain.dashboard.media import read_images, read_texts
@@ -31,8 +31,13 @@ def run(config: ReportConfig) -> int:
         raise UserError(f"to: {target} is a folder; give a file, such as to={target / 'report.html'}")
     named = {word: runs_at(word) for word in config.runs}
     folders = {folder.resolve(): folder for found in named.values() for folder in found}
-    console = Console(highlight=False, soft_wrap=True)
-    steps = (SpinnerColumn(), TextColumn("reading {task.fields[folder]}"), MofNCompleteColumn(), TimeElapsedColumn())
+    console = plain(soft_wrap=True)
+    steps = (
+        SpinnerColumn(),
+        TextColumn("reading {task.fields[folder]}", markup=False),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     read: dict[Path, Reported] = {}
     with Progress(*steps, console=console, transient=True, disable=not console.is_terminal) as progress:
         shown = progress.add_task("", total=len(folders), folder="")

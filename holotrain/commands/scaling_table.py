@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from holotrain.commands.plain import plain
 from holotrain.commands.screen import console
 from holotrain.planning import Band, Scaling
 from holotrain.sizes import in_words
@@ -29,7 +29,7 @@ def show_scaling(scaling: Scaling) -> None:
             _band(found.throughput, lambda rate: f"{rate:.4g}"),
             _band(found.efficiency, lambda share: f"{share:.0%}"),
         )
-    Console(highlight=False, width=max(console.width, 120)).print(table)
+    plain(width=max(console.width, 120)).print(table)
     reasons: dict[str, list[str]] = {}
     for found in scaling.predictions:
         if found.reason:

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from holotrain.commands.plain import plain
 from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_strategy import group_of, left_whole, share_of
@@ -28,7 +28,7 @@ PROFILES = {
 """Files that a profiler may have written."""
 
 # Paths must not be wrapped when the output goes to a file.
-console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+console = plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 
 def show_start(
@@ -105,7 +105,7 @@ def show_generated(summary: Summary, path: Path, full: int | None) -> None:
         "written to": path,
     }
     rows = {name: value for name, value in rows.items() if value is not None}
-    Console(stderr=True, highlight=False).print(_table(summary.status, rows))
+    plain(stderr=True).print(_table(summary.status, rows))
 
 
 def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:

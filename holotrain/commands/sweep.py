@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from holotrain.commands import summary
 from holotrain.commands.files import write_table
+from holotrain.commands.plain import plain
 from holotrain.commands.screen import console
 from holotrain.config.jobs import Job
 
@@ -40,7 +40,7 @@ def show_sweep(folder: Path, jobs: list[Job]) -> None:
     for row in rows:
         table.add_row(*(_short(row.get(name, "")) for name in shown))
     # Wider than the screen, so that each row is one line, also in a log file.
-    Console(highlight=False, width=max(console.width, 240)).print(table)
+    plain(width=max(console.width, 240)).print(table)
     if best := _best([one for one in found.values() if one]):
         number = next(number for number, one in found.items() if one is best)
         console.print(f"best job: {number}, {best['monitor']} {_short(summary.best_value(best))}")

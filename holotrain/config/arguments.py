@@ -5,14 +5,20 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from holotrain.checks import did_you_mean
+from holotrain.checks import did_you_mean, one_of
 from holotrain.config.schema.commands import COMMANDS, WORD_COMMANDS
 from holotrain.errors import UserError
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
-VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"}
-BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
+VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
+BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--hydra-help", "--shell-completion", "-sc"}
 HELP = {"--help", "-h"}
+
+CHOICES = {
+    ("--cfg", "-c"): ("job", "hydra", "all"),
+    ("--info", "-i"): ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
+"""The values of those flags that do not take any."""
 
 VERBATIM = {
     *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
@@ -20,6 +26,9 @@ VERBATIM = {
     "model.pretrained",
 }
 """Overrides whose values are paths or text. They may contain characters that have a meaning in Hydra's grammar."""
+
+LISTS = {"data.files", "data.val_files", "data.test_files"}
+"""Those of them that may be lists."""
 
 
 @dataclass
@@ -69,17 +78,30 @@ class Arguments:
 
 def _verbatim(override: str) -> str:
     key, _, value = override.partition("=")
-    if key not in VERBATIM:
+    name = key_of(override)
+    if name not in VERBATIM or key.startswith("~"):
         return override
-    if key != "prompt":
+    if name != "prompt":
+        if value in ("", "''", '""'):  # as of a shell's variable that is not set
+            raise UserError(f"{name}: the value is empty; give one, or leave {name}= out")
         if value == "~" or value.startswith("~/"):
             value = str(Path(value).expanduser())
         # Commas, brackets, quotes and interpolations keep their meaning: sweeps, lists, and what the user quotes.
-        if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$[":
+        if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$" or (name in LISTS and value[0] == "["):
             return f"{key}={value}"
     # Hydra's grammar reads quotes and the backslashes before them; OmegaConf reads interpolations.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
     return f"{key}='{literal(escaped)}'"
+
+
+def _require_text(words: list[str]) -> None:
+    """
+    Raises:
+        UserError: bytes that are no text in UTF-8 (which Python passes on as lone surrogates), or a null character.
+    """
+    for word in words:
+        if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in word):
+            raise UserError(f"{word!a} is not text in UTF-8")
 
 
 def key_of(override: str) -> str:
@@ -98,6 +120,7 @@ def parse(argv: list[str]) -> Arguments:
     Raises:
         UserError: an unknown command or flag, a flag without its value, a word that is no override.
     """
+    _require_text(argv)
     command, *rest = argv
     if command not in COMMANDS:
         commands = [*COMMANDS, *WORD_COMMANDS]
@@ -108,7 +131,7 @@ def parse(argv: list[str]) -> Arguments:
         flag = word.partition("=")[0]
         if word in HELP:
             arguments.help = True
-        elif word in BARE or (flag.startswith("--") and flag in VALUED | BARE and "=" in word):
+        elif word in BARE or (flag.startswith("--") and flag in VALUED and "=" in word):
             arguments.flags.append(word)
         elif word in VALUED:
             value = next(words, None)
@@ -124,11 +147,14 @@ def parse(argv: list[str]) -> Arguments:
                 raise UserError(f"{word!r} is not a flag; options are written key=value. Did you mean '{option}={value}'?")
             near = did_you_mean(flag, VALUED | BARE | HELP)
             raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3.{near}")
-        elif "=" not in word and not word.startswith("~"):
+        elif not key_of(word) or ("=" not in word and not word.startswith("~")):
             raise UserError(f"{word!r} is not an override; write group=option or key=value")
         else:
             arguments.words.append(word)
             arguments.overrides.append(_verbatim(word))
+    for names, choices in CHOICES.items():
+        if (value := arguments.flag(*names)) is not None:
+            one_of(names[0], value, choices)
     if arguments.config_dir and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
     return arguments
@@ -140,6 +166,7 @@ def parse_words(command: str, words: list[str]) -> Any:
     Raises:
         UserError: no word, too many words, an unknown flag or option, an option without a value.
     """
+    _require_text(words)
     if HELP & set(words):
         return None
     schema = WORD_COMMANDS[command]

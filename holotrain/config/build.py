@@ -114,7 +114,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = OPEN["model"].make("model", chosen, nn.Module)
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
+        if not any(words in str(error) for words in ("can't allocate memory", "size calculation overflowed")):
             raise
         refused = str(error).strip().splitlines()[-1]
         raise UserError(f"model: its weights do not fit into memory; holotrain plan shows their size ({refused})") from error

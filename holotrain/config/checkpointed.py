@@ -71,6 +71,8 @@ def load(path: Path) -> dict[str, Any]:
         return _exported(path)
     if not path.exists():
         raise UserError(f"ckpt_path: there is no file {path}")
+    if not path.is_file() and not path.is_dir():  # a pipe would wait for a writer
+        raise UserError(f"ckpt_path: {path} is neither a file nor a folder")
     with described_by("ckpt_path"):
         checkpoint = checkpoint_files.load(path)
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:

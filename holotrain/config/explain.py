@@ -1,19 +1,25 @@
 """Turns errors of Hydra and OmegaConf into one line: what is wrong, where, and the nearest valid name."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.checks import did_you_mean
-from holotrain.config.arguments import Arguments
+from holotrain.config.arguments import Arguments, key_of
 from holotrain.config.composition import composed, option_names, register
 from holotrain.config.typed import completed
 from holotrain.errors import UserError
 from holotrain.targets import first_line
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
+
+REFUSALS = (ValueError, TypeError, AssertionError)
+"""What Hydra raises besides for ``group=null``, ``group=3``, and values of its own options that it cannot use."""
 
 PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
 """The extra that installs each plugin of Hydra, by the plugin's name."""
@@ -30,11 +36,37 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
         return UserError(f"{error.override}: {first_line(error)}")
     if "Ambiguous value" in str(error):
         return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
-    unknown = re.search(r"Could not (?:override|append to config|append|delete from config\.) '?([\w./@-]+)'?", str(error))
+    unknown = re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error))
     if unknown:
         return _unknown_key(unknown[1], arguments)
     key, text = getattr(cause, "full_key", None) or "", first_line(cause)
+    if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
+        kind, text = resolving.groups()
+        key = "" if kind == UserError.__name__ else key
     return UserError(f"{key}: {text}" if key and key not in text else text)
+
+
+def refused(error: Exception, arguments: Arguments) -> UserError:
+    """Turns one of ``REFUSALS``, raised by Hydra, into a UserError that names the override."""
+    groups, words = option_names(arguments.config_dir), arguments.overrides
+    parsed = zip(words, OverridesParser.create().parse_overrides(words), strict=True)
+    chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
+    named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
+    return UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error))
+
+
+@contextmanager
+def explaining(arguments: Arguments) -> Iterator[None]:
+    """
+    Raises:
+        UserError: Hydra or OmegaConf do not accept ``arguments``, which are composed inside.
+    """
+    try:
+        yield
+    except CONFIGURATION_ERRORS as error:
+        raise explained(error, arguments) from error
+    except REFUSALS as error:
+        raise refused(error, arguments) from error
 
 
 def option_of_flag(flag: str, arguments: Arguments) -> str | None:

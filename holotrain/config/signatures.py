@@ -242,6 +242,8 @@ def checked(where: str, annotation: str, value: Any) -> Any:
         return value
     if fitted := _fitted(hint, value):
         return fitted[0]
+    if type(value) is int and abs(value) >= 2**63:
+        raise UserError(f"{where}: {value} is too large")
     kinds = get_args(hint) if get_origin(hint) is Union else (hint,)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
@@ -283,14 +285,17 @@ def _fitted(hint: Any, value: Any) -> list[Any]:
     if kind is Literal:
         return [choice for choice in inner if value == choice and type(value) is type(choice)]
     if kind is float:
-        return [float(value)] if number and not math.isnan(value) else []
+        with suppress(OverflowError):
+            return [float(value)] if number and not math.isnan(value) else []
+        return []
     if kind in (str, Path):
         return [str(value)] if number or isinstance(value, str) else []
     if kind is dict and isinstance(value, dict) and inner:
         return [value] if all(_fitted(inner[0], key) and _fitted(inner[1], each) for key, each in value.items()) else []
     if kind not in (list, tuple):
         fits = kind is Any or (type(value) is kind if kind in (int, bool) else kind is not Never and isinstance(value, kind))
-        return [value] if fits else []
+        too_large = fits and kind is int and abs(value) >= 2**63  # torch takes no such number
+        return [value] if fits and not too_large else []
     if not isinstance(value, list | tuple):
         return []
     kinds = inner if kind is tuple and ... not in inner and inner else (*inner, Any)[:1] * len(value)

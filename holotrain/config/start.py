@@ -12,13 +12,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from holotrain.checks import did_you_mean
 from holotrain.config.arguments import Arguments, key_of, parse
 from holotrain.config.composition import composed, member_names, own_hydra, register, require_new_names
-from holotrain.config.explain import CONFIGURATION_ERRORS, explained
+from holotrain.config.explain import CONFIGURATION_ERRORS, explained, explaining
 from holotrain.config.folders import checkpoint_path, run_folder
 from holotrain.config.origin import Origin, origin, primary, without_leftovers
 from holotrain.config.schema.run import NAMED, RunConfig
 from holotrain.config.typed import completed, typed, with_own_options
 from holotrain.errors import UserError
-from holotrain.targets import TARGET, first_line
+from holotrain.targets import TARGET
 
 
 @dataclass
@@ -117,13 +117,9 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
     register(arguments.resume)
     with own_hydra():
         start = Start(arguments)
-        try:
+        with explaining(arguments):
             composition = composed(arguments.primary, arguments.overrides, arguments.config_dir, with_hydra=True)
-        except CONFIGURATION_ERRORS as error:
-            raise explained(error, arguments) from error
-        except ValueError as error:  # Hydra's own answer to group=null and group=3
-            raise UserError(first_line(error)) from error
-        words = list(composition.hydra.overrides.task)
+        words = OmegaConf.to_container(composition.hydra.overrides.task)  # unresolved: interpolations mean other options
         chosen = OmegaConf.to_container(composition.hydra.runtime.choices)
         with open_dict(composition):
             del composition["hydra"]

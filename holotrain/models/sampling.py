@@ -35,7 +35,8 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probabilities (B, V) to draw from, for logits (B, V) and a temperature above 0."""
         logits = logits.float()
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature  # else a tiny temperature would overflow
+        temperature = max(self.temperature, torch.finfo(logits.dtype).tiny)  # what is below it would be 0
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # else a tiny temperature would overflow
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))

@@ -269,54 +269,6 @@ def test_compiled_blocks_train(holotrain):
     assert not any("_orig_mod" in name for name in names)
 
 
-MISTAKES = [
-    (["fitt"], "Did you mean 'fit'?"),
-    (["fit", "optimizer.lrr=1"], "Did you mean 'lr'?"),
-    (["fit", "model=rev_vit_tinny"], "Did you mean 'rev_vit_tiny'?"),
-    (["fit", "modle=rev_vit_tiny"], "Did you mean 'model'?"),
-    (["fit", "+trainer.precison=32-true"], "Did you mean 'precision'?"),
-    (["fit", "trainer.precision=banana"], "32-true"),
-    (["fit", "data.batch_size=-3"], "at least 1"),
-    (["fit", "data.batch_size=many"], "data.batch_size"),
-    (["fit", "ckpt_path=nowhere.ckpt"], "no file nowhere.ckpt"),
-    (["fit", "resume=true"], "no run with a checkpoint in runs/fit"),
-    (["fit", "data=imagefolder"], "data.root: a value is needed"),
-    (["fit", "data=imagefolder", "data.root=nowhere"], "no folder nowhere/train"),
-    (["fit", "optimizer=null"], "must be a string"),
-    (["fit", "~optimizer"], "optimizer"),
-    (["fit", "a=["], "a=["),
-    (["fit", "--hlp"], "Did you mean '--help'?"),
-    (["fit", "--config-dir", "nowhere"], "no folder nowhere"),
-    (["fit", "word"], "not an override"),
-    (["fit", "data=digits,cifar10"], "add -m"),
-    (["fit", "output_dir=/proc/nothing"], "cannot write to /proc/nothing"),
-    (["fit", "output_dir=occupied"], "cannot write to"),
-    (["fit", "callbacks.checkpoint.monitor=val/acuracy"], "Did you mean 'val/accuracy'?"),
-    (["fit", "callbacks.driift=null"], "callbacks.driift: there is no 'driift' in callbacks. Did you mean 'drift'?"),
-    (["fit", "~logger.tensorbord"], "there is no 'tensorbord' in logger. Did you mean 'tensorboard'?"),
-    (["fit", "-m", "optimizer.lr=1e-3,banana"], "optimizer.lr"),
-    (["test"], "give ckpt_path="),
-    (["predict", "ckpt_path=text.ckpt"], "not a readable checkpoint"),
-    (["fit", "--experimental-rerun", "x"], "not a flag"),
-    (["fit", "--lr", "3"], "'--lr' is not a flag; options are written key=value. Did you mean 'optimizer.lr=3'?"),
-    (["fit", "task=causal_lm", "--batch-size=8"], "Did you mean 'data.batch_size=8'?"),
-    (["fit", "--epochs", "-m"], "Did you mean 'trainer.max_epochs=...'?"),
-    (["fit", "--optimizer.lr", "3"], "Did you mean 'optimizer.lr=3'?"),
-    (["fit", "--model", "vit_tiny"], "Did you mean 'model=vit_tiny'?"),
-]
-
-
-@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
-    Path("occupied").write_text("a file")
-    Path("text.ckpt").write_text("no checkpoint")
-    status, out, err = holotrain(*words)
-    assert (status, out) == (2, "")
-    assert expected in err and err.startswith("holotrain: ")
-    assert 1 <= err.count("\n") <= 3 and "Traceback" not in err
-    assert not list(Path(".").glob("runs/fit/20*"))  # a run that did not begin leaves no folder
-
-
 def test_an_option_needs_only_its_line_in_the_signature(holotrain):
     """Help, checks, checkpoints and the commands that start from one know it by the signature of the model."""
     assert "model.layer_scale=null" in " ".join(holotrain("fit", "--help")[1].split())

@@ -1,6 +1,7 @@
 """Options beside those of the class that a group names: of every model, and of the trainer."""
 
 import re
+from datetime import timedelta
 from typing import Literal
 
 from holotrain.checks import amount, described_by
@@ -168,13 +169,28 @@ def check_trainer(trainer: Chosen) -> None:
         require_at_least(1, max_epochs=trainer.max_epochs)
     elif trainer.max_steps < 1 and trainer.max_time is None:
         raise UserError("trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
-    if isinstance(trainer.max_time, str) and not re.fullmatch(r"\d+:\d+:\d+:\d+", trainer.max_time):
+    if trainer.max_time is not None and _seconds(trainer.max_time) <= 0:
         raise UserError(f"trainer.max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
+    if trainer.max_steps == 0:
+        raise UserError("trainer.max_steps: must be above 0; for no limit, use trainer.max_steps=-1")
     least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
     for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
         require_at_least(smallest, **{name: getattr(trainer, name)})
     for name in ("val_check_interval", "overfit_batches", *(f"limit_{split}_batches" for split in SPLITS)):
         if (value := getattr(trainer, name)) is not None:
             amount(f"trainer.{name}", value)
+    if trainer.limit_train_batches == 0:
+        raise UserError("trainer.limit_train_batches: must be above 0; to evaluate without training, use validate or test")
     if trainer.val_check_interval == 0:
         raise UserError("trainer.val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
+
+
+def _seconds(time: object) -> float:
+    """A duration as Lightning takes it, DD:HH:MM:SS or keywords of ``timedelta``; 0 if it is none."""
+    try:
+        if isinstance(time, str):
+            found = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", time.strip())
+            time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, found.groups()), strict=True)) if found else {}
+        return (time if isinstance(time, timedelta) else timedelta(**time)).total_seconds()
+    except (OverflowError, TypeError, ValueError):
+        return 0.0
