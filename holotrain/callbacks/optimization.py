@@ -71,7 +71,7 @@ class OptimizationMonitor(pl.Callback):
         self._forget()
         if not self._due(trainer):
             return
-        counted = getattr(trainer.strategy, "counted_before", ())  # in an earlier stage of a pipeline
+        counted = getattr(trainer.strategy, "tied_to_first", ())  # in the first stage of a pipeline
         named = [(name, each) for name, each in pl_module.named_parameters() if each not in counted]
         trained = {name: each for name, each in named if each.grad is not None or each in seen}
         if not trained:

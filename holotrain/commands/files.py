@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from holotrain.errors import UserError
 
@@ -24,17 +25,21 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     path = folder / ".lock"
     with ExitStack() as stack:
-        with suppress(OSError):  # a folder that cannot be written, a file system without locks
-            file = stack.enter_context(path.open("w"))
-            try:
-                if fcntl is not None:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
-            except (BlockingIOError, PermissionError) as error:
-                raise UserError(
-                    f"{folder}: another run is writing into it; wait until it ends, or name another folder"
-                ) from error
-            stack.callback(path.unlink, missing_ok=True)
+        if fcntl is not None:
+            with suppress(OSError):  # a folder that cannot be written, a file system without locks
+                file = stack.enter_context(path.open("w"))
+                if not _locked(file, path):
+                    raise UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
+                stack.callback(path.unlink, missing_ok=True)
         yield
+
+
+def _locked(file: IO, path: Path) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino  # not if the run before has just removed it
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        return False
 
 
 def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
@@ -49,7 +54,7 @@ def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[o
 
 
 def _not_run(cell: object) -> object:
-    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
         return cell
     try:
         float(cell)

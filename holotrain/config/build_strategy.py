@@ -66,22 +66,30 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
     if place is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, place.nodes)):
         machines = f" on each of {place.nodes} machines" if place.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
+    size = place.size if place else count
     for option in ("tensor_parallel", "pipeline_stages"):
-        if count * (place.nodes if place else 1) % (size := getattr(trainer, option) or 1):
-            raise UserError(f"trainer.{option}={size}: {count} processes are not a multiple of it")
-    stages, batch = trainer.pipeline_stages or count, getattr(config.data, "batch_size", None)
-    if (
-        trainer.strategy == "pipeline"
-        and isinstance(batch, int)
-        and equal_parts(batch, trainer.microbatches or 2 * stages) < stages
-    ):
-        raise UserError(
-            f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
-            f"use {-(-batch // stages) * stages}"
-        )
+        if size % (asked := getattr(trainer, option) or 1):
+            raise UserError(f"trainer.{option}={asked}: {size} processes are not a multiple of it")
+    if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
+        _check_microbatches(config, trainer.pipeline_stages or size)
     if kind == "cuda" and count > torch.cuda.device_count():
         raise UserError(
             f"{named}: this machine has {torch.cuda.device_count()} GPUs; use at most as many, or trainer.accelerator=cpu"
+        )
+
+
+def _check_microbatches(config: RunConfig, stages: int) -> None:
+    """
+    Raises:
+        UserError: the batches give fewer microbatches than there are stages, which 1F1B needs.
+    """
+    asked, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
+    if asked < stages:
+        raise UserError(f"trainer.microbatches={asked}: 1f1b needs at least one for each of {stages} stages")
+    if isinstance(batch, int) and equal_parts(batch, asked) < stages:
+        raise UserError(
+            f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
+            f"use {-(-batch // stages) * stages}"
         )
 
 

@@ -6,8 +6,8 @@ _set: tuple[int, int] | None = None
 
 
 def set_share(rank: int | None = None, size: int | None = None) -> None:
-    """Sets the data shard of this process to number ``rank`` of ``size``. Needed for tensor parallel, where several processes
-    read the same shard. Without arguments: use the rank and size of torch.distributed again."""
+    """Sets the data shard of this process to number ``rank`` of ``size``. Needed where several processes share a model
+    and read the same shard. Without arguments: use the rank and size of torch.distributed again."""
     global _set
     _set = None if rank is None or size is None else (rank, size)
 

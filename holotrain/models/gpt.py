@@ -123,10 +123,11 @@ class GPT(nn.Module):
         end: int | None = None,
     ) -> Tensor:
         """The input of the head, (B, T, C); arguments as in ``forward``."""
+        x = self.embedding(tokens, positions)
         context = self.context_of(tokens, positions)
         if cache is not None:
             context |= {"cache": cache, "mask": cache.seen_from(positions, end)}
-        return self.norm(self.blocks(self.embedding(tokens, positions), context))
+        return self.norm(self.blocks(x, context))
 
     def context_of(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
         """The keyword arguments of attention."""

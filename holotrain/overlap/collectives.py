@@ -74,11 +74,12 @@ class Collectives:
         Args:
             received, sent: [rows, features] for each rank, with any numbers of rows. What is not contiguous is copied.
         """
-        arrived = [part if part.is_contiguous() else part.new_empty(part.shape) for part in received]
-        leaving: Sequence[Tensor] | Tensor = [part.contiguous() for part in sent]
-        if sent[0].is_cuda or len({part.shape for part in (*received, *sent)}) == 1:
+        leaving: Sequence[Tensor] | Tensor
+        if self.name == "nccl":
+            arrived = [part if part.is_contiguous() else part.new_empty(part.shape) for part in received]
+            leaving = [part.contiguous() for part in sent]
             work = dist.all_to_all(arrived, leaving, group=self.group, async_op=True)
-        else:  # gloo exchanges lists of tensors only if all have one shape
+        else:  # gloo does not exchange lists of tensors of several shapes, and none at all before torch 2.12
             leaving = torch.cat([part.flatten() for part in sent])
             whole = leaving.new_empty(sum(part.numel() for part in received))
             counts = [[part.numel() for part in parts] for parts in (received, sent)]

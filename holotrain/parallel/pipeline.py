@@ -30,6 +30,7 @@ from holotrain.models.vit import ViT
 from holotrain.optimizers import CombinedOptimizer
 from holotrain.parallel.sharded import average, set_timeout
 from holotrain.reversible import ReversibleSequence
+from holotrain.seeds import mixed_seed
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -67,7 +68,7 @@ class ModelStage(nn.Module):
         tied: parameters that the first and the last stage share.
 
     Raises:
-        ValueError: the model cannot be divided.
+        ValueError: the model cannot be divided, or a part has nothing to train.
     """
 
     def __init__(
@@ -86,13 +87,15 @@ class ModelStage(nn.Module):
             for names in (model.BEFORE, model.AFTER)
         )
         own = {*self.blocks.parameters()} | (before if self.first else set()) | (after if self.last else set())
+        if not any(parameter.requires_grad for parameter in own):
+            raise ValueError(f"stage {self.index} of the pipeline has nothing to train")
         self.tied = [parameter for parameter in own if parameter in before & after]
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in own:
                     module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         self._received: tuple[Tensor, ...] | None = None
-        self._terms: Tensor | int = 0
+        self._terms = 0
         model.forward = self.run_whole_batch
 
     @property
@@ -125,9 +128,13 @@ class ModelStage(nn.Module):
 
     def step(self, schedule: Any, *inputs: Tensor) -> Tensor:
         """Forward and backward of a batch. Returns its loss, in all processes."""
-        self._terms = self.task_terms(*inputs)
+        self._terms = int(self.task_terms(*inputs))
         losses: list[Tensor] = []
-        with torch.autocast(inputs[0].device.type, enabled=False):  # the backward runs in here too
+        # All stages draw alike for the data, and each for itself in its blocks.
+        drawn, devices = int(torch.randint(2**62, ())), [inputs[0].device] if inputs[0].is_cuda else []
+        # The backward runs in here too.
+        with torch.random.fork_rng(devices), torch.autocast(inputs[0].device.type, enabled=False):
+            torch.manual_seed(mixed_seed(drawn, self.index))
             if self.first:
                 schedule.step(inputs[0])
             else:
@@ -143,10 +150,12 @@ class ModelStage(nn.Module):
             streams = self._run(self.model.enter(given) if self.first else streams, given)
             if not self.last:
                 return streams
+            terms = int(self.task_terms(*inputs.values()))
+            if terms == 0:  # the mean of nothing is NaN, and so are its gradients
+                return sum(stream.sum() for stream in streams)[None] * 0
             self._received = streams
             try:
-                loss = self.task_loss(*inputs.values()) * self.task_terms(*inputs.values()) / self._terms
-                return loss[None]  # the schedule concatenates the outputs of microbatches
+                return self.task_loss(*inputs.values())[None] * (terms / self._terms)
             finally:
                 self._received = None
 
@@ -223,7 +232,7 @@ class Pipeline(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         self.setup_precision_plugin()
 
-    def share_out(self, task: pl.LightningModule) -> None:
+    def divide(self, task: pl.LightningModule) -> None:
         """Divides the model, once."""
         if self._stage is None or self._stage.model is not task.model:
             self._stage = ModelStage(task, self._mesh["stages"].get_group(), self.precision_plugin.train_step_context)
@@ -247,15 +256,15 @@ class Pipeline(DDPStrategy):
         return loss
 
     @property
-    def counted_before(self) -> set[Tensor]:
-        """Parameters of this stage that an earlier one has too, with the same gradient."""
+    def tied_to_first(self) -> set[Tensor]:
+        """Parameters of this stage that the first one has too, with the same gradient."""
         return set(self._stage.tied) if self._stage.last else set()
 
     def norms_over_stages(self, norms: dict[str, float]) -> dict[str, float]:
         """L2 norms over the parameters of all stages, from those over each stage's. All processes call it.
 
         Args:
-            norms: without the parameters in :attr:`counted_before`.
+            norms: without the parameters in :attr:`tied_to_first`.
         """
         told: list[dict[str, float]] = [{} for _ in range(self.stages)]
         dist.all_gather_object(told, norms, group=self._mesh["stages"].get_group())
@@ -275,7 +284,8 @@ class Pipeline(DDPStrategy):
         if algorithm == "value":
             nn.utils.clip_grad_value_(trained, largest)
             return
-        counted = [parameter.grad for parameter in trained if parameter not in self.counted_before]
+        before = self.tied_to_first
+        counted = [parameter.grad for parameter in trained if parameter not in before]
         square = nn.utils.get_total_norm(counted).square()
         dist.all_reduce(square, group=self._mesh["stages"].get_group())
         nn.utils.clip_grads_with_norm_(trained, largest, square.sqrt())
@@ -309,11 +319,14 @@ class Pipeline(DDPStrategy):
 
     def teardown(self) -> None:
         module, self._lightning_module = self._lightning_module, None  # what is on meta cannot be moved to the CPU
-        super().teardown()
-        self._lightning_module = module
-        if self._stage is not None:
-            del self._stage.model.forward
-        self._stage, self._schedule = None, (None, None)  # they hold process groups, whose threads must end before Python does
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+            if self._stage is not None:
+                del self._stage.model.forward
+            # They hold process groups, whose threads must end before Python does.
+            self._stage, self._schedule, self._tied = None, (None, None), None
 
 
 def collected(own: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:

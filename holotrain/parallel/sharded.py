@@ -58,7 +58,7 @@ class Sharding(ShardedCheckpoints):
         for dimension in range(self.device_mesh.ndim):  # a mesh creates its groups with torch's default timeout
             set_timeout(self._timeout, self.device_mesh.get_group(dimension))
 
-    def share_out(self, task: pl.LightningModule) -> None:
+    def divide(self, task: pl.LightningModule) -> None:
         """Shards the parameters of a task's model, once."""
         model = task.model
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

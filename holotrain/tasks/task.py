@@ -62,9 +62,9 @@ class Task(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Lets the strategy shard the parameters, if it does so."""
-        share_out = getattr(self.trainer.strategy, "share_out", None)
-        if share_out is not None:
-            share_out(self)
+        divide = getattr(self.trainer.strategy, "divide", None)
+        if divide is not None:
+            divide(self)
 
     def log(self, name: str, value: Any, *arguments: Any, batch_size: int | None = None, **options: Any) -> None:
         # Lightning (2.6) averages batch sizes over processes as integers, rounded down, which makes means too large.

@@ -12,7 +12,7 @@ from holotrain.commands.files import alone_in, write_table
 from holotrain.errors import UserError
 
 
-@pytest.mark.parametrize("formula", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "\r=1"])
+@pytest.mark.parametrize("formula", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "\r=1", "\n=1"])
 def test_a_spreadsheet_runs_nothing_in_a_table(tmp_path, formula):
     write_table(tmp_path / "table.csv", ["text", "bytes"], [[formula, 3]])
     assert list(csv.reader((tmp_path / "table.csv").open(newline=""))) == [["text", "bytes"], [f"'{formula}", "3"]]

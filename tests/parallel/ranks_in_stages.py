@@ -1,4 +1,4 @@
-"""One of two gloo processes that run a step of a model in stages, and compare it with a step in one process.
+"""One of three gloo processes that run a step of a model in stages, and compare it with a step in one process.
 
 Not a test by itself: test_parallel_pipeline.py starts it twice.
 """
@@ -15,11 +15,13 @@ from holotrain.models.vit import RevViT, ViT
 from holotrain.parallel.pipeline import SCHEDULES, ModelStage, collected
 from holotrain.tasks import CausalLM, ImageClassifier
 
+DEPTH = {"depth": 4}
+
 MODELS = {
-    "ViT": lambda: ViT(**IMAGE, pool="class"),
-    "RevViT": lambda: RevViT(**IMAGE, backward="pareprop"),
-    "GPT": lambda: GPT(**TEXT, backward="checkpoint", positions="learned"),
-    "RevGPT": lambda: RevGPT(**TEXT, backward="reversible"),
+    "ViT": lambda: ViT(**IMAGE | DEPTH, pool="class"),
+    "RevViT": lambda: RevViT(**IMAGE | DEPTH, backward="pareprop"),
+    "GPT": lambda: GPT(**TEXT | DEPTH, backward="checkpoint", positions="learned"),
+    "RevGPT": lambda: RevGPT(**TEXT | DEPTH, backward="reversible"),
 }
 
 
@@ -36,7 +38,7 @@ def batch_of(name: str):
     if "ViT" in name:
         return torch.rand(8, 1, 8, 8, generator=generator, dtype=torch.float64), torch.randint(5, (8,), generator=generator)
     tokens = torch.randint(TEXT["vocab"], (8, 11), generator=generator)
-    lengths = torch.tensor([11, 3, 7, 2, 5, 11, 4, 9])  # so that the loss of a microbatch is the mean of few or of many tokens
+    lengths = torch.tensor([11, 3, 1, 1, 5, 11, 4, 9])  # the loss of a microbatch is the mean of many tokens, of few, of none
     return {"tokens": tokens, "lengths": lengths}
 
 
@@ -52,8 +54,9 @@ def step(name: str, schedule: str) -> dict[str, float]:
     loss.backward()
     stage = ModelStage(task, dist.group.WORLD, nullcontext)
     inside = stage.step(stage.make_schedule(4, schedule, *inputs), *inputs)
+    ends = dist.new_group([0, 2])
     for parameter in stage.tied:
-        dist.all_reduce(parameter.grad)
+        dist.all_reduce(parameter.grad, group=ends)
     grads, expected = grads_of(task), grads_of(alone)
     together = collected(dict(grads), dist.group.WORLD, torch.device("cpu"))
     with torch.no_grad():
@@ -63,8 +66,24 @@ def step(name: str, schedule: str) -> dict[str, float]:
     return found | {"grad": max((grads[each] - expected[each]).abs().max().item() for each in grads)}
 
 
+def drawn_by_stages() -> dict[str, bool]:
+    """With dropout, whether all stages draw the same from the global generator afterwards, and the same within."""
+    torch.manual_seed(0)
+    task = ImageClassifier(RevViT(**IMAGE | DEPTH, dropout=0.5), classes=5)
+    inputs = batch_of("RevViT")[0].float(), batch_of("RevViT")[1]
+    within = []
+    task.model.blocks.blocks[dist.get_rank()].register_forward_pre_hook(lambda *_: within.append(torch.initial_seed()))
+    stage = ModelStage(task, dist.group.WORLD, nullcontext)
+    stage.step(stage.make_schedule(4, "1f1b", *inputs), *inputs)
+    told: list = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (torch.rand(4).tolist(), within[:1]))
+    return {"after": told[0][0] == told[1][0] == told[2][0], "seeds": len({str(seed) for _, seed in told})}
+
+
 def find(rank: int) -> dict:
-    return {f"{name}, {schedule}": step(name, schedule) for name in MODELS for schedule in SCHEDULES}
+    return {"drawn": drawn_by_stages()} | {
+        f"{name}, {schedule}": step(name, schedule) for name in MODELS for schedule in SCHEDULES
+    }
 
 
 if __name__ == "__main__":

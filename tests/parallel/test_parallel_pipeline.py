@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed
 from gloo_pair import found_by_processes
 from small_models import IMAGE, TEXT, WINDOWS
 
@@ -13,15 +11,15 @@ from holotrain.models.swin import Swin
 from holotrain.models.vit import RevViT
 from holotrain.parallel.pipeline import check_stages
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
-
-def test_a_step_in_two_stages_is_that_of_one_process(tmp_path):
-    steps = found_by_processes(Path(__file__).with_name("ranks_in_stages.py"), tmp_path)
+def test_a_step_in_three_stages_is_that_of_one_process(tmp_path):
+    steps = found_by_processes(Path(__file__).with_name("ranks_in_stages.py"), tmp_path, 3)
+    # What is drawn for data stays the same in all stages, whatever each drops.
+    assert steps.pop("drawn") == {"after": True, "seeds": 3}
     assert len(steps) == 8
     for where, found in steps.items():
         assert max(found["loss"], found["evaluated"], found["grad"]) < 1e-13, (where, found)
-        assert found["missing"] == 0 and 0.3 < found["own"] < 0.8, (where, found)  # each process has its own part
+        assert found["missing"] == 0 and 0.2 < found["own"] < 0.6, (where, found)  # each process has its own part
 
 
 @pytest.mark.parametrize(
