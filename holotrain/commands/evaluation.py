@@ -52,7 +52,7 @@ def evaluate(
     matrices = build_matrices(config)
     trainer = build_trainer(config.trainer, run.folder, [*matrices], False, place=run.place)
     measure = trainer.validate if split == "validate" else trainer.test
-    with as_refused(split):
+    with lightning_refusals(split):
         metrics = next(iter(measure(task, datamodule=data, verbose=False)), {})
     for logger in loggers:
         logger.log_metrics(metrics, step=step)
@@ -63,7 +63,7 @@ def evaluate(
 
 
 @contextmanager
-def as_refused(command: str) -> Iterator[None]:
+def lightning_refusals(command: str) -> Iterator[None]:
     """
     Raises:
         UserError: Lightning refuses to begin: a LightningModule or data of others have no step or loader for this command, or

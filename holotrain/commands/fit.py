@@ -22,7 +22,7 @@ from holotrain.commands.checkpoint import (
     chosen_before,
     tokenizer_for,
 )
-from holotrain.commands.evaluation import as_refused, can_test, evaluate
+from holotrain.commands.evaluation import lightning_refusals, can_test, evaluate
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import BestValue, log_end, log_start, results
 from holotrain.commands.layout import log_layout, tags
@@ -92,7 +92,7 @@ def run(config: FitConfig, run: Run) -> int:
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
         with as_out_of_memory():
-            with as_refused("fit"):
+            with lightning_refusals("fit"):
                 trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
             if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
                 if run.world is not None:  # the strategy may have sharded the trained task

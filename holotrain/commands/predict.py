@@ -8,7 +8,7 @@ from typing import Any
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
-from holotrain.commands.evaluation import as_refused, prepared
+from holotrain.commands.evaluation import lightning_refusals, prepared
 from holotrain.commands.files import write_table
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
@@ -39,7 +39,7 @@ def run(config: PredictConfig, run: Run) -> int:
     screen.show_start("predict", config, run, model_of(task), path)
     in_int8(model_of(task), config.int8)
     trainer = build_trainer(config.trainer, run.folder, [], False)
-    with as_refused("predict"):
+    with lightning_refusals("predict"):
         batches = trainer.predict(task, dataloaders=loader)
     names = [str(name) for name in loader.dataset.paths] if files else count()
     named = zip(names, _samples(batches), strict=False)  # limit_predict_batches may leave names unused

@@ -35,7 +35,7 @@ EVERY = 10.0
 """Seconds between two lines of progress, where standard error is no terminal."""
 
 
-class Lines:
+class ProgressLines:
     """A stream on which a progress bar, which would be drawn again and again, is a line now and then."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -69,7 +69,7 @@ def reading(what: str) -> Iterator[None]:
     from pyarrow import ArrowException
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else even files on this machine are reported to the Hub
-    shown = nullcontext() if sys.stderr.isatty() else redirect_stderr(Lines(sys.stderr))
+    shown = nullcontext() if sys.stderr.isatty() else redirect_stderr(ProgressLines(sys.stderr))
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are logged before they are raised
     try:

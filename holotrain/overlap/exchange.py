@@ -1,7 +1,7 @@
 """A linear layer after or before an all-to-all, by which rows (tokens) or features change ranks.
 
 Shape letters: R rows of this rank's product, Q rows at the other end of the exchange, P ranks, K input features, N output
-features. Groups are cut at the product; the other end holds the rows of one rank after those of another.
+features. The groups are groups of the product's rows. At the other end each rank's rows are in one piece.
 """
 
 from __future__ import annotations
