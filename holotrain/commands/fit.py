@@ -22,7 +22,7 @@ from holotrain.commands.checkpoint import (
     chosen_before,
     tokenizer_for,
 )
-from holotrain.commands.evaluation import lightning_refusals, can_test, evaluate
+from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
 from holotrain.commands.files import write_whole
 from holotrain.commands.hparams import BestValue, log_end, log_start, results
 from holotrain.commands.layout import log_layout, tags
