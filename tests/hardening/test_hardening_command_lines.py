@@ -6,7 +6,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from hardening.wrong_command_lines import LONG, WRONG
+from small_run import SMALL
 
 from holotrain.commands.together import Together
 
@@ -35,6 +37,14 @@ def test_a_wrong_command_line_is_answered_in_a_line_or_two(typed, line, words):
 def test_less_than_one_batch_is_refused_when_the_data_are_read(holotrain, limit):
     status, _, err = holotrain("fit", f"trainer.{limit}=0.0001", "logger=none")
     assert status == 2 and err.startswith("holotrain: fit: You requested to check 0.0001 of the") and err.count("\n") == 1
+
+
+def test_names_in_brackets_and_interpolations_mean_what_they_say(holotrain):
+    words = ["output_dir=[/red]", "optimizer.weight_decay=${optimizer.lr}", "callbacks.progress=null"]
+    status, out, _ = holotrain("fit", *SMALL, *words, "optimizer.lr=0.125", "test=false", "logger=none")
+    assert status == 0 and "[/red]/fit/" in out
+    (kept,) = Path("[/red]/fit").glob("*/config.yaml")
+    assert yaml.safe_load(kept.read_text())["optimizer"]["weight_decay"] == 0.125
 
 
 VALID = [
