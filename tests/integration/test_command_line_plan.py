@@ -200,7 +200,9 @@ def test_several_devices_are_predicted_and_what_is_assumed_is_said(holotrain):
     assert list(strategies) == ["DDP", "FSDP2", "TP", "TP, overlapped"]
     for name, one in strategies.items():
         assert one["memory"] > 0 and 0 < one["seconds"]["low"] <= one["seconds"]["high"], name
-        assert 0 < one["efficiency"]["low"] <= one["efficiency"]["high"] <= 1, name
+        assert 0 < one["efficiency"]["low"] <= one["efficiency"]["high"], name
+        # Halves of a product are measured by themselves, and may well take less than half of its time.
+        assert "TP" in name or one["efficiency"]["high"] <= 1, name
         assert name in said and f"{1e3 * one['seconds']['low']:.4g}" in out
     assert strategies["TP"]["memory"] < strategies["FSDP2"]["memory"] < strategies["DDP"]["memory"]
     assert strategies["TP, overlapped"]["seconds"]["low"] <= strategies["TP"]["seconds"]["low"]
