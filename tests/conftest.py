@@ -1,6 +1,7 @@
 """Shared fixtures: threads per worker, seeds, the command line in this process, and finished runs."""
 
 import gc
+import logging
 import os
 import random
 import shutil
@@ -84,8 +85,12 @@ def holotrain(tmp_path, monkeypatch, capfd):
         status = main(list(words))
         return status, *capfd.readouterr()
 
+    log = logging.getLogger()
+    level, handlers = log.level, list(log.handlers)
     with patch.dict(os.environ):
         yield run
+    log.setLevel(level)  # Hydra's --info sets it, and a handler that writes to the stream of this test
+    log.handlers[:] = handlers
     torch.use_deterministic_algorithms(False)
 
 
