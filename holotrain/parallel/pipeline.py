@@ -28,7 +28,7 @@ from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
 from holotrain.models.gpt import GPT
 from holotrain.models.vit import ViT
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.parallel.sharded import average, set_timeout
+from holotrain.parallel.sharded import average, parameters_of, set_timeouts
 from holotrain.reversible import ReversibleSequence
 from holotrain.seeds import mixed_seed
 
@@ -216,8 +216,7 @@ class Pipeline(DDPStrategy):
         super().setup_environment()
         size = (self.world_size // self.stages, self.stages)
         self._mesh: DeviceMesh = init_device_mesh(self.root_device.type, size, mesh_dim_names=("data", "stages"))
-        for name in ("data", "stages"):  # a mesh creates its groups with torch's default timeout
-            set_timeout(self._timeout, self._mesh[name].get_group())
+        set_timeouts(self._mesh, self._timeout)
         for ranks in self._mesh.mesh.tolist():
             group = dist.new_group([ranks[0], ranks[-1]], timeout=self._timeout)
             if self.global_rank in (ranks[0], ranks[-1]):
@@ -278,7 +277,7 @@ class Pipeline(DDPStrategy):
             largest: maximum norm or value, if any.
             algorithm: ``"norm"`` or ``"value"``.
         """
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+        trained = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if not largest or largest <= 0:
             return
         if algorithm == "value":
@@ -369,5 +368,5 @@ def _without_others(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, An
     """An optimizer's state without that of other stages' parameters."""
     if isinstance(optimizer, CombinedOptimizer):
         return {"parts": [_without_others(*each) for each in zip(optimizer.parts, state["parts"], strict=True)]}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     return state | {"state": {number: kept for number, kept in state["state"].items() if not parameters[number].is_meta}}

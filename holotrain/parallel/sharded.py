@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -55,8 +56,7 @@ class Sharding(ShardedCheckpoints):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        for dimension in range(self.device_mesh.ndim):  # a mesh creates its groups with torch's default timeout
-            set_timeout(self._timeout, self.device_mesh.get_group(dimension))
+        set_timeouts(self.device_mesh, self._timeout)
 
     def divide(self, task: pl.LightningModule) -> None:
         """Shards the parameters of a task's model, once."""
@@ -83,7 +83,7 @@ class Sharding(ShardedCheckpoints):
         """Turns off foreach if parameters have different meshes (FSDP2 across tensor parallel groups), which torch does not
         support."""
         for optimizer in self.optimizers:
-            mixed = len(by_mesh(_parameters(optimizer)).keys() - {None}) > 1
+            mixed = len(by_mesh(parameters_of(optimizer)).keys() - {None}) > 1
             for group in optimizer.param_groups:
                 if "foreach" in group:
                     group["foreach"] = False if mixed else None
@@ -98,7 +98,7 @@ class Sharding(ShardedCheckpoints):
             algorithm: ``"norm"`` or ``"value"``.
         """
         layers = self.device_mesh["tensor_parallel"]
-        kinds = by_mesh(parameter for parameter in _parameters(optimizer) if parameter.grad is not None)
+        kinds = by_mesh(parameter for parameter in parameters_of(optimizer) if parameter.grad is not None)
         if layers.size() > 1:
             for parameters in kinds.values():
                 average([parameter.grad for parameter in parameters if _whole_in_its_group(parameter)], layers)
@@ -122,7 +122,14 @@ class Sharding(ShardedCheckpoints):
         self._step_one_by_one()
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def set_timeouts(mesh: DeviceMesh, timeout: timedelta | None) -> None:
+    """Sets the timeout of a mesh's groups, which it creates with torch's default."""
+    for dimension in range(mesh.ndim):
+        set_timeout(timeout, mesh.get_group(dimension))
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All its parameters, in the order of their numbers in its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
