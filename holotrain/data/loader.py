@@ -1,5 +1,6 @@
 """Data loaders that do not use the global random state, and those whose position can be saved and restored."""
 
+import traceback
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -31,9 +32,14 @@ class OwnGenerator(DataLoader):
         # it tells the sampler the epoch.
         try:
             yield from super().__iter__()
+            return
         except UserError as error:
             # The text of a worker's exception is the worker's whole traceback.
-            raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
+            line = str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)
+            traceback.clear_frames(error.__traceback__)  # they hold the iterator, and each other
+        # Its workers end now. If the garbage collector finds them, it closes their queues first and waits 5 seconds for each.
+        self._iterator = None
+        raise UserError(line)
 
 
 class Loader(OwnGenerator):
@@ -133,9 +139,24 @@ class StreamLoader:
     def __init__(self, dataset: IterableDataset, length: int, **options: Any) -> None:
         self.batches = Batches(dataset, **options)
         self.length, self.epoch, self.done = length, 0, 0
-        self.sampler = self  # where Lightning looks for set_epoch
         self._stream: Iterator[Any] | None = None
         self._restored: dict[str, Any] = {}
+
+    # There is no cycle here, and a training that ends can drop the stream: its workers must not wait for the garbage collector.
+
+    @property
+    def sampler(self) -> "StreamLoader":
+        """Where Lightning looks for ``set_epoch``."""
+        return self
+
+    @property
+    def _iterator(self) -> Iterator[Any] | None:
+        """What Lightning sets to None after training."""
+        return self._stream
+
+    @_iterator.setter
+    def _iterator(self, none: None) -> None:
+        self._stream = self.batches._iterator = none
 
     def __len__(self) -> int:
         return self.length

@@ -39,6 +39,7 @@ def of_the_readme(project: Path) -> tuple[str, str, list[str]]:
     return train.strip(), test.strip(), others.splitlines()
 
 
+@pytest.mark.slow
 def test_the_command_that_trains(project, tmp_path):
     train, _, _ = of_the_readme(project)
     out = in_a_shell(project, " ".join([train, *SHORT, f"hydra.run.dir={tmp_path}/run"]))
@@ -46,6 +47,7 @@ def test_the_command_that_trains(project, tmp_path):
     assert re.fullmatch(r"epoch 1  val/accuracy 0\.\d{4}  val/loss \d\.\d{4}\n", (tmp_path / "run/diary.txt").read_text())
 
 
+@pytest.mark.slow
 def test_the_command_that_tests(project):
     _, test, _ = of_the_readme(project)
     assert re.search(r"\b3 passed", in_a_shell(project, test))

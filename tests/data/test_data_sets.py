@@ -1,6 +1,7 @@
 """Each data set, read from files in its true format that the tests write."""
 
 import gzip
+import multiprocessing
 import tarfile
 import warnings
 
@@ -135,6 +136,7 @@ def test_a_truncated_image_is_named(tmp_path, workers):
     with pytest.raises(UserError) as error:
         list(data.train_dataloader())
     assert str(bad) in one_line(error) and "on_corrupt=skip" in one_line(error)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

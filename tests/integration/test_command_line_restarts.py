@@ -47,7 +47,8 @@ def save_text() -> None:
     datasets.Dataset.from_dict(rows).save_to_disk("saved", num_shards=2)
 
 
-@pytest.mark.parametrize("kind", [name if name == "DDP" else pytest.param(name, marks=pytest.mark.slow) for name in RESTARTED])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RESTARTED)
 def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, kind):
     save_text()
     words = [*WORDS, *RESTARTED[kind]]
@@ -59,16 +60,22 @@ def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, 
 
 
 def test_kill_9_ends_a_run_with_one_line(holotrain):
-    """Its checkpoint stays; one that another run has left in the folder is not what a restart continues from."""
     status, _, err = holotrain("fit", *WORDS, *incident("SIGKILL"))
     assert status == 1 and err.startswith("holotrain: rank 1 (process ") and err.count("\n") == 1, err
     assert "was killed by SIGKILL; resume with: python -m holotrain fit resume=true hydra.run.dir=run" in err
     assert weights(Path("run") / LAST)
+
+
+@pytest.mark.slow
+def test_a_restart_does_not_continue_from_what_another_run_has_left(holotrain):
+    status, _, err = holotrain("fit", *WORDS)
+    assert (status, err) == (0, "")
     status, _, err = holotrain("fit", *WORDS, "trainer.max_restarts=1", *incident("SIGKILL", step=1))
     assert (status, err) == (0, "holotrain: a process failed; restart 1 of 1, from the start\n")
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_error_of_the_process_that_failed_is_what_is_said(holotrain, rank):
     status, _, err = holotrain("fit", *WORDS, *incident("error", rank=rank))
     assert status == 1 and err.startswith("Traceback") and err.count("Traceback") == 1, err
@@ -80,7 +87,8 @@ def test_a_mistake_in_one_process_is_one_line(holotrain):
     assert holotrain("fit", *WORDS, *incident("mistake"))[::2] == (2, "holotrain: give another disk\n")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_saves_and_ends_all(holotrain, name):
     signum = getattr(signal, name)
     before, children = signal.getsignal(signum), set(psutil.Process().children(recursive=True))

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import multiprocessing
 import random
 import shutil
 from pathlib import Path
@@ -298,7 +299,7 @@ def test_a_data_set_saved_to_disk_is_trained_on_and_resumed(holotrain, tmp_path,
     words = ["data.name=saved", "data.cache_dir=cache", *FROM_DISK[kind], *HUB]
     words += [word for word in ("trainer.limit_train_batches=7", "trainer.val_check_interval=7") if kind != "a stream"]
     status, _, err = holotrain("fit", *words, "output_dir=whole")
-    assert (status, err) == (0, "")
+    assert (status, err, multiprocessing.active_children()) == (0, "", [])
     fit_and_kill(tmp_path, *words, "output_dir=killed")
     assert holotrain("fit", "resume=true", "output_dir=killed")[::2] == (0, "")
     assert summary(only(Path("killed/fit")))["steps"] == summary(only(Path("whole/fit")))["steps"] == 14

@@ -36,6 +36,7 @@ def found(tmp_path_factory) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_every_checkpoint_continues_under_each_strategy_on_each_number_of_processes(found):
     """Weights, optimizer states and two more steps, of AdamW and Muon, against one process, within 1e-9."""
     assert [len(of) for of in found.values()] == [2 * (2 + 4 * 7), 2 * (2 + 8 * 7)]
