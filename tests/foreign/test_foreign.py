@@ -149,6 +149,7 @@ for kind, task, auto, folder, words in json.loads(sys.argv[2]):
 """
 
 
+@pytest.mark.slow
 def test_an_export_is_read_without_holotrain(holotrain, trained, tmp_path):
     jobs, expected = [], []
     for kind, task in RUNS:

@@ -79,6 +79,7 @@ def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
         assert bounds[0] <= budget < bounds[1], (option, value, bounds)
 
 
+@pytest.mark.slow
 def test_what_would_fit_is_proposed(holotrain):
     budget = 10 * 2**20
     figures = plan_of(holotrain, *PLANNED, f"memory={budget}", "backward=autograd")

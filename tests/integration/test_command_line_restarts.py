@@ -59,6 +59,7 @@ def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, 
     assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
 
 
+@pytest.mark.slow
 def test_kill_9_ends_a_run_with_one_line(holotrain):
     status, _, err = holotrain("fit", *WORDS, *incident("SIGKILL"))
     assert status == 1 and err.startswith("holotrain: rank 1 (process ") and err.count("\n") == 1, err

@@ -91,6 +91,7 @@ def test_a_killed_run_resumes_to_the_same_weights(house, tmp_path):
     assert scalars(only(Path("killed/fit")))["diary/count"][-1] == 10
 
 
+@pytest.mark.slow
 def test_a_logger_goes_on_in_a_new_process(house, tmp_path):
     """A checkpoint holds no loggers, so the command that resumes names it again."""
     words = [*GUEST, "logger=journal", "logger.journal.digits=3"]

@@ -159,7 +159,8 @@ assert torch.equal(net(**batch).logits, torch.load(f"{folder}/logits.pt"))
 """
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_trained_model_is_saved_and_loaded_without_holotrain(name, tmp_path):
     model, batch = made(name)
     net = reversible(model, name)
