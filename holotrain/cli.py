@@ -185,7 +185,6 @@ class Launch:
         try:
             with files_named():
                 typed = self.start.typed(config, overrides)
-                from holotrain.commands.files import alone_in
                 from holotrain.commands.quiet import quieten
                 from holotrain.commands.run import Run
 
@@ -195,8 +194,7 @@ class Launch:
                 choices = self.start.choices(typed, hydra.runtime.choices, overrides)
                 varied, given = self._varied(overrides), self.arguments.config_dir
                 run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
-                with alone_in(folder):
-                    left.exit_status = together.run(self.arguments.command, typed, run)
+                left.exit_status = together.run(self.arguments.command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from holotrain.commands.files import alone_in
 from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
@@ -55,8 +56,12 @@ class Together:
         """Runs one job. Returns the exit status: 1 if a process died.
 
         Raises:
-            UserError: a mistake, in any of the processes.
+            UserError: a mistake, in any of the processes; or a run of another program is in the folder.
         """
+        with alone_in(run.folder):
+            return self._run(command, config, run)
+
+    def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if command == "fit":
             recover(run.last_checkpoint)
             if config.resume and (words := ended(config.trainer, run.folder)):
