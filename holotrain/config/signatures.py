@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import math
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -285,9 +285,7 @@ def _fitted(hint: Any, value: Any) -> list[Any]:
     if kind is Literal:
         return [choice for choice in inner if value == choice and type(value) is type(choice)]
     if kind is float:
-        with suppress(OverflowError):
-            return [float(value)] if number and not math.isnan(value) else []
-        return []
+        return [float(value)] if number and abs(value) <= sys.float_info.max else []  # neither NaN nor infinity
     if kind in (str, Path):
         return [str(value)] if number or isinstance(value, str) else []
     if kind is dict and isinstance(value, dict) and inner:

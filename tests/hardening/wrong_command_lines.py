@@ -62,6 +62,7 @@ WRONG = [
     ("fit data.batch_size=many", "data.batch_size: 'many' is not a whole number"),
     ("fit data.batch_size=99999999999999999999999", "data.batch_size: 99999999999999999999999 is too large"),
     ("fit optimizer.lr=nan", "optimizer.lr: nan is not a number"),
+    ("fit optimizer.lr=1e400", "optimizer.lr: inf is not a number"),
     (f"fit optimizer.lr=1{'0' * 400}", "optimizer.lr: 1000"),
     ("fit seed=-1", "seed must be in [0, 4294967296), not -1"),
     ("fit compile=3", "compile: 3 is not true or false"),
