@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -148,6 +149,9 @@ class ReversibleStack:
         try:
             if index == 0:
                 self._require_one_mode()
+                if getattr(self.blocks[0], "gradient_checkpointing", False):  # of Hugging Face's
+                    off = "turn it off with model.gradient_checkpointing_disable()"
+                    warnings.warn(f"gradient checkpointing keeps what make_reversible would rebuild; {off}", stacklevel=2)
                 self._pass = _Pass(self)
             if self._pass is None or self._pass.following != index:
                 came = "no block before it" if self._pass is None else f"block {self._pass.following - 1} before it"

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -118,6 +119,18 @@ def test_adapters_of_frozen_weights():
     expected = gradients(reversible(model, "llama", backward="autograd"), batch)
     assert len(expected) == 8
     assert_equal(gradients(reversible(model, "llama"), batch), expected)
+
+
+def test_gradient_checkpointing_beside_it_is_warned_of():
+    model, batch = made("gpt2")
+    net = reversible(model, "gpt2").train()
+    net.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match=r"turn it off with model.gradient_checkpointing_disable\(\)"):
+        run(net, batch)
+    net.gradient_checkpointing_disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(net, batch)
 
 
 def test_hidden_states_carry_gradients():
