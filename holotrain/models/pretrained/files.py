@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holotrain.models.checkpoint_files import is_folder, read, warn_of_non_finite
+from holotrain.models.checkpoint_files import check_records, is_folder, read, warn_of_non_finite
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
@@ -73,8 +73,9 @@ def _sharded(path: Path) -> dict[str, Tensor]:
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
     try:
+        check_records(path)
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds of exceptions for damaged files
+    except Exception as error:  # zipfile and torch raise many kinds of exceptions for damaged files
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
     return _weights(held, path)
 
