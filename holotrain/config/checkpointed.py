@@ -121,10 +121,8 @@ def _sound_beside(path: Path) -> Path | None:
     """The newest checkpoint in the same folder from which a training can continue."""
     from holotrain.models import checkpoint_files
 
-    others = {
-        other: when for other in path.parent.glob("*.ckpt") if other != path and (when := checkpoint_files.written(other))
-    }
-    for other in sorted(others, key=others.__getitem__, reverse=True):
+    others = [other for other in path.parent.glob("*.ckpt") if other != path and (other.is_file() or other.is_dir())]
+    for other in sorted(others, key=lambda each: checkpoint_files.written(each) or 0, reverse=True):
         try:
             held = checkpoint_files.load(other)
         except ValueError:
