@@ -276,7 +276,7 @@ def _run(
         with quietly(), _silent(quiet):
             status = Together(None, quiet).run(command, config, run)
     except OSError as error:
-        raise UserError(f"cannot write to {error.filename or folder}: {error.strerror}") from error
+        raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     finally:
         if status is None and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

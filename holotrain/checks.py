@@ -36,7 +36,7 @@ def files_named() -> Iterator[None]:
     except OSError as error:
         if error.filename is None or error.errno not in (ENAMETOOLONG, ELOOP, EACCES, EPERM):
             raise
-        raise UserError(f"{error.filename}: {error.strerror}") from error
+        raise UserError(f"{error.filename}: {error.strerror or error}") from error
 
 
 @contextmanager

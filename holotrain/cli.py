@@ -155,7 +155,9 @@ class Launch:
                 if not any(job.exit_status for job in sweep.ended()):
                     self.statuses.append(1)
             except OSError as error:
-                raise UserError(f"cannot write to {error.filename or 'the output folder'}: {error.strerror}") from error
+                raise UserError(
+                    f"cannot write to {error.filename or 'the output folder'}: {error.strerror or error}"
+                ) from error
             finally:
                 if self.place is not None:
                     self.together.close()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import lightning.pytorch as pl
 
@@ -12,7 +13,8 @@ class Incident(pl.Callback):
     """
     Args:
         what: what process ``rank`` does at the start of batch ``step``, if it was never restarted: ``error`` or ``mistake``
-            (it raises one), the name of a signal (it sends that to itself), or ``parent SIGINT`` (to what started it).
+            (it raises one), the name of a signal (it sends that to itself), ``parent SIGINT`` (to what started it), or
+            ``damage`` (it flips a bit of the last checkpoint and kills itself).
     """
 
     def __init__(self, what: str, rank: int = 1, step: int = 4) -> None:
@@ -27,6 +29,13 @@ class Incident(pl.Callback):
             raise RuntimeError("the disk is full")
         if self.what == "mistake":
             raise UserError("give another disk")
+        if self.what == "damage":
+            last = Path("run/checkpoints/last.ckpt")
+            (part, *_) = [last] if last.is_file() else last.glob("tensors-*/*")
+            content = bytearray(part.read_bytes())
+            content[len(content) // 2] ^= 4
+            part.write_bytes(content)
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.what.startswith("parent "):
             os.kill(os.getppid(), getattr(signal, self.what.removeprefix("parent ")))
         else:

@@ -1,5 +1,6 @@
 """ExactCheckpoint: a ModelCheckpoint from each of whose files training continues exactly."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from holotrain.callbacks.whole_steps import gradients_pending, validation_follows, wait_for_whole_steps
+from holotrain.models.checkpoint_files import written
 from holotrain.ranges import require_at_least
 
 
@@ -73,8 +75,14 @@ class ExactCheckpoint(ModelCheckpoint):
             self._waiting.pop(0)()
 
 
+OF_THE_BEST = re.compile(r"best-epoch\d+-step\d+(-v\d+)?\.ckpt")
+
+
 class BestCheckpoint(ExactCheckpoint):
     """Keeps the checkpoints with the best values of a validation metric, as ``best-epoch<n>-step<n>.ckpt``.
+
+    A run that was killed may leave one that the checkpoint it is resumed from does not know. It is removed as soon as there are
+    ``save_top_k`` without it, or replaced when the training comes to its step again.
 
     Args:
         dirpath: folder of the files
@@ -102,6 +110,39 @@ class BestCheckpoint(ExactCheckpoint):
             save_top_k=save_top_k if monitor else 0,
         )
         self.last_every_n_steps = every_n_train_steps
+        self._loaded = False
+        self._left: list[str] = []
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._loaded = state_dict.get("dirpath") == self.dirpath
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._left = trainer.strategy.broadcast(self._unknown(trainer))
+        self._remove_left(trainer)
+
+    def _unknown(self, trainer: pl.Trainer) -> list[str]:
+        """What a killed part of this run has left, oldest first; [] if it begins from a best one, where later ones stay."""
+        if not self._loaded or self.save_top_k < 1 or OF_THE_BEST.fullmatch(Path(trainer.ckpt_path or "").name):
+            return []
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        known = {Path(path).name for callback in callbacks for path in callback.best_k_models}
+        found = {path: written(path) for path in Path(self.dirpath).iterdir() if OF_THE_BEST.fullmatch(path.name)}
+        return [str(path) for path in sorted(found, key=lambda path: found[path] or 0) if path.name not in known]
+
+    def _remove_left(self, trainer: pl.Trainer) -> None:
+        kept = sum(Path(path).exists() for path in self.best_k_models)
+        while self._left and kept + len(self._left) > self.save_top_k:
+            self._remove_checkpoint(trainer, self._left.pop(0))
+
+    def file_exists(self, filepath: str | Path, trainer: pl.Trainer) -> bool:
+        return super().file_exists(filepath, trainer) and not trainer.strategy.broadcast(str(filepath) in self._left)
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self._left = [path for path in self._left if path != filepath]
+        self._remove_left(trainer)
 
 
 def last_checkpoint(path: Path, every_n_train_steps: int | None = None) -> ExactCheckpoint:

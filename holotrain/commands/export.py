@@ -62,7 +62,7 @@ def run(config: ExportConfig, run: Run) -> int:
                 else:
                     export_onnx(model, example, folder / ONNX)
     except OSError as error:
-        raise UserError(f"to: cannot write {error.filename or folder} ({error.strerror})") from error
+        raise UserError(f"to: cannot write {error.filename or folder} ({error.strerror or error})") from error
 
     summary = Summary.of(run, config, model)
     summary.checkpoint = str(path)

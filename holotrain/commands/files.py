@@ -77,4 +77,4 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):  # the folder may not exist
             temporary.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error

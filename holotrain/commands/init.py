@@ -34,7 +34,7 @@ def run(config: InitConfig) -> int:
                 file.write(source.read_text(encoding="utf-8").replace(NAME, folder.name))
             print(f"  {path.relative_to(folder)}")
     except OSError as error:
-        raise UserError(f"init: cannot write {error.filename or folder}: {error.strerror}") from error
+        raise UserError(f"init: cannot write {error.filename or folder}: {error.strerror or error}") from error
     print(f"Train: cd {quote(str(folder))} && python -m holotrain fit --config-dir conf experiment=my_experiment")
     return 0
 

@@ -24,7 +24,7 @@ def prompts(config: GenerateConfig) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"prompts: {path} is not valid UTF-8 at byte {error.start}") from error
     except OSError as error:
-        raise UserError(f"prompts: cannot read {path} ({error.strerror})") from error
+        raise UserError(f"prompts: cannot read {path} ({error.strerror or error})") from error
     if not lines:
         raise UserError(f"prompts: {path} has no prompts")
     if path.suffix == ".jsonl":

@@ -73,7 +73,7 @@ def runs_at(word: str) -> list[Path]:
     try:
         runs = [folder for place in matched for folder in _runs_of(place)]
     except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+        raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from error
     if not runs:
         raise UserError(f"{word} is not the folder of a run and contains none; give runs/fit, for example")
     return runs

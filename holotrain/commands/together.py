@@ -22,11 +22,12 @@ from holotrain.commands.run import Run
 from holotrain.commands.screen import console
 from holotrain.commands.summary import ended
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
+from holotrain.config.checkpointed import restore
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
 from holotrain.data.share import set_share
 from holotrain.errors import UserError
-from holotrain.models.checkpoint_files import CHECKPOINT, recover
+from holotrain.models.checkpoint_files import recover, written
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
 from holotrain.parallel.place import Place, found
 from holotrain.parallel.world import World, destroy_group, worlds
@@ -67,6 +68,8 @@ class Together:
             if config.resume and (words := ended(config.trainer, run.folder)):
                 console.print(words)
                 return 0
+            if config.resume:
+                restore(run.last_checkpoint)
         alone = config.trainer.strategy == "single" or command not in TOGETHER
         if self.place is None and (alone or processes_of(config.trainer) == 1):
             if command in TOGETHER:
@@ -87,7 +90,7 @@ class Together:
         job = {"command": command, "config": container(config), "run": posted}
         if self.place is not None:
             return self._with_others(job, command, config, run)
-        job |= {"quiet": self.quiet, "before": _written(run.last_checkpoint)}
+        job |= {"quiet": self.quiet, "before": written(run.last_checkpoint)}
         try:
             trainer = config.trainer
             return launch(__name__, job, processes_of(trainer), trainer.max_restarts, trainer.timeout)
@@ -149,7 +152,10 @@ def work(job: dict[str, Any]) -> int:
         if place.is_main:
             recover(run.last_checkpoint)
         # Not from one that was in the folder before, which may be of another run.
-        if world.agreed("continues", config.resume or _written(run.last_checkpoint) not in (None, job["before"])):
+        continues = config.resume or written(run.last_checkpoint) not in (None, job["before"])
+        if continues and place.is_main:
+            restore(run.last_checkpoint)
+        if world.agreed("continues", continues):
             config = replace(config, resume=True, ckpt_path=None)
         if place.is_main:
             again = f"restart {attempt} of {config.trainer.max_restarts}"
@@ -179,12 +185,6 @@ def _command(command: str, config: RunConfig, run: Run) -> int:
 def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
     run = Run(**job["run"] | {"folder": Path(job["run"]["folder"])})
     return job["command"], typed(job["command"], job["config"]), run
-
-
-def _written(checkpoint: Path) -> int | None:
-    """When it was completed; None: it does not exist. (A folder changes as soon as a save begins.)"""
-    file = checkpoint / CHECKPOINT if checkpoint.is_dir() else checkpoint
-    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def _silence() -> None:

@@ -4,6 +4,7 @@ A checkpoint is a file that anybody may have written, so all of it is checked be
 """
 
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,62 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"ckpt_path: there is no file {path}")
     if not path.is_file() and not path.is_dir():  # a pipe would wait for a writer
         raise UserError(f"ckpt_path: {path} is neither a file nor a folder")
-    with described_by("ckpt_path"):
+    try:
         checkpoint = checkpoint_files.load(path)
+    except ValueError as error:
+        other = _sound_beside(path)
+        raise UserError(f"ckpt_path: {error}" + (f"; {other} is sound" if other else "")) from error
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
     return _described(checkpoint, path)
+
+
+def sound(path: Path) -> Path:
+    """The checkpoint from which the run of this one continues: the newest sound one beside it, if it is damaged itself."""
+    from holotrain.models import checkpoint_files
+
+    try:
+        checkpoint_files.load(path)
+    except ValueError:
+        return _sound_beside(path) or path
+    return path
+
+
+def restore(path: Path) -> None:
+    """Replaces the last checkpoint of a run, if it is damaged, by a copy of the newest sound one beside it, and says so.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    from holotrain.models import checkpoint_files
+
+    if not path.exists():
+        return
+    try:
+        checkpoint_files.load(path)
+    except ValueError as damage:
+        if (other := _sound_beside(path)) is None:
+            return
+        print(f"holotrain: {damage}; continuing from {other}", file=sys.stderr)
+        try:
+            checkpoint_files.copy(other, path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error}") from error
+
+
+def _sound_beside(path: Path) -> Path | None:
+    """The newest checkpoint in the same folder from which a training can continue."""
+    from holotrain.models import checkpoint_files
+
+    others = [other for other in path.parent.glob("*.ckpt") if other != path and (other.is_file() or other.is_dir())]
+    for other in sorted(others, key=lambda each: checkpoint_files.written(each) or 0, reverse=True):
+        try:
+            held = checkpoint_files.load(other)
+        except ValueError:
+            continue
+        if isinstance(held, dict) and {KEY, "optimizer_states"} <= held.keys():
+            return other
+    return None
 
 
 def weights(path: Path) -> dict[str, Any]:

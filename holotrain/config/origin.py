@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from holotrain.config.arguments import Arguments, key_of, literal
-from holotrain.config.checkpointed import KEY, load
+from holotrain.config.checkpointed import KEY, load, sound
 from holotrain.config.composition import options
 from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, run_folder
 from holotrain.config.schema.beside import PROCESSES
@@ -123,7 +123,7 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
         folder = folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
         path = Path(folder).expanduser() / LAST_CHECKPOINT
         recover(path)
-        return path
+        return sound(path) if path.exists() else path
     given = arguments.value("ckpt_path")
     if given in (None, "null", ""):
         return None

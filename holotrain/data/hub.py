@@ -3,11 +3,13 @@
 The library runs no code that comes with a data set: it has no loading scripts since version 4, and reads no pickles.
 """
 
+import os
 import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from errno import EDQUOT, ENOSPC, EROFS
 from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -80,10 +82,21 @@ def reading(what: str) -> Iterator[None]:
             error = error.__cause__
         if isinstance(error, (UserError, MemoryError)):  # the library wraps whatever ends its reading
             raise error
+        if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EROFS):  # nothing else is written while it reads
+            raise UserError(f"data.cache_dir: cannot write the cache of {what} ({os.strerror(error.errno)})") from error
         said = str(error).strip() or type(error).__name__
         raise UserError(f"data: cannot read {what} ({said.splitlines()[0]})") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def writing(cache: Path) -> Iterator[None]:
+    """Turns an OSError inside into a UserError: the cache cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"data.cache_dir: cannot write {error.filename or cache} ({error.strerror or error})") from error
 
 
 def files_read(

@@ -2,6 +2,9 @@
 
 A folder has ``checkpoint.pt``, in which the model's and the optimizer's tensors are meta tensors (shape and dtype), and
 ``tensors-<n>/``, the safetensors files that torch.distributed.checkpoint (DCP) writes and reads. No file can run code.
+
+Every byte that counts is under a checksum, and is compared with it before anything is read: torch.save writes a CRC-32 of each
+record, which torch.load (2.15) does not look at; those of the tensors' files are in checkpoint.pt.
 """
 
 from __future__ import annotations
@@ -9,11 +12,16 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
@@ -21,6 +29,9 @@ CHECKPOINT = "checkpoint.pt"
 
 TENSORS = "tensors"
 """Key of the name of the tensors' folder in checkpoint.pt."""
+
+CHECKSUMS = "checksums"
+"""Key of the CRC-32 of each file of tensors, by its name. Checkpoints of earlier versions do not have it."""
 
 
 def is_folder(path: str | Path) -> bool:
@@ -52,8 +63,40 @@ def recover(path: Path) -> None:
         begun(path).rename(path)
 
 
+def written(path: Path) -> int | None:
+    """When a checkpoint was completed; None: it does not exist. (A folder changes as soon as a save begins.)"""
+    file = path / CHECKPOINT if path.is_dir() else path
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def copy(path: Path, to: Path) -> None:
+    """Puts a copy of a checkpoint in the place of another; whoever is killed meanwhile leaves one of them.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.is_dir():
+        shutil.rmtree(begun(to), ignore_errors=True)
+        shutil.copytree(path, begun(to))
+        shutil.rmtree(to) if to.is_dir() else to.unlink(missing_ok=True)
+        recover(to)
+        return
+    file = to / CHECKPOINT if to.is_dir() else to
+    shutil.copyfile(path, partial(file))
+    partial(file).replace(file)
+    if to.is_dir():
+        remove_tensors(to)
+
+
+def partial(file: Path) -> Path:
+    """The temporary name of a file, until it is complete; differs from that of a folder."""
+    return file.with_name(f".{file.name}.file")
+
+
 def load(path: str | Path) -> Any:
     """Reads a checkpoint on the CPU; a file's tensors are mapped into memory, those of a folder stay meta tensors.
+
+    The checksums of a process group's folder are compared by all its processes, each with some of the files.
 
     Raises:
         ValueError: the checkpoint is damaged or incomplete, or a folder of an earlier version.
@@ -63,15 +106,78 @@ def load(path: str | Path) -> Any:
     if path.is_dir() and not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint is incomplete")
     try:
-        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds of errors for damaged files
+        intact = _unchanged(_intact, file)
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if intact else None
+    except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
+    if not intact:
+        raise damaged(file)
     folder, earlier = (held.get(key) if isinstance(held, dict) else None for key in (TENSORS, "shards"))
     if earlier is not None:
         raise ValueError(f"{path} is a sharded checkpoint of an earlier version: export it there, then use model.pretrained=")
     if any(map(_is_meta, tree_leaves(held))) and folder not in [found.name for found in numbered(path).values()]:
         raise ValueError(f"{file} needs the folder {folder!r} of its tensors, which is missing")
+    if isinstance(held, dict) and CHECKSUMS in held:
+        _check_parts(path / folder, held[CHECKSUMS])
     return held
+
+
+def check_records(file: Path) -> None:
+    """
+    Raises:
+        ValueError: the checksum of a record in a file of torch.save differs.
+    """
+    if zipfile.is_zipfile(file) and not _unchanged(_intact, file):
+        raise damaged(file)
+
+
+def damaged(file: Path) -> ValueError:
+    return ValueError(f"{file} is damaged (its checksum differs)")
+
+
+def checksum(file: Path) -> int:
+    """The CRC-32 of a file's content."""
+    total = 0
+    with file.open("rb") as content:
+        while block := content.read(2**20):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def _intact(file: Path) -> bool:
+    with zipfile.ZipFile(file) as held:
+        records = held.infolist()
+        if sum(record.file_size for record in records) > file.stat().st_size:
+            return False  # torch compresses nothing; what a forged file says it holds could be without end
+        without = not any(record.CRC for record in records)  # set_crc32_options(False)
+        return without or held.testzip() is None
+
+
+def _check_parts(folder: Path, checksums: Any) -> None:
+    if not isinstance(checksums, dict) or any(not isinstance(name, str) or Path(name).name != name for name in checksums):
+        raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: it has no names of files where their checksums are")
+    names = sorted(checksums)
+    if dist.is_available() and dist.is_initialized():
+        names = names[dist.get_rank() :: dist.get_world_size()]
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} does not have all tensors of the checkpoint: {name} is missing")
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(lambda name: _unchanged(checksum, folder / name), names)
+        for name, here in zip(names, found, strict=True):
+            if here != checksums[name]:
+                raise damaged(folder / name)
+
+
+def _unchanged(look: Callable[[Path], Any], file: Path) -> Any:
+    """What a function finds in a file, which it reads only once while the file does not change."""
+    stat = file.stat()
+    return _looked(look, file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache
+def _looked(look: Callable[[Path], Any], file: Path, stamp: tuple[int, ...]) -> Any:
+    return look(file)
 
 
 def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyPath, Tensor] | None = None) -> Any:
@@ -86,7 +192,7 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
         ValueError: the checkpoint is damaged or incomplete.
     """
     held, like = load(path), like or {}
-    folder = held.pop(TENSORS, None) if isinstance(held, dict) else None
+    folder, _ = (held.pop(key, None) if isinstance(held, dict) else None for key in (TENSORS, CHECKSUMS))
     if only is not None:
         held = {key: held[key] for key in only if key in held}
     wanted = {keys: leaf for keys, leaf in tree_leaves_with_path(held) if _is_meta(leaf)}

@@ -1,7 +1,7 @@
 """A model in a folder, to be used without the run that made it: ``holotrain.load(folder)``.
 
-``model.safetensors`` holds the tensors, ``config.json`` what they are of, ``tokenizer.json`` the words of a model of text.
-Nothing in them is a program.
+``model.safetensors`` holds the tensors, ``config.json`` what they are of and the checksum of that file, which is compared when
+it is read, ``tokenizer.json`` the words of a model of text. Nothing in them is a program.
 """
 
 import json
@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from holotrain.models.adapters import adapter_width, add_adapters
+from holotrain.models.checkpoint_files import checksum
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.layers.attention import order_by_head
-from holotrain.models.pretrained.files import read_weights
+from holotrain.models.pretrained.files import CHECKSUM, CONFIG, read_weights
 from holotrain.models.registry import build
 
 FORMAT = 2
-WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 
 
 def save(
@@ -50,12 +51,14 @@ def save(
         "int8": is_quantised(model),
         "adapters": adapter_width(model),
     }
-    texts = {CONFIG: json.dumps((extra or {}) | says, indent=2) + "\n"} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
+    json.dumps(config := (extra or {}) | says)  # before anything is written
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in unpacked(model.state_dict()).items()}
     try:
         save_file(tensors, _partial(folder / WEIGHTS))
     except SafetensorError as error:  # which is no OSError, whatever the system said
         raise ValueError(f"cannot write {folder / WEIGHTS} ({error})") from error
+    config[CHECKSUM] = f"{checksum(_partial(folder / WEIGHTS)):08x}"
+    texts = {CONFIG: json.dumps(config, indent=2) + "\n"} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
     for name, text in texts.items():
         _partial(folder / name).write_text(text, encoding="utf-8")
     _partial(folder / WEIGHTS).chmod(_partial(folder / CONFIG).stat().st_mode)  # safetensors would keep it from other users
@@ -91,7 +94,8 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """What ``config.json`` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), the extra.
+    """What ``config.json`` says: ``format``, ``target``, ``arguments``, ``int8``, ``adapters`` (width or None), the extra,
+    ``crc32`` of the weights.
 
     Raises:
         ValueError: it is missing or damaged, or was written by another version.

@@ -99,4 +99,4 @@ def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        warnings.warn(f"cannot save the measured groups to {path}: {error.strerror}", stacklevel=2)
+        warnings.warn(f"cannot save the measured groups to {path}: {error.strerror or error}", stacklevel=2)

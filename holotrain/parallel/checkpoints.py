@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_with_path
 
@@ -34,13 +38,16 @@ from holotrain.checks import described_by
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import (
     CHECKPOINT,
+    CHECKSUMS,
     TENSORS,
     begun,
     cause,
+    checksum,
     is_folder,
     load,
     named,
     numbered,
+    partial,
     read,
     remove_tensors,
 )
@@ -158,7 +165,7 @@ def sharded_like(here: Any, state: Any) -> Any:
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a file atomically. (Lightning 2.6 copies it from another folder, which may be on another file system.)"""
-    temporary = path.with_name(f".{path.name}.file")  # differs from the temporary name of a folder
+    temporary = partial(path)
     try:
         with temporary.open("wb") as file:  # its errors say why it cannot be written, unlike torch's
             torch.save(checkpoint, file)
@@ -191,6 +198,24 @@ class Copies(dcp.DefaultSavePlanner):
         return super().transform_object(write_item, object).clone()
 
 
+class WithChecksums(dcp.HuggingFaceStorageWriter):
+    """Reads what each process has written, before any is told that all is written.
+
+    Attributes:
+        checksums: in the first process, the CRC-32 of each file by its name.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner).wait()
+        found = {name: checksum(Path(self.path) / name) for name in {each.storage_data.relative_path for each in written}}
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([replace(each, storage_data=found) for each in written])
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.checksums = {name: value for of in results for each in of for name, value in each.storage_data.items()}
+
+
 def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a checkpoint into a folder, from all processes: each writes its parts of the tensors, the first one the rest.
 
@@ -211,11 +236,11 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
 
     rest = checkpoint | tree_map_with_path(take, {key: checkpoint[key] for key in IN_PARTS if key in checkpoint})
     with write_errors(path):
-        writer = dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
+        writer = WithChecksums(str(folder / name), save_distributed=True)
         dcp.save(tensors, storage_writer=writer, planner=Copies(flatten_state_dict=False, flatten_sharded_tensors=False))
         if dist.get_rank() != 0:
             return
-        write(rest | {TENSORS: name}, folder / CHECKPOINT)
+        write(rest | {TENSORS: name, CHECKSUMS: writer.checksums}, folder / CHECKPOINT)
         remove_tensors(folder, but=name)
         if folder != path:
             path.unlink(missing_ok=True)

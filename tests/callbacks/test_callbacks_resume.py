@@ -13,7 +13,7 @@ from forked import Forked
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from holotrain.callbacks import ExactCheckpoint, ExactResume, Interrupted, SaveOnSignal, last_checkpoint
+from holotrain.callbacks import BestCheckpoint, ExactCheckpoint, ExactResume, Interrupted, SaveOnSignal, last_checkpoint
 from holotrain.data import ResumableLoader
 from holotrain.reversible import make_reversible
 
@@ -62,6 +62,7 @@ class Noisy(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.validated.append((self.global_step, self.layers[0].weight.sum().item()))
         self.log("val/loss", self.layers(batch.float()).mean())
+        self.log("val/steps", float(self.global_step))
 
     def configure_optimizers(self):
         assert self.trainer.estimated_stepping_batches > 0  # it makes Lightning forget the loader's position
@@ -283,6 +284,58 @@ def test_after_a_training_signals_do_what_they_did_before(tmp_path):
     handlers = [signal.getsignal(number) for number in SaveOnSignal.SIGNALS]
     fit([SaveOnSignal(tmp_path / "last.ckpt")])
     assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
+
+
+class Killed(Exception):
+    pass
+
+
+def best_and_last(folder, save_top_k=1):
+    """The last validation is the best one."""
+    best = BestCheckpoint(folder, monitor="val/steps", mode="max", save_top_k=save_top_k)
+    return [best, last_checkpoint(folder / "last.ckpt")]
+
+
+def best_in(folder):
+    return sorted(path.name for path in folder.glob("best-epoch*"))
+
+
+@pytest.mark.parametrize("removed", [True, False])
+@pytest.mark.parametrize(
+    ("options", "count", "save_top_k"),
+    [({}, 1, 1), ({}, 2, 1), ({"val_check_interval": 2}, 2, 1), ({"val_check_interval": 2}, 3, 1), ({}, 1, 2)],
+)
+def test_a_killed_training_leaves_as_many_best_files_as_another(tmp_path, monkeypatch, removed, options, count, save_top_k):
+    """Killed when a new file is there, before or after the old one is removed, and before the last checkpoint is written."""
+    whole, folder, seen = tmp_path / "whole", tmp_path / "killed", []
+    fit(best_and_last(whole, save_top_k), **options)
+
+    def remove(self, trainer, path, remove=ExactCheckpoint._remove_checkpoint):
+        seen.append(path)
+        if len(seen) < count or removed:
+            remove(self, trainer, path)
+        if len(seen) == count:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BestCheckpoint, "_remove_checkpoint", remove, raising=False)
+        with pytest.raises(Killed):
+            fit(best_and_last(folder, save_top_k), **options)
+    assert len(best_in(folder)) == save_top_k + (not removed)
+    (folder / "best-of-mine.ckpt").touch()
+    counts = []
+    look = pl.Callback()
+    look.on_train_batch_end = lambda *_: counts.append(len(best_in(folder)))
+    fit([*best_and_last(folder, save_top_k), look], folder / "last.ckpt", **options)
+    assert {*counts} == {save_top_k}
+    assert best_in(folder) == best_in(whole) and (folder / "best-of-mine.ckpt").exists()
+
+
+def test_a_training_that_begins_from_a_best_file_removes_no_later_ones(tmp_path):
+    fit(best_and_last(tmp_path, save_top_k=3))
+    first, *later = best_in(tmp_path)
+    fit(best_and_last(tmp_path), tmp_path / first, max_steps=5)
+    assert best_in(tmp_path) == [first, *later]
 
 
 TWICE = """

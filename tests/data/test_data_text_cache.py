@@ -4,13 +4,16 @@ import multiprocessing
 import os
 import signal
 import time
+from errno import ENOSPC
 from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets.arrow_writer import ArrowWriter
 
 from holotrain.data import HubText, TextFiles
 from holotrain.data.text import tokenise
+from holotrain.errors import UserError
 
 FORK = multiprocessing.get_context("fork")  # as torch's workers: nothing is imported anew
 
@@ -189,9 +192,35 @@ def test_two_processes_at_once_end_with_the_same_tokens(folder, tmp_path):
 
 
 def test_a_cache_that_cannot_be_written_is_said_in_one_line(folder):
-    from holotrain.errors import UserError
-
     store = Path(folder.parent / "file")
     store.write_text("")
     with pytest.raises(UserError, match=r"^data\.cache_dir: cannot write .*file \(.*\)$"):
         prepared(folder, cache_dir=str(store))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (Path, "mkdir", "cannot write .*cache"),
+        (ArrowWriter, "write_table", "cannot write the cache of .*a.txt or one of 2 other files"),
+        (ArrowWriter, "finalize", "cannot write the cache of .*"),
+        (Path, "write_text", "cannot write .*"),
+    ],
+)
+@pytest.mark.parametrize("full", [OSError(ENOSPC, "No space left on device"), OSError("No space left on device")])
+def test_a_full_disk_is_said_in_one_line(folder, monkeypatch, module, name, said, full):
+    """By the system, or by a library that gives its errors no number."""
+    monkeypatch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(full))
+    if full.errno is None and module is ArrowWriter:
+        said = "data: cannot read .*"
+    else:
+        said = rf"data\.cache_dir: {said}"
+    with pytest.raises(UserError, match=rf"^{said} \(No space left on device\)$"):
+        prepared(folder, tokenizer="bpe", vocab_size=280)
+
+
+def test_a_full_disk_is_said_where_damaged_files_are_noted(folder, monkeypatch):
+    full = OSError(ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(full))
+    with pytest.raises(UserError, match=r"^data\.cache_dir: cannot write .* \(No space left on device\)$"):
+        prepared(folder, on_error="skip")

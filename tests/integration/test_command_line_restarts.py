@@ -60,6 +60,18 @@ def test_after_kill_9_all_start_again_and_end_as_if_nothing_had_been(holotrain, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DDP", "folders of FSDP2"])
+def test_a_restart_falls_back_from_a_damaged_checkpoint(holotrain, kind):
+    words = [*WORDS, *RESTARTED[kind]]
+    status, _, err = holotrain("fit", *words, "trainer.max_restarts=1", *incident("damage"))
+    first, second = err.splitlines()
+    assert status == 0 and second == "holotrain: a process failed; restart 1 of 1, from run/checkpoints/last.ckpt"
+    assert "is damaged (its checksum differs); continuing from run/checkpoints/best-epoch0-step3.ckpt" in first
+    assert holotrain("fit", *words, "hydra.run.dir=whole")[0] == 0
+    assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
+
+
+@pytest.mark.slow
 def test_kill_9_ends_a_run_with_one_line(holotrain):
     status, _, err = holotrain("fit", *WORDS, *incident("SIGKILL"))
     assert status == 1 and err.startswith("holotrain: rank 1 (process ") and err.count("\n") == 1, err

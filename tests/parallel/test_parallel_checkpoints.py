@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from holotrain.commands.together import _written
 from holotrain.errors import UserError
-from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, is_folder, load, read, recover
+from holotrain.models.checkpoint_files import CHECKPOINT, CHECKSUMS, TENSORS, is_folder, load, read, recover, written
 from holotrain.parallel import checkpoints
 from holotrain.parallel.checkpoints import CheckpointFiles, save_in_parts
 
@@ -197,14 +196,14 @@ def test_a_checkpoint_counts_as_written_when_its_save_is_complete(alone, tmp_pat
     """A restart must not continue from the checkpoint of another run because a save into its folder has begun."""
     path = tmp_path / "last.ckpt"
     save_in_parts(state(alone, 1.0), path)
-    before = _written(path)
+    before = written(path)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save_in_parts(state(alone, 2.0), path)
-    assert len(list(path.iterdir())) == 3 and _written(path) == before
+    assert len(list(path.iterdir())) == 3 and written(path) == before
     save_in_parts(state(alone, 3.0), path)
-    assert _written(path) not in (None, before)
+    assert written(path) not in (None, before)
 
 
 def test_whole_and_sharded_ones_take_each_others_place(alone, tmp_path):
@@ -260,12 +259,19 @@ def test_damaged_checkpoints_are_refused(alone, tmp_path):
     def change(file: Path, **changes) -> None:
         torch.save(torch.load(file, weights_only=True) | changes, file)
 
+    def forget(file: Path) -> None:
+        """As in a checkpoint of an earlier version."""
+        held = torch.load(file, weights_only=True)
+        torch.save({key: value for key, value in held.items() if key != CHECKSUMS}, file)
+
     def resize(file: Path, *shape: int) -> None:
         change(file, state_dict={"weight": torch.empty(shape, device="meta")})
 
     ways = {
         "does not have all tensors of the checkpoint": lambda folder: (folder / part).unlink(),
-        "tensors-1 does not have .*, or is damaged: .*": lambda folder: truncate(folder / part),
+        r"safetensors is damaged \(its checksum differs\)": lambda folder: truncate(folder / part),
+        "tensors-1 does not have .*, or is damaged: .*": lambda folder: truncate(folder / part) or forget(folder / CHECKPOINT),
+        "no names of files": lambda folder: change(folder / CHECKPOINT, checksums={"../0.ckpt/checkpoint.pt": 0}),
         "needs the folder 'tensors-1'": lambda folder: shutil.rmtree(folder / "tensors-1"),
         "needs the folder '../0.ckpt/tensors-1'": lambda folder: change(folder / CHECKPOINT, tensors="../0.ckpt/tensors-1"),
         "is not a readable checkpoint": lambda folder: truncate(folder / CHECKPOINT),

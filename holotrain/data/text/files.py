@@ -120,8 +120,9 @@ def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
         damaged = {*errors}
         if not any(isinstance(error.__cause__, OSError) for error in errors.values()):  # which may pass
             temporary = known.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(sorted(damaged)))
-            temporary.replace(known)
+            with hub.writing(cache):
+                temporary.write_text(json.dumps(sorted(damaged)))
+                temporary.replace(known)
     return [file for number, file in enumerate(there) if number not in damaged]
 
 

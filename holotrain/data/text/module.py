@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.fixed import FixedBatches
+from holotrain.data.hub import writing
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader
 from holotrain.data.text.documents import Pieces
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
@@ -160,10 +161,8 @@ class TextDataModule(LoadingModule):
         Raises:
             UserError: there is no text, some of it cannot be read, a part would be empty, or the cache cannot be written.
         """
-        try:
+        with writing(self.cache):
             self.cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"data.cache_dir: cannot write {error.filename} ({error.strerror})") from error
         rows = self.rows()
         if self._tokenizer is None:
             self._tokenizer = self._trained(rows)
@@ -256,8 +255,9 @@ class TextDataModule(LoadingModule):
         texts = (text for each in training for batch in each.batches("train") for text in batch)
         trained = SubwordTokenizer.trained(texts, self.trained_size)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(trained.to_json(), encoding="utf-8")
-        temporary.replace(path)
+        with writing(self.cache):
+            temporary.write_text(trained.to_json(), encoding="utf-8")
+            temporary.replace(path)
         return trained
 
 

@@ -47,4 +47,4 @@ def known_tokenizer(name: str) -> Tokenizer | None:
     except UnicodeDecodeError as error:
         raise UserError(f"data.tokenizer: {path} is not a tokenizer.json (not UTF-8 at byte {error.start})") from error
     except OSError as error:
-        raise UserError(f"data.tokenizer: cannot read {path} ({error.strerror})") from error
+        raise UserError(f"data.tokenizer: cannot read {path} ({error.strerror or error})") from error

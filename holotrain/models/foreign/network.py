@@ -81,7 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror})") from error
+        raise ValueError(f"cannot read {path} ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is not JSON") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holotrain.models.checkpoint_files import is_folder, read, warn_of_non_finite
+from holotrain.models.checkpoint_files import check_records, checksum, damaged, is_folder, read, warn_of_non_finite
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
+CONFIG, CHECKSUM = "config.json", "crc32"
+"""Where a file beside model.safetensors may hold its checksum, eight hexadecimal digits. Other programs write none."""
 WITHIN = ("state_dict", "model")
 """Keys of the weights in checkpoints that hold more: Lightning and ours; DeiT, Swin."""
 
@@ -52,10 +54,21 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError  # here, so that models need torch alone
     from safetensors.torch import load_file
 
+    if _said_beside(path) not in (None, f"{checksum(path):08x}"):
+        raise damaged(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file; it is damaged, truncated or of another kind") from error
+
+
+def _said_beside(path: Path) -> Any:
+    """The checksum of the weights in a folder; None: there is none."""
+    try:
+        config = json.loads((path.parent / CONFIG).read_bytes()) if path.name == IN_A_FOLDER[0] else None
+    except (OSError, ValueError, RecursionError):  # not there, or no configuration
+        return None
+    return config.get(CHECKSUM) if isinstance(config, dict) else None
 
 
 def _sharded(path: Path) -> dict[str, Tensor]:
@@ -73,8 +86,9 @@ def _sharded(path: Path) -> dict[str, Tensor]:
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
     try:
+        check_records(path)
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds of exceptions for damaged files
+    except Exception as error:  # zipfile and torch raise many kinds of exceptions for damaged files
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error
     return _weights(held, path)
 

@@ -1,0 +1,89 @@
+"""Bits of a checkpoint have flipped: a resumed run continues from the one before, other commands refuse it and name that."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from left_by_runs import assert_same_weights, summary
+from small_run import SMALL, fit_in
+
+WORDS = [*SMALL, "test=false", "logger=none", "callbacks.checkpoint.save_top_k=2"]
+LAST, BEST = (Path("run/checkpoints") / name for name in ("last.ckpt", "best-epoch1-step6.ckpt"))
+SAID = f"{LAST} is damaged (its checksum differs)"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    fit_in(folder, *WORDS, "hydra.run.dir=run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, holotrain):
+    shutil.copytree(trained, "run")
+    os.mkfifo("run/checkpoints/pipe.ckpt")  # from which nobody may read
+    return Path("run")
+
+
+def damage(path: Path) -> None:
+    """Flips a bit of a weight."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(holotrain, run):
+    """And ends as a run that was resumed from that one."""
+    more = ["resume=true", "hydra.run.dir=run", "trainer.max_epochs=3"]
+    assert BEST.exists() and len([*LAST.parent.glob("best-*")]) == 2
+    shutil.copytree(run, "other", ignore=shutil.ignore_patterns("pipe*"))
+    assert holotrain("fit", *more[:1], "hydra.run.dir=other", *more[2:])[::2] == (0, "")
+    damage(LAST)
+    assert holotrain("fit", *more)[::2] == (0, f"holotrain: {SAID}; continuing from {BEST}\n")
+    assert summary(run)["steps"] == 9
+    assert_same_weights(LAST, Path("other/checkpoints/last.ckpt"))
+    assert not [*LAST.parent.glob(".last*")]
+
+
+def test_a_damaged_one_is_passed_over(holotrain, run):
+    (first,) = LAST.parent.glob("best-epoch0*")
+    damage(LAST)
+    damage(BEST)
+    assert holotrain("fit", "resume=true", "hydra.run.dir=run", "trainer.max_epochs=3")[::2] == (
+        0,
+        f"holotrain: {SAID}; continuing from {first}\n",
+    )
+
+
+def test_where_none_is_sound_nothing_changes(holotrain, run):
+    for path in LAST.parent.glob("[bl]*.ckpt"):
+        damage(path)
+    before = {path: path.read_bytes() for path in LAST.parent.glob("[bl]*.ckpt")}
+    assert holotrain("fit", "resume=true", "hydra.run.dir=run")[::2] == (2, f"holotrain: ckpt_path: {SAID}\n")
+    assert {path: path.read_bytes() for path in LAST.parent.glob("[bl]*.ckpt")} == before
+
+
+def test_jobs_of_a_sweep_fall_back_too(holotrain):
+    words = [*WORDS, "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,1e-4"]
+    assert holotrain("fit", "-m", *words)[::2] == (0, "")
+    last = Path("sweep/1/checkpoints/last.ckpt")
+    damage(last)
+    status, _, err = holotrain("fit", "-m", *words, "resume=true", "trainer.max_epochs=3")
+    said = f"holotrain: {last} is damaged (its checksum differs); continuing from {last.with_name(BEST.name)}\n"
+    assert (status, err) == (0, said)
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "predict", "export"])
+def test_one_that_is_named_is_refused(holotrain, run, command):
+    damage(LAST)
+    assert holotrain(command, f"ckpt_path={LAST}")[::2] == (2, f"holotrain: ckpt_path: {SAID}; {BEST} is sound\n")
+
+
+def test_one_that_is_damaged_is_not_loaded(run):
+    import holotrain
+
+    damage(LAST)
+    with pytest.raises(holotrain.UserError, match=r"last.ckpt is damaged \(its checksum differs\); .*best-.* is sound$"):
+        holotrain.load(LAST)
