@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from holotrain.models.adapters import adapter_width, add_adapters
+from holotrain.models.bounds import bounded
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.layers.attention import order_by_head
 from holotrain.models.pretrained.files import read_weights
 from holotrain.models.registry import build
+from holotrain.targets import first_line
 
 FORMAT = 2
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
@@ -77,11 +79,12 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     config = read_config(folder)
     weights = read_weights(folder / WEIGHTS)
     try:
-        model = build(config["target"], config["arguments"], trust, vouched)
+        model = build(config["target"], config["arguments"], trust, vouched, weights)
         if config["adapters"] is not None:
-            add_adapters(model, config["adapters"])
+            with bounded(weights):
+                add_adapters(model, config["adapters"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{folder / CONFIG} describes no model that can be built: {error}") from error
+        raise ValueError(f"{folder / CONFIG} describes no model that can be built: {first_line(error)}") from error
     if config["int8"]:
         quantise(model)
     order_by_head(weights, model)
