@@ -134,7 +134,7 @@ def _built(
     described = kept["description"]
     if described["target"] == GIVEN:
         raise UserError(
-            f"ckpt_path: {path} holds the weights of a {described['arguments']['kind']} that Python code made; give one to "
+            f"ckpt_path: {path} holds the weights of a {described['arguments'].get('kind')} that Python code made; give one to "
             "holotrain.load(..., model=...)"
         )
     try:

@@ -143,7 +143,9 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
         raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
     if config.model is None:
         return task_of(None, config, described)
-    if not begin and is_of(config.model.target, ["holotrain"]):  # what a checkpoint names has not been checked
+    if (
+        not begin and config.model.target != GIVEN and is_of(config.model.target, ["holotrain"])
+    ):  # what a checkpoint names has not been checked
         _require_memory(config, described["facts"])
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)

@@ -20,9 +20,13 @@ from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.layers.attention import order_by_head
 from holotrain.models.pretrained.files import read_weights
 from holotrain.models.registry import build
+from holotrain.outside import read_json
 from holotrain.targets import first_line
 
 FORMAT = 2
+PARTS = {"target": str, "arguments": dict, "int8": bool, "adapters": int | None}
+"""What ``config.json`` holds of every model, with the types."""
+
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 
 
@@ -103,11 +107,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved model: there is no {CONFIG} in it")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         version = config["format"]
         if version == FORMAT:
-            return config | {key: config[key] for key in ("target", "arguments", "int8", "adapters")}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+            for key, kinds in PARTS.items():
+                if not isinstance(config[key], kinds):
+                    raise ValueError(f"{key} is of another type")
+            return config
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or of another program") from error
     raise ValueError(f"{path} is of format {version}; this version of holotrain reads format {FORMAT}")
 

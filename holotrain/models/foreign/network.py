@@ -1,11 +1,11 @@
 """The configuration and the files of a Hugging Face model, read as data: nothing in them is run."""
 
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from holotrain.outside import read_json
 from holotrain.targets import targets
 
 CONFIG = "config.json"
@@ -79,10 +79,10 @@ def network_of(name: str, given: dict[str, Any] | None = None, download: bool = 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: it is not JSON") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ValueError(f"{path} is not the configuration of a model of transformers: it has no model_type")
