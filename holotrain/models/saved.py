@@ -116,7 +116,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             return config
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or of another program") from error
-    raise ValueError(f"{path} is of format {version}; this version of holotrain reads format {FORMAT}")
+    raise ValueError(f"{path} is of format {version!r}; this version of holotrain reads format {FORMAT}")
 
 
 def _check(expected: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> None:

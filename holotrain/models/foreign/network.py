@@ -71,7 +71,10 @@ def network_of(name: str, given: dict[str, Any] | None = None, download: bool = 
         given = _read(folder_of(name, download) / CONFIG) | given
     if any(True for _ in targets(given)):
         raise ValueError(f"the configuration of {name} names a class by _target_")
-    _check_attention(given)
+    try:
+        _check_attention(given)
+    except ValueError as error:
+        raise ValueError(f"the configuration of {name}: {error}") from error
     if "quantization_config" in given:
         raise ValueError(f"{name} is quantised and cannot be trained; use the model that it was made from")
     return {key: value for key, value in given.items() if key not in OF_A_FILE}
