@@ -18,6 +18,7 @@ from holotrain.config.schema.classes import HUGGING_FACE, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
+from holotrain.models.bounds import bounded
 from holotrain.models.foreign.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.layers.attention import order_by_head
@@ -119,7 +120,7 @@ def described_model(
         with described_by("ckpt_path"):
             return saved.load(path, trust or (), vouched), described
     if model is None:
-        model = _built(kept, path, trust or (), vouched)
+        model = _built(kept, path, trust or (), vouched, checkpoint["state_dict"])
     prefix = "" if kept["config"]["model"] is None else "model."
     weights = {name.removeprefix(prefix): w for name, w in checkpointed.weights(path).items() if name.startswith(prefix)}
     check_weights(model, weights, path)
@@ -127,16 +128,19 @@ def described_model(
     return model, described
 
 
-def _built(kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Collection[tuple[str, str]]) -> nn.Module:
+def _built(
+    kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Collection[tuple[str, str]], weights: dict[str, Any]
+) -> nn.Module:
     described = kept["description"]
     if described["target"] == GIVEN:
         raise UserError(
-            f"ckpt_path: {path} holds the weights of a {described['arguments']['kind']} that Python code made; give one to "
+            f"ckpt_path: {path} holds the weights of a {described['arguments'].get('kind')} that Python code made; give one to "
             "holotrain.load(..., model=...)"
         )
     try:
-        model = registry.build(described["target"], described["arguments"], trust, vouched)
-        with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
+        model = registry.build(described["target"], described["arguments"], trust, vouched, weights)
+        with bounded(weights):
+            with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"ckpt_path: {path} describes no model that can be built: {first_line(error)}") from error
     return model

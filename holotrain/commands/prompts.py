@@ -1,6 +1,5 @@
 """Reads and encodes the prompts of ``generate``."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from holotrain.config.schema.commands import GenerateConfig
 from holotrain.data import Tokenizer
 from holotrain.errors import UserError
+from holotrain.outside import from_json
 
 
 def prompts(config: GenerateConfig) -> list[str]:
@@ -34,8 +34,8 @@ def prompts(config: GenerateConfig) -> list[str]:
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        prompt = json.loads(line)["prompt"]
-        prompt.encode()  # fails for half of a surrogate pair
+        prompt = from_json(line)["prompt"]
+        prompt.encode()  # fails for what is no text
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"prompts: {where} is not a JSON object with a text field named prompt") from error
     return prompt

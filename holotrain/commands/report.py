@@ -16,6 +16,7 @@ from holotrain.dashboard.page import page
 from holotrain.dashboard.scalars import read_scalars
 from holotrain.dashboard.table import Reported
 from holotrain.errors import UserError
+from holotrain.outside import require_shallow
 
 LEFT_BY_RUNS = ("config.yaml", summary.SUMMARY, "tensorboard", "csv")
 
@@ -99,7 +100,8 @@ def _read(folder: Path) -> Reported:
 def _config(path: Path) -> dict:
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        require_shallow(options)
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:  # TypeError: of a list as a key
         raise UserError(f"{path} is not a readable configuration") from error
     if not isinstance(options, dict):
         raise UserError(f"{path} is not a readable configuration")

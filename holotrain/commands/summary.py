@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holotrain.commands.files import write_whole
 from holotrain.errors import UserError
+from holotrain.outside import read_json
 
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
@@ -19,6 +20,9 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from holotrain.config.schema.run import RunConfig
 
 SUMMARY = "summary.json"
+
+REQUIRED = {"command", "status", "overrides", "metrics"}
+"""What earlier versions wrote too."""
 
 
 @dataclass
@@ -37,11 +41,11 @@ class Summary:
     synthesis: str
     parameters: int
     seconds: float
-    strategy: str = "single"
+    strategy: str | dict[str, Any] = "single"
     processes: int = 1
     monitor: str | None = None
     mode: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
     epochs: int | None = None
     steps: int | None = None
     samples_per_second: float | None = None
@@ -98,12 +102,18 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable summary: {error}") from error
-    if not isinstance(found, dict) or not {"command", "status", "overrides", "metrics"} <= found.keys():
+    if not isinstance(found, dict) or not found.keys() >= REQUIRED:
         raise UserError(f"{path} is not the summary of a run")
-    return found
+    from holotrain.config.signatures import checked
+
+    try:
+        kinds = {each.name: each.type if each.name in REQUIRED else f"{each.type} | None" for each in fields(Summary)}
+        return {name: checked(name, kind, found.get(name)) for name, kind in kinds.items()}
+    except UserError as error:
+        raise UserError(f"{path} is not the summary of a run: {error!s:.200}") from error
 
 
 def best_value(found: dict[str, Any]) -> float | None:

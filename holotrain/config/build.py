@@ -29,11 +29,13 @@ from holotrain.config.schema.classes import (
     is_a,
     takes,
 )
+from holotrain.config.schema.commands import PlanConfig
 from holotrain.config.schema.run import OPEN, RunConfig
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks
+from holotrain.models.bounds import allocated, bounded
 from holotrain.models.schedules import schedule_blocks, set_backward
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import is_of
@@ -110,14 +112,9 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
         facts: from :func:`facts_of`.
     """
     backward = config.backward
-    try:
+    with described_by("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = OPEN["model"].make("model", chosen, nn.Module)
-    except RuntimeError as error:
-        if not any(words in str(error) for words in ("can't allocate memory", "size calculation overflowed")):
-            raise
-        refused = str(error).strip().splitlines()[-1]
-        raise UserError(f"model: its weights do not fit into memory; holotrain plan shows their size ({refused})") from error
     try:
         if backward.blocks:
             schedule_blocks(model, backward.blocks)
@@ -146,6 +143,10 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
         raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
     if config.model is None:
         return task_of(None, config, described)
+    if (
+        not begin and config.model.target != GIVEN and is_of(config.model.target, ["holotrain"])
+    ):  # what a checkpoint names has not been checked
+        _require_memory(config, described["facts"])
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)
     if config.compile:
@@ -188,6 +189,8 @@ def check_values(config: RunConfig) -> None:
     facts = {"vocab": 2**10, "context": data.context} if text else facts_of(data)
     if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
+    if not isinstance(config, PlanConfig):  # which may be of a larger machine
+        _require_memory(config, facts)
     with torch.device("meta"):
         model = build_model(config, facts)
     if config.synthesis is not None:
@@ -196,6 +199,15 @@ def check_values(config: RunConfig) -> None:
     task = task_of(model, config, described)
     if config.synthesis is not None:
         synthesis_of(config.synthesis, task).remove()
+
+
+def _require_memory(config: RunConfig, facts: dict[str, Any]) -> None:
+    """
+    Raises:
+        UserError: this machine cannot hold the weights of the model.
+    """
+    with torch.device("meta"), described_by("model"), bounded():
+        build_model(config, facts)
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import nn
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen
 from holotrain.models.adapters import add_adapters, add_peft, freeze
+from holotrain.models.bounds import bounded
 from holotrain.models.foreign import Foreign
 from holotrain.models.pretrained import load_pretrained, read_weights
 from holotrain.targets import made
@@ -30,7 +31,8 @@ def prepare_weights(model: nn.Module, config: Chosen, read: bool) -> None:
         with described_by("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
     with described_by("model"):
-        with_adapters(model, config.adapters)
+        with bounded():
+            with_adapters(model, config.adapters)
         if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others
             freeze(model, config.trained)
 

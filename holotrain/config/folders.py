@@ -1,10 +1,10 @@
 """Run folders ``<output_dir>/<command>/<date>_<time>/`` and ``<output_dir>/<command>/sweeps/<date>_<time>/<job>/``."""
 
-import json
 from datetime import datetime
 from pathlib import Path
 
 from holotrain.errors import UserError
+from holotrain.outside import read_json
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
@@ -59,7 +59,7 @@ def _best(folder: Path) -> Path | None:
     """The checkpoint that the run's summary names, else the newest of the best; None: there is none."""
     found = sorted((folder / LAST_CHECKPOINT.parent).glob("best-*"), key=lambda path: path.stat().st_mtime)
     try:
-        named = Path(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["checkpoint"]).name
+        named = Path(read_json(folder / "summary.json")["checkpoint"]).name
     except (OSError, ValueError, KeyError, TypeError):
         named = None
     return next((path for path in found if path.name == named), found[-1] if found else None)

@@ -21,9 +21,15 @@ from hydra.plugins.launcher import Launcher
 
 from holotrain.config.explain import CONFIGURATION_ERRORS
 from holotrain.config.folders import from_here
+from holotrain.config.signatures import checked
+from holotrain.errors import UserError
+from holotrain.outside import read_json
 from holotrain.targets import first_line
 
 JOB = "job.json"
+
+KEPT = {"number": "int", "overrides": "list[str]", "exit_status": "int", "error": "str | None", "value": "float | None"}
+"""What it holds of a job, with the types as annotations."""
 
 
 @dataclass
@@ -61,8 +67,10 @@ class Job:
     def read(cls, path: Path) -> "Job | None":
         """A job from its ``job.json``; None if the file is not one of ours."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")), folder=path.parent)
-        except (ValueError, TypeError):
+            found = read_json(path)
+            kept = {name: checked(name, kind, found.get(name)) for name, kind in KEPT.items()}
+            return cls(**kept, folder=path.parent)
+        except (OSError, ValueError, AttributeError, UserError):
             return None
 
 

@@ -230,6 +230,10 @@ WORDS = {
 }
 
 
+SAID = 100
+"""Characters of a value that a message repeats."""
+
+
 def checked(where: str, annotation: str, value: Any) -> Any:
     """The value as a parameter of this type takes it: a whole number becomes a float, a number becomes a word.
 
@@ -242,14 +246,15 @@ def checked(where: str, annotation: str, value: Any) -> Any:
         return value
     if fitted := _fitted(hint, value):
         return fitted[0]
+    said = repr(value) if len(repr(value)) <= SAID else f"{repr(value)[:SAID]}..."
     if type(value) is int and abs(value) >= 2**63:
-        raise UserError(f"{where}: {value} is too large")
+        raise UserError(f"{where}: {said} is too large")
     kinds = get_args(hint) if get_origin(hint) is Union else (hint,)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
-        raise UserError(f"{where}: {value!r} is not one of {', '.join(map(str, choices))}.{did_you_mean(value, choices)}")
+        raise UserError(f"{where}: {said} is not one of {', '.join(map(str, choices))}.{did_you_mean(value, choices)}")
     words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
-    raise UserError(f"{where}: {value!r} is not {words}")
+    raise UserError(f"{where}: {said} is not {words}")
 
 
 def _hint(node: ast.expr) -> Any:

@@ -26,7 +26,7 @@ def read_events(folder: Path) -> EventAccumulator | None:
         return None
     try:
         return EventAccumulator(str(folder), size_guidance=KEPT).Reload()
-    except (OSError, DecodeError) as error:
+    except Exception as error:  # TensorBoard raises many kinds for events of other shapes
         raise UserError(f"{folder} has an unreadable event file: {error}") from error
 
 

@@ -56,7 +56,8 @@ def _tensorboard(events: EventAccumulator | None) -> dict[str, Curve]:
 def _csv(folder: Path) -> dict[str, Curve]:
     found: dict[str, tuple[list[int], list[float]]] = {}
     # A resumed run writes a new version.
-    for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.partition("_")[2])):
+    versions = {path: path.parent.name.removeprefix("version_") for path in folder.glob("version_*/metrics.csv")}
+    for path in sorted((path for path in versions if versions[path].isdecimal()), key=lambda path: int(versions[path])):
         try:
             with path.open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
@@ -65,7 +66,7 @@ def _csv(folder: Path) -> dict[str, Curve]:
                             steps, values = found.setdefault(tag, ([], []))
                             steps.append(int(row["step"]))
                             values.append(float(row[tag]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
             raise UserError(f"{path} is not a readable csv log") from error
     return {tag: _curve(*columns) for tag, columns in found.items()}
 

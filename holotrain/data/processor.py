@@ -1,11 +1,11 @@
 """How a published model wants its images normalised, from the files beside its weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from holotrain.data.augment import Statistics
 from holotrain.errors import UserError
+from holotrain.outside import read_json
 
 FILES = ("preprocessor_config.json", "config.json")
 """Of Hugging Face, and of timm."""
@@ -23,7 +23,9 @@ def statistics_of(processor: str) -> Statistics:
     folder = Path(processor).expanduser()
     found = _of_folder(folder) if folder.is_dir() else _of_timm(processor)
     mean, std = (found.get(name) or found.get(f"image_{name}") for name in ("mean", "std"))
-    if not all(isinstance(each, list | tuple) and len(each) == 3 for each in (mean, std)):
+    if not all(
+        isinstance(each, list | tuple) and {*map(type, each)} <= {int, float} and len(each) == 3 for each in (mean, std)
+    ):
         raise UserError(f"data.processor: {processor} does not say mean and deviation of three channels")
     return tuple(map(float, mean)), tuple(map(float, std))
 
@@ -33,9 +35,9 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     if path is None:
         raise UserError(f"data.processor: {folder} holds neither {' nor '.join(FILES)}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found.get("pretrained_cfg", found)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        found = read_json(path)
+        return dict(found.get("pretrained_cfg", found))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"data.processor: {path} cannot be read: it is damaged") from error
 
 

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
+from holotrain.outside import require_shallow
+
 CHECKPOINT = "checkpoint.pt"
 
 TENSORS = "tensors"
@@ -112,6 +114,10 @@ def load(path: str | Path) -> Any:
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
     if not intact:
         raise damaged(file)
+    try:
+        require_shallow(held)
+    except ValueError as error:
+        raise ValueError(f"{file} is not a readable checkpoint: {error}") from error
     folder, earlier = (held.get(key) if isinstance(held, dict) else None for key in (TENSORS, "shards"))
     if earlier is not None:
         raise ValueError(f"{path} is a sharded checkpoint of an earlier version: export it there, then use model.pretrained=")

@@ -1,10 +1,12 @@
 """Models by the full name of their class."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from holotrain.models.bounds import bounded
 from holotrain.targets import TARGET, is_defined_in, made, missing_package, targets
 
 
@@ -13,6 +15,7 @@ def build(
     arguments: dict[str, Any],
     trust: Collection[str] = (),
     vouched: Collection[tuple[str, str]] = (),
+    weights: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """A newly initialised model.
 
@@ -21,9 +24,11 @@ def build(
         arguments: those of the class; a mapping with ``_target_`` among them stands for what it names.
         trust: packages whose own classes and functions may be called, in addition to holotrain's models.
         vouched: pairs of a place, as :func:`~holotrain.targets.targets` gives it, and a name that may be called there.
+        weights: those that it is to hold; what is larger is not built.
 
     Raises:
-        ValueError: a class that is not trusted or does not exist, or invalid arguments.
+        ValueError: a class that is not trusted or does not exist, invalid arguments, or a model that is too large for this
+            machine.
     """
     named = {TARGET: target, **arguments}
     for where, each in targets(named):
@@ -33,7 +38,11 @@ def build(
             raise ValueError(f"{each} is needed, and {missing}")
         if (where, each) not in vouched and not _is_ours(each) and not is_defined_in(each, trust):
             raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
-    model = made(named)
+    if _is_ours(target):  # others may need the values of tensors
+        with torch.device("meta"), bounded(weights):
+            made(named)
+    with bounded(weights):
+        model = made(named)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{target} is not a torch.nn.Module; calling it gives {type(model).__name__}")
     return model

@@ -15,13 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from holotrain.models.adapters import adapter_width, add_adapters
+from holotrain.models.bounds import bounded
 from holotrain.models.checkpoint_files import checksum
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.layers.attention import order_by_head
 from holotrain.models.pretrained.files import CHECKSUM, CONFIG, read_weights
 from holotrain.models.registry import build
+from holotrain.outside import read_json
+from holotrain.targets import first_line
 
 FORMAT = 2
+PARTS = {"target": str, "arguments": dict, "int8": bool, "adapters": int | None}
+"""What ``config.json`` holds of every model, with the types."""
+
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 
 
@@ -80,11 +86,12 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     config = read_config(folder)
     weights = read_weights(folder / WEIGHTS)
     try:
-        model = build(config["target"], config["arguments"], trust, vouched)
+        model = build(config["target"], config["arguments"], trust, vouched, weights)
         if config["adapters"] is not None:
-            add_adapters(model, config["adapters"])
+            with bounded(weights):
+                add_adapters(model, config["adapters"])
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{folder / CONFIG} describes no model that can be built: {error}") from error
+        raise ValueError(f"{folder / CONFIG} describes no model that can be built: {first_line(error)}") from error
     if config["int8"]:
         quantise(model)
     order_by_head(weights, model)
@@ -104,13 +111,16 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved model: there is no {CONFIG} in it")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         version = config["format"]
         if version == FORMAT:
-            return config | {key: config[key] for key in ("target", "arguments", "int8", "adapters")}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+            for key, kinds in PARTS.items():
+                if not isinstance(config[key], kinds):
+                    raise ValueError(f"{key} is of another type")
+            return config
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or of another program") from error
-    raise ValueError(f"{path} is of format {version}; this version of holotrain reads format {FORMAT}")
+    raise ValueError(f"{path} is of format {version!r}; this version of holotrain reads format {FORMAT}")
 
 
 def _check(expected: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> None:

@@ -17,7 +17,7 @@ from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
 from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.stages import stored_by_stage
 from holotrain.models.layers.windows import RelativePositionBias, WindowAttention
-from holotrain.ranges import require_at_least, require_within
+from holotrain.ranges import require_at_least, require_blocks, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 # Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
@@ -74,7 +74,8 @@ class Swin(nn.Module):
         super().__init__()
         if not depths or len(depths) != len(heads):
             raise ValueError(f"depths and heads need one number for each stage, not {list(depths)} and {list(heads)}")
-        require_at_least(1, dim=dim, depths=depths, heads=heads, window=window)
+        require_at_least(1, dim=dim, heads=heads, window=window)
+        require_blocks(depths=depths)
         require_at_least(0.01, mlp_ratio=mlp_ratio)
         require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
         if patch_size is None:  # the published size, and less for small images, so that they have tens of tokens

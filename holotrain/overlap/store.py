@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from holotrain.outside import read_json
 from holotrain.overlap.groups import Job
 
 VERSION = 1
@@ -64,15 +65,13 @@ def path_of(folder: Path, job: Job, link: str) -> Path:
 def read(path: Path, job: Job, link: str) -> Tuned | None:
     """Returns None if there is no file for this job, device and torch. A broken file is reported by a warning."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    try:
-        found = json.loads(text)
+        found = read_json(path)
         if found["version"] != VERSION or found["of"] != described(job, link):
             return None
         tuned = Tuned(**found["tuned"])
         _require(tuned, job)
+    except OSError:
+        return None
     except (ValueError, TypeError, KeyError) as error:
         warnings.warn(f"{path} is not a valid choice of groups ({error!r}); measuring again", stacklevel=2)
         return None

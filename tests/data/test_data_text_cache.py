@@ -8,6 +8,7 @@ from errno import ENOSPC
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
@@ -224,3 +225,40 @@ def test_a_full_disk_is_said_where_damaged_files_are_noted(folder, monkeypatch):
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(full))
     with pytest.raises(UserError, match=r"^data\.cache_dir: cannot write .* \(No space left on device\)$"):
         prepared(folder, on_error="skip")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def of_other_columns(path):
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, pa.schema({"a": pa.int64()})) as stream:
+        stream.write_table(pa.table({"a": [1]}))
+
+
+def with_offsets_out_of_the_file(path):
+    with pa.memory_map(str(path)) as file:
+        kept = pa.ipc.open_stream(file).read_all()
+    offsets = kept.column("tokens").chunk(0).offsets.to_numpy()[: len(kept) + 1]
+    content, found = path.read_bytes(), offsets.astype("<i8").tobytes()
+    assert content.count(found) == 1
+    path.write_bytes(content.replace(found, (offsets * 2**30).astype("<i8").tobytes()))
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, of_other_columns, with_offsets_out_of_the_file])
+def test_a_damaged_file_of_tokens_is_made_again(folder, damage):
+    expected = tokens(prepared(folder))
+    for path in (folder.parent / "cache").glob("tokens-*.arrow"):
+        damage(path)
+    assert tokens(prepared(folder)) == expected
+
+
+def test_a_damaged_tokenizer_is_trained_again(folder):
+    expected = tokens(prepared(folder, tokenizer="bpe", vocab_size=270))
+    (path,) = (folder.parent / "cache").glob("bpe-*.json")
+    path.write_text("{")
+    assert tokens(prepared(folder, tokenizer="bpe", vocab_size=270)) == expected

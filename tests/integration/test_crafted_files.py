@@ -305,6 +305,21 @@ def test_crafted_files_of_an_export_are_refused(holotrain, honest, damage):
     assert not Path("ran").exists()
 
 
+@pytest.mark.parametrize("command", ["test", "predict", "export", "fit"])
+@pytest.mark.parametrize(
+    "sizes", [{"depth": 10**7}, {"depth": 10**4, "dim": 10**5}, {"dim": 2 * 10**9}, {"adapters": 10**12}], ids=str
+)
+def test_a_model_that_no_machine_holds_is_not_built(holotrain, honest, sizes, command):
+    crafted = torch.load(honest / "image.ckpt", weights_only=True)
+    crafted["holotrain"]["config"]["model"] |= sizes
+    if "adapters" not in sizes:
+        crafted["holotrain"]["description"]["arguments"] |= sizes
+    torch.save(crafted, "crafted.ckpt")
+    status, _, err = holotrain(command, "ckpt_path=crafted.ckpt")
+    assert status == 2 and err.startswith("holotrain: ") and err.count("\n") == 1 and "Traceback" not in err, err
+    assert any(words in err for words in ("weights take", "do not fit into memory", "at most 10000", "more parameters")), err
+
+
 @pytest.mark.parametrize(
     "of",
     [

@@ -13,6 +13,7 @@ from holotrain.data import hub
 from holotrain.data.hub import KINDS, files_read, stamp_of
 from holotrain.data.text.tokenise import Reading, Rows, fraction_of
 from holotrain.errors import UserError
+from holotrain.outside import read_json
 
 FEW = 20
 """With fewer files than this, documents are held out instead, if files hold several."""
@@ -114,7 +115,7 @@ def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
     there = [file for file in files if os.access(file.path, os.R_OK)]
     known = cache / f"damaged-{stamp_of(file.path for file in there)}.json"
     try:
-        damaged = {int(number) for number in json.loads(known.read_bytes())}
+        damaged = {int(number) for number in read_json(known)}
     except (OSError, ValueError, TypeError):  # not there, or no list of numbers
         errors = {number: error for number, file in enumerate(there) if (error := _error_in(file, cache))}
         damaged = {*errors}

@@ -2,6 +2,7 @@
 
 import os
 from abc import abstractmethod
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -250,7 +251,7 @@ class TextDataModule(LoadingModule):
         training = [each for each in rows if each.may_be_in("train")]
         known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]
         path = self.cache / f"bpe-{Hasher.hash([known, self.trained_size])}.json"
-        if path.exists():
+        with suppress(UserError):  # not there, or damaged
             return known_tokenizer(str(path))
         texts = (text for each in training for batch in each.batches("train") for text in batch)
         trained = SubwordTokenizer.trained(texts, self.trained_size)

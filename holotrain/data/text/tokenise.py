@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -120,6 +120,7 @@ class Rows:
 
         settings = json.dumps([FORMAT, asdict(self.reading), part, tokenizer.fingerprint])
         key = Hasher.hash([self.dataset._fingerprint, settings])
+        _remove_damaged(cache.glob(f"tokens-{key}*.arrow"), tokenizer)
         with reading("the text"):
             return self.dataset.map(
                 self.reading.tokens,
@@ -133,6 +134,21 @@ class Rows:
                 new_fingerprint=key,
                 desc=f"tokenising {part}",
             )
+
+
+def _remove_damaged(paths: Iterable[Path], tokenizer: Tokenizer) -> None:
+    """Removes files of tokens that do not check out, so that they are made again. Offsets that point out of a file would be
+    followed by whoever reads it."""
+    kinds = {"tokens": pa.large_list(pa.from_numpy_dtype(tokenizer.dtype)), "label": pa.string()}
+    for path in paths:
+        try:
+            with pa.memory_map(str(path)) as file:
+                kept = pa.ipc.open_stream(file).read_all()
+            if {column.name: column.type for column in kept.schema} != kinds:
+                raise ValueError("other columns")
+            kept.validate(full=True)
+        except (OSError, ValueError):  # as those of Arrow are
+            path.unlink(missing_ok=True)
 
 
 def table(tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[str | None]) -> pa.Table:

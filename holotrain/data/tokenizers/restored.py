@@ -7,6 +7,7 @@ from holotrain.checks import one_of
 from holotrain.data.tokenizers.byte import ByteTokenizer
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
+from holotrain.outside import from_json
 
 
 def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
@@ -19,7 +20,7 @@ def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
         UserError: the text is not a tokenizer.
     """
     try:
-        content = json.loads(text)
+        content = from_json(text)
     except ValueError as error:
         raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
     if content == json.loads(ByteTokenizer().to_json()):

@@ -1,11 +1,11 @@
 """The configuration and the files of a Hugging Face model, read as data: nothing in them is run."""
 
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from holotrain.outside import read_json
 from holotrain.targets import targets
 
 CONFIG = "config.json"
@@ -71,7 +71,10 @@ def network_of(name: str, given: dict[str, Any] | None = None, download: bool = 
         given = _read(folder_of(name, download) / CONFIG) | given
     if any(True for _ in targets(given)):
         raise ValueError(f"the configuration of {name} names a class by _target_")
-    _check_attention(given)
+    try:
+        _check_attention(given)
+    except ValueError as error:
+        raise ValueError(f"the configuration of {name}: {error}") from error
     if "quantization_config" in given:
         raise ValueError(f"{name} is quantised and cannot be trained; use the model that it was made from")
     return {key: value for key, value in given.items() if key not in OF_A_FILE}
@@ -79,10 +82,10 @@ def network_of(name: str, given: dict[str, Any] | None = None, download: bool = 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: it is not JSON") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ValueError(f"{path} is not the configuration of a model of transformers: it has no model_type")

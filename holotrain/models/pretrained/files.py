@@ -1,6 +1,5 @@
 """Reads weights from local files, without running any code in them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from holotrain.models.checkpoint_files import check_records, checksum, damaged, is_folder, read, warn_of_non_finite
+from holotrain.outside import read_json
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
@@ -65,16 +65,16 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _said_beside(path: Path) -> Any:
     """The checksum of the weights in a folder; None: there is none."""
     try:
-        config = json.loads((path.parent / CONFIG).read_bytes()) if path.name == IN_A_FOLDER[0] else None
-    except (OSError, ValueError, RecursionError):  # not there, or no configuration
+        config = read_json(path.parent / CONFIG) if path.name == IN_A_FOLDER[0] else None
+    except (OSError, ValueError):  # not there, or no configuration
         return None
     return config.get(CHECKSUM) if isinstance(config, dict) else None
 
 
 def _sharded(path: Path) -> dict[str, Tensor]:
     try:
-        shards = set(json.loads(path.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        shards = set(read_json(path)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
     weights = {}
     for shard in sorted(shards, key=str):

@@ -1,0 +1,63 @@
+"""Plain values that come from outside: from files that anybody may have written."""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+DEEPEST = 100
+"""Levels of lists and mappings in each other."""
+
+MOST = 10_000_000
+"""Values in a file; a list that stands in it twice counts twice."""
+
+LARGEST = 2**26
+"""Bytes of a file of JSON."""
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file of JSON.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or no JSON of ours: too large, nested too deep, or with text that is not Unicode.
+    """
+    with path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST} bytes")
+    return from_json(content)
+
+
+def from_json(text: str | bytes) -> Any:
+    """
+    Raises:
+        ValueError: as :func:`read_json`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep") from error
+    require_shallow(value)
+    return value
+
+
+def require_shallow(value: Any) -> None:
+    """
+    Raises:
+        ValueError: lists and mappings are nested too deep for functions that follow them, or hold too much, because one stands
+            in itself or in many places; or a text is not Unicode.
+    """
+    within, seen = [iter([value])], 0
+    while within:
+        for each in within[-1]:
+            seen += 1
+            if isinstance(each, str) and not each.isascii():
+                each.encode()
+            if isinstance(each, dict | list | tuple):
+                within.append(iter(each) if not isinstance(each, dict) else chain(each, each.values()))
+                break
+        else:
+            within.pop()
+        if len(within) > DEEPEST or seen > MOST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep, or holds more than {MOST} values")

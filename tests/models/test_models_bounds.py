@@ -1,0 +1,88 @@
+"""What is too large for this machine, or for the file of its weights, is not built."""
+
+import json
+
+import pytest
+import torch
+from small_models import IMAGE
+from torch import nn
+
+from holotrain.models import bounds
+from holotrain.models.bounds import bounded
+from holotrain.models.registry import build
+from holotrain.models.saved import load, save
+
+
+class Made(nn.Module):
+    """As many layers as are wanted, which are counted."""
+
+    count = 0
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        for number in range(layers):
+            Made.count = number
+            self.add_module(str(number), nn.Linear(10, 10, bias=False))
+
+
+def test_the_making_of_a_module_ends_when_the_memory_is_full(monkeypatch):
+    monkeypatch.setattr(bounds, "free_memory", lambda device: 40_000)
+    with bounded():
+        Made(100)
+    with (
+        pytest.raises(ValueError, match="^its weights take 39.45 KiB or more, and this machine has 39.06 KiB left$"),
+        bounded(),
+    ):
+        Made(200)
+    assert Made.count == 100
+    Made(200)  # without a bound
+
+
+def test_the_meta_device_tells_the_whole_size(monkeypatch):
+    monkeypatch.setattr(bounds, "free_memory", lambda device: 40_000)
+    with pytest.raises(ValueError, match="^its weights take 78.12 KiB, and"), bounded(), torch.device("meta"):
+        Made(200)
+    with pytest.raises(ValueError, match="^its weights take .* or more, and"), bounded(), torch.device("meta"):
+        Made(10**6)
+    assert Made.count < 3000
+
+
+def test_an_unknown_memory_is_no_bound(monkeypatch):
+    monkeypatch.setattr(bounds, "free_memory", lambda device: None)
+    with bounded():
+        Made(2)
+
+
+def test_a_module_may_have_no_more_parameters_than_its_file():
+    weights = Made(100).state_dict()
+    with bounded(weights):
+        Made(100)
+    with pytest.raises(ValueError, match="more parameters than the 100 tensors of its weights"), bounded(weights):
+        Made(10**6)
+    assert Made.count < 2000
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_any_is_taken():
+    with pytest.raises(ValueError, match="its weights take 1.746e.04 TiB, and this machine has"):
+        build("holotrain.models.ViT", IMAGE | {"dim": 10**7, "heads": 1, "mlp_ratio": 2.0, "depth": 6})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"depth": 9999}, {"dim": 2048}, {"image_size": 2**20}, {"classes": 10**8}, {"depth": 10**7}, {"mlp_ratio": 1e6}]
+)
+def test_a_description_of_more_than_its_weights_is_refused_in_a_line(tmp_path, changes):
+    save(tmp_path, "holotrain.models.ViT", IMAGE, build("holotrain.models.ViT", IMAGE))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"arguments": IMAGE | changes}))
+    with pytest.raises(
+        ValueError, match=r"config.json describes no model that can be built: (it has more parameters|depth must)"
+    ):
+        load(tmp_path)
+
+
+def test_adapters_that_are_larger_than_the_weights_are_refused(tmp_path):
+    save(tmp_path, "holotrain.models.ViT", IMAGE, build("holotrain.models.ViT", IMAGE))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"adapters": 10**6}))
+    with pytest.raises(ValueError, match="it has more parameters than"):
+        load(tmp_path)
