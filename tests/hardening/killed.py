@@ -5,8 +5,10 @@ import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
 
 from holotrain.parallel import checkpoints
+from holotrain.tasks import ImageClassifier
 
 
 class Killed(pl.Callback):
@@ -14,8 +16,8 @@ class Killed(pl.Callback):
     Args:
         dirpath: the folder of the checkpoints, which the program fills in; a file beside it says that the moment has come.
         moment: ``built``, ``setup``, ``batch``, ``backward``, ``validation``, ``writing`` (half of a checkpoint is written),
-            ``written`` (under its temporary name), ``renamed``, ``removing`` (a file that another has replaced), ``epoch``,
-            ``end`` or ``test``.
+            ``written`` (under its temporary name), ``renamed``, ``removing`` (a file that another has replaced), ``epoch``
+            or ``test``.
         count: the signals are sent when the moment comes this often; the first time is 1.
         names: of the signals, one after the other, such as ``SIGINT SIGINT``.
         rank: the process that it happens in.
@@ -32,7 +34,19 @@ class Killed(pl.Callback):
         self.awaited = not (self.mark.exists() or others or int(os.environ.get("RANK", 0)) != rank)
         if self.awaited and moment in ("writing", "written", "renamed", "removing"):
             self._watch_files()
+        if self.awaited and moment == "test":
+            self._watch_test()
         self.now("built")
+
+    def _watch_test(self) -> None:
+        """That of images; a test runs without the callbacks of the training."""
+        step = ImageClassifier.test_step
+
+        def watched(task, *args):
+            self.now("test")
+            return step(task, *args)
+
+        ImageClassifier.test_step = watched
 
     def now(self, moment: str) -> None:
         if not self.awaited or moment != self.moment:
@@ -45,7 +59,7 @@ class Killed(pl.Callback):
                 os.kill(os.getppid() if self.to == "parent" else os.getpid(), getattr(signal, name))
 
     def _watch_files(self) -> None:
-        save, replace, unlink = checkpoints.torch.save, Path.replace, Path.unlink
+        save, replace, remove = checkpoints.torch.save, Path.replace, Strategy.remove_checkpoint
 
         def half_saved(held, file, *args, **options):
             begun = file.tell()
@@ -68,16 +82,11 @@ class Killed(pl.Callback):
                 self.now("renamed")
             return result
 
-        checkpoints.torch.save, Path.replace = half_saved, replaced
-        from lightning.pytorch.strategies import Strategy
-
-        remove = Strategy.remove_checkpoint
-
         def removed(strategy, path):
             self.now("removing")
             remove(strategy, path)
 
-        Strategy.remove_checkpoint = removed
+        checkpoints.torch.save, Path.replace, Strategy.remove_checkpoint = half_saved, replaced, removed
 
     def setup(self, trainer, module, stage) -> None:
         if stage == "fit":
@@ -94,6 +103,3 @@ class Killed(pl.Callback):
 
     def on_train_epoch_end(self, trainer, module) -> None:
         self.now("epoch")
-
-    def on_train_end(self, trainer, module) -> None:
-        self.now("end")

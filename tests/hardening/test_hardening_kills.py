@@ -3,9 +3,9 @@
 import json
 import os
 import random
-import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ pytestmark = [
 
 TINY = ["model.dim=16", "model.depth=2", "model.heads=2", "model.dropout=0.2", "trainer.max_epochs=2", "logger=none"]
 TINY += ["trainer.accelerator=cpu", "callbacks.progress=null", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
-TINY += ["callbacks.checkpoint.every_n_train_steps=1"]
+TINY += ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.monitor=val/loss"]
 IMAGES = [*TINY, "data.mixup_alpha=0.3", "callbacks=ema", "trainer.limit_train_batches=6"]
 IMAGES += ["trainer.accumulate_grad_batches=2", "trainer.val_check_interval=3", "data.batch_size=16"]
 TEXT = [*TINY, "task=causal_lm", "model=rev_gpt_tiny", "data=text_files", "data.files=[text/*.txt]", "data.context=16"]
@@ -66,7 +66,7 @@ CASES = [
     ("images", "validation", 2, "SIGINT"),
     ("images", "validation", 3, "SIGINT SIGINT"),
     ("images", "epoch", 1, "SIGTERM SIGTERM"),
-    ("images", "end", 1, "SIGINT"),
+    ("images", "epoch", 2, "SIGINT SIGINT"),
     ("images", "test", 1, "SIGINT"),
     ("images", "time", 1, "SIGKILL"),
     ("images", "time", 2, "SIGKILL"),
@@ -125,6 +125,7 @@ def whole(tmp_path_factory):
 
     def made(folder: Path, kind: str) -> None:
         with_texts(folder)
+        Forked("", folder=folder).wait()  # the first one imports torch
         began = time.monotonic()
         ended(fit(folder, *KINDS[kind]), folder)
         (folder / "seconds").write_text(str(time.monotonic() - began))
@@ -147,8 +148,9 @@ def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path,
     if moment == "time":
         process = fit(tmp_path, *words)
         time.sleep(random.Random(count).random() * float((reference / "seconds").read_text()))
-        for name in names.split():
-            os.kill(process.pid, getattr(signal, name))
+        with suppress(ProcessLookupError):  # it has ended
+            for name in names.split():
+                os.kill(process.pid, getattr(signal, name))
     else:
         kill = incident(moment, count, names, *given)
         process = fit(tmp_path, *words, *kill)
@@ -163,7 +165,7 @@ def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path,
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     if kind != "sweep" and not last.exists():
         refused = fit(tmp_path, "resume=true", "hydra.run.dir=run")
-        assert refused.wait(100) == 2 and (tmp_path / "errors").read_text().count("\n") == 1
+        assert refused.wait(100) == 2 and "to start it from the beginning" in (tmp_path / "errors").read_text()
         ended(fit(tmp_path, *words, *kill), tmp_path)
     elif kind == "sweep":
         ended(fit(tmp_path, *words, *kill, "resume=true"), tmp_path)
