@@ -95,8 +95,9 @@ CASES = [
 """``time``: after a share of the uninterrupted run's seconds, which is drawn with the number as seed."""
 
 FIT = """
-import os, sys, torch
+import os, signal, sys, torch
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has switched off for what it runs in the background
 from holotrain.cli import main
 status = main(["fit", *sys.argv[1:]])
 sys.stderr.flush()

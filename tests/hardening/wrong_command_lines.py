@@ -85,7 +85,7 @@ WRONG = [
     ("fit seed='${oc.env:NOPE}'", "Environment variable 'NOPE' not found"),
     (
         "fit -m resume=true seed=1,2",
-        "holotrain: resume=true: there is no sweep that has begun in runs/fit/sweeps; to start one",
+        "resume=true: there is no sweep that has begun in runs/fit/sweeps; to start one",
     ),
     # files and folders
     ("fit resume=true hydra.run.dir=empty", "resume=true: empty has no checkpoint, because the run ended before it saved one"),
