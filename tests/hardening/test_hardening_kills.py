@@ -29,8 +29,9 @@ TINY += ["trainer.accelerator=cpu", "callbacks.progress=null", "trainer.limit_va
 TINY += ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.monitor=val/loss"]
 IMAGES = [*TINY, "data.mixup_alpha=0.3", "callbacks=ema", "trainer.limit_train_batches=6"]
 IMAGES += ["trainer.accumulate_grad_batches=2", "trainer.val_check_interval=3", "data.batch_size=16"]
-TEXT = [*TINY, "task=causal_lm", "model=rev_gpt_tiny", "data=text_files", "data.files=[text/*.txt]", "data.context=16"]
-TEXT += ["data.cache_dir=cache", "trainer.limit_train_batches=5", "synthesis=associative"]
+TEXT = [*TINY, "task=causal_lm", "model=rev_gpt_tiny", "data=text_files", "data.files=lines.txt", "data.unit=line"]
+TEXT += ["data.val_fraction=0.2", "data.test_fraction=0.1"]
+TEXT += ["data.context=16", "data.cache_dir=cache", "trainer.limit_train_batches=5", "synthesis=associative"]
 KINDS = {
     "images": [*IMAGES, "hydra.run.dir=run"],
     "text": [*TEXT, "hydra.run.dir=run"],
@@ -113,11 +114,10 @@ def ended(process: Forked, folder: Path) -> None:
     assert process.wait(200) == 0, (folder / "errors").read_text()
 
 
-def with_texts(folder: Path) -> None:
+def with_text(folder: Path) -> None:
     draw = random.Random(1)
-    (folder / "text").mkdir()
-    for name in "ab":
-        (folder / "text" / f"{name}.txt").write_text(" ".join(draw.choices("abcdefgh", k=3000)))
+    lines = [" ".join(draw.choices("abcdefgh", k=20)) for _ in range(300)]
+    (folder / "lines.txt").write_text("\n".join(lines))
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +125,7 @@ def whole(tmp_path_factory):
     """The folder of the uninterrupted run of a kind."""
 
     def made(folder: Path, kind: str) -> None:
-        with_texts(folder)
+        with_text(folder)
         Forked("", folder=folder).wait()  # the first one imports torch
         began = time.monotonic()
         ended(fit(folder, *KINDS[kind]), folder)
@@ -144,7 +144,7 @@ def incident(moment: str, count: int, names: str, *given: str) -> list[str]:
 def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path, whole, case):
     kind, moment, count, names, *given = case
     reference = whole(kind)
-    with_texts(tmp_path)
+    with_text(tmp_path)
     words, kill = KINDS[kind], []
     if moment == "time":
         process = fit(tmp_path, *words)
