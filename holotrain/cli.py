@@ -27,7 +27,7 @@ from holotrain.config import help
 from holotrain.config.arguments import Arguments, key_of, parse, parse_words
 from holotrain.config.composition import composed, config_folder, direction, register
 from holotrain.config.explain import CONFIGURATION_ERRORS, REFUSALS, explained, explaining, refused
-from holotrain.config.folders import from_here
+from holotrain.config.folders import LAST_CHECKPOINT, from_here
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.schema.commands import WORD_COMMANDS
 from holotrain.config.start import Start, check_values
@@ -36,6 +36,7 @@ from holotrain.parallel.place import Place, found
 from holotrain.targets import first_line
 
 if TYPE_CHECKING:
+    from holotrain.commands.run import Run
     from holotrain.commands.together import Together
 
 
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 @files_named()
@@ -82,10 +85,7 @@ def _of_words(command: str, *words: str) -> int:
     if config is None:
         print(help.word_command_help(command))
         return 0
-    try:
-        return importlib.import_module(f"holotrain.commands.{command}").run(config)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return importlib.import_module(f"holotrain.commands.{command}").run(config)
 
 
 def _help(arguments: Arguments) -> int:
@@ -183,7 +183,7 @@ class Launch:
         hydra = HydraConfig.get()
         folder = from_here(Path(hydra.runtime.output_dir))
         overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: interpolations mean other options
-        left = Job(hydra.job.get("num", 0), overrides, 0, folder=folder)
+        left, run = Job(hydra.job.get("num", 0), overrides, 0, folder=folder), None
         try:
             with files_named():
                 typed = self.start.typed(config, overrides)
@@ -204,6 +204,9 @@ class Launch:
         except Exception as error:
             traceback.print_exc()
             left.exit_status, left.error = 1, f"{type(error).__name__}: {error}".splitlines()[0]
+        except KeyboardInterrupt:
+            print(self._kept(folder, run), file=sys.stderr)
+            left.exit_status, left.error = 128 + signal.SIGINT, "ended by SIGINT"
         if hydra.mode is RunMode.MULTIRUN:
             left.value = self._value(left)
             left.write()
@@ -215,6 +218,19 @@ class Launch:
         if left.exit_status > 128 or ("together" in vars(self) and self.together.broken):
             raise Ended(left.exit_status)
         return left.value
+
+    def _kept(self, folder: Path, run: Run | None) -> str:
+        """What is left of a run that Ctrl-C has ended at once.
+
+        Args:
+            run: None: it has not begun.
+        """
+        if self.arguments.command != "fit":
+            return f"SIGINT ended {self.arguments.command}"
+        if not (folder / LAST_CHECKPOINT).exists():
+            return "SIGINT ended the training at once; nothing was saved yet, so it starts again from the beginning"
+        words = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
+        return f"{words}\n{run.how_to_resume}" if run else words
 
     def _value(self, job: Job) -> float | None:
         """The best value of the metric that selects a training's best checkpoint. A training that failed has none."""

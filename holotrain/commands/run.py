@@ -67,7 +67,7 @@ class Run:
             return f"resume with: holotrain.fit(the same objects, overrides=['resume=true'], folder={str(self.folder)!r})"
         keys = {word: key_of(word) for word in self.overrides}
         again = [
-            word
+            word.lstrip("+")  # the checkpoint has what it added
             for word, key in keys.items()
             if key in (*COMMAND_LINE_ONLY, *OF_FIT) or key.startswith("logger.") or key.endswith(f".{TARGET}")
         ]

@@ -179,7 +179,12 @@ def _member(world: World, command: str, config: RunConfig, run: Run) -> int:
 
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
-    return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
+    try:
+        return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1
+            raise KeyboardInterrupt from ended
+        raise
 
 
 def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:

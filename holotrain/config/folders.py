@@ -16,7 +16,7 @@ def run_folder(kind: str, root: str, resume: bool) -> str:
         kind: the command; for a sweep, whose jobs have numbered folders in its folder, ``<command>/sweeps``.
     """
     parent = Path(root, kind)
-    evidence = (Path("*"), "sweep") if parent.name == "sweeps" else (LAST_CHECKPOINT, "run")
+    evidence = (Path("*"), "sweep that has begun") if parent.name == "sweeps" else (LAST_CHECKPOINT, "run with a checkpoint")
     return str(_latest(parent, *evidence) if resume else _fresh(parent))
 
 
@@ -32,7 +32,7 @@ def checkpoint_path(given: str, command: str, root: str) -> Path:
         UserError: there is no such training, or it is a folder of several.
     """
     if given in ("best", "last") and not Path(given).exists():
-        folder = _latest(Path(root) / "fit", LAST_CHECKPOINT, "run", f"ckpt_path={given}")
+        folder = _latest(Path(root) / "fit", LAST_CHECKPOINT, "run with a checkpoint", f"ckpt_path={given}")
     else:
         folder = Path(given).expanduser()
     last = folder / LAST_CHECKPOINT
@@ -82,5 +82,6 @@ def _fresh(parent: Path) -> Path:
 def _latest(parent: Path, evidence: Path, noun: str, option: str = "resume=true") -> Path:
     found = [folder for folder in parent.glob("*") if any(folder.glob(str(evidence)))]
     if not found:
-        raise UserError(f"{option}: there is no {noun} with a checkpoint in {parent}")
+        hint = "; to start one, leave out resume=true" if option == "resume=true" else ""
+        raise UserError(f"{option}: there is no {noun} in {parent}{hint}")
     return max(found, key=lambda folder: max(path.stat().st_mtime for path in folder.glob(str(evidence))))

@@ -123,7 +123,11 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
         folder = folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
         path = Path(folder).expanduser() / LAST_CHECKPOINT
         recover(path)
-        return sound(path) if path.exists() else path
+        if not path.exists():
+            words = f"{folder} has no checkpoint, because the run ended before it saved one"
+            words = words if Path(folder).expanduser().is_dir() else f"there is no folder {folder}"
+            raise UserError(f"resume=true: {words}; to start it from the beginning, leave out resume=true")
+        return sound(path)
     given = arguments.value("ckpt_path")
     if given in (None, "null", ""):
         return None

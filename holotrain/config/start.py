@@ -42,7 +42,7 @@ class Start:
 
     def completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
-        plain = with_own_options(OmegaConf.to_container(config), overrides)
+        plain = with_own_options(OmegaConf.to_container(config), overrides, self.origin and self.origin.config)
         self._check_left_out(plain)
         if self.origin is not None:
             plain = without_leftovers(plain, self.origin, overrides)

@@ -70,18 +70,23 @@ def completed(command: str, plain: dict[str, Any], overrides: Iterable[str] = ()
     return {name: found[name] for name in options} | found
 
 
-def with_own_options(plain: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def with_own_options(plain: dict[str, Any], overrides: Iterable[str], kept: dict[str, Any] | None = None) -> dict[str, Any]:
     """A composed configuration in which ``optimizer._target_=...`` among the overrides replaces the whole group.
 
     What the file of the group's option gives are arguments of another class. The same for other groups, for each callback and
     each logger, and not for ``trainer``, whose class stays Lightning's.
+
+    Args:
+        kept: the configuration of a checkpoint, whose options are those of the class if it names the same one.
     """
     given = {*map(key_of, overrides)}
     result = deepcopy(plain)
     for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
         group, _, name = where.partition(".")
-        node, name = (result.get(group), name) if name else (result, group)
+        node, name, before = (result.get(group), name, (kept or {}).get(group)) if name else (result, group, kept)
         if isinstance(node, dict) and isinstance(options := node.get(name), dict):
+            if ((before or {}).get(name) or {}).get(TARGET) == options.get(TARGET):
+                continue
             is_given = {option: any(f"{key}.".startswith(f"{where}.{option}.") for key in given) for option in options}
             node[name] = {option: value for option, value in options.items() if is_given[option]}
     return result

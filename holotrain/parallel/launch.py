@@ -125,6 +125,8 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
             raise _cause(error, mistake) from None
         except SignalException as error:
             received.append(error.sigval)
+        if received == [signal.SIGINT] and not result.exists():
+            raise KeyboardInterrupt
         status = json.loads(result.read_text()) if result.exists() else 0
         return 128 + received[0] if received and (status or not result.exists()) else status
 

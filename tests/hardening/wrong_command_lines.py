@@ -88,8 +88,13 @@ WRONG = [
     # interpolations
     ("fit seed='${nope}'", "seed: Interpolation key 'nope' not found"),
     ("fit seed='${oc.env:NOPE}'", "Environment variable 'NOPE' not found"),
-    ("fit -m resume=true seed=1,2", "holotrain: resume=true: there is no sweep with a checkpoint in runs/fit/sweeps"),
+    (
+        "fit -m resume=true seed=1,2",
+        "resume=true: there is no sweep that has begun in runs/fit/sweeps; to start one",
+    ),
     # files and folders
+    ("fit resume=true hydra.run.dir=empty", "resume=true: empty has no checkpoint, because the run ended before it saved one"),
+    ("fit resume=true hydra.run.dir=nowhere", "resume=true: there is no folder nowhere; to start it"),
     ("fit resume=true", "no run with a checkpoint in runs/fit"),
     ("fit resume=true ckpt_path=run", "leave out ckpt_path="),
     ("fit ckpt_path=nowhere.ckpt", "no file nowhere.ckpt"),

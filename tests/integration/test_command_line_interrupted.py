@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import yaml
 from left_by_runs import assert_same_weights, summary
 from small_run import SMALL
 
@@ -82,3 +84,65 @@ def test_a_signal_from_outside_loses_nothing(holotrain, batch):
     assert summary(Path("outside"))["status"] == "interrupted"
     assert holotrain("fit", "resume=true", "hydra.run.dir=outside")[0] == 0
     assert_same_weights(Path("outside") / LAST, reference)
+
+
+def interrupts(holotrain, monkeypatch, hook, step, times, *words):
+    """Runs ``fit``, to which Ctrl-C is sent so many times in a row, in a hook of a callback at an optimizer step."""
+    from holotrain.callbacks import ExactResume
+
+    def interrupt(self, trainer, *_, **__):
+        if trainer.global_step == step:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    # A shell switches it off for what it runs in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with monkeypatch.context() as patch:
+        patch.setattr(ExactResume, hook, interrupt)
+        result = holotrain("fit", *SMALL, "test=false", "logger=none", *words)
+    signal.signal(signal.SIGINT, before)
+    return result
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_ctrl_c_several_times_says_what_was_kept(holotrain, monkeypatch, times):
+    status, _, err = interrupts(holotrain, monkeypatch, "on_train_batch_start", 4, times, "hydra.run.dir=run")
+    assert status == 128 + signal.SIGINT
+    assert err == (
+        "SIGINT ended the training at once; the last state that was saved is in run/checkpoints/last.ckpt\n"
+        "resume with: python -m holotrain fit resume=true hydra.run.dir=run test=false\n"
+    )
+    assert holotrain("fit", "resume=true", "hydra.run.dir=run", "test=false")[::2] == (0, "")
+    assert holotrain("fit", *SMALL, "test=false", "logger=none", "hydra.run.dir=whole")[0] == 0
+    assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
+
+
+@pytest.mark.parametrize("hook, times", [("setup", 1), ("on_train_batch_start", 2)])
+def test_ctrl_c_before_anything_was_saved_says_so(holotrain, monkeypatch, hook, times):
+    """In a sweep, whose next job does not begin."""
+    status, _, err = interrupts(holotrain, monkeypatch, hook, 0, times, "-m", "seed=1,2", "hydra.sweep.dir=sweep")
+    assert status == 128 + signal.SIGINT, err
+    assert err == "SIGINT ended the training at once; nothing was saved yet, so it starts again from the beginning\n"
+    assert "ended by SIGINT" in Path("sweep/sweep.csv").read_text() and not Path("sweep/1").exists()
+    status, _, err = holotrain(
+        "fit", *SMALL, "test=false", "logger=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep", "resume=true"
+    )
+    assert (status, err) == (0, "") and (Path("sweep/1") / LAST).exists()
+
+
+class Every(pl.Callback):
+    """A callback with an option that must be given, and one that need not."""
+
+    def __init__(self, period: int, offset: int = 0) -> None:
+        self.period, self.offset = period, offset
+
+
+def test_the_command_that_is_said_resumes_with_the_options_of_ones_own_class(holotrain, monkeypatch):
+    name = f"{Every.__module__}.{Every.__name__}"
+    words = [f"+callbacks.every._target_={name}", "+callbacks.every.period=3", "+callbacks.every.offset=2"]
+    status, _, err = interrupts(holotrain, monkeypatch, "on_train_batch_start", 4, 1, "hydra.run.dir=run", *words)
+    assert status == 128 + signal.SIGINT
+    said = shlex.split(err.rpartition("python -m holotrain ")[2])
+    assert holotrain(*said)[::2] == (0, "")
+    kept = yaml.safe_load(Path("run/config.yaml").read_text())["callbacks"]["every"]
+    assert (kept["period"], kept["offset"]) == (3, 2)
