@@ -189,7 +189,7 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
                 raise ValueError(f"{name!r} in state_dict is not a tensor")
         if not re.fullmatch(r"[2-9](\.\w+)*", checkpoint.get("pytorch-lightning_version", "2")):
             raise ValueError(f"it was written by Lightning {checkpoint['pytorch-lightning_version']!r}")
-    except (UserError, ValueError) as error:
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last of what lacks a part
         _require_packages(kept["config"], path)
         raise UserError(f"ckpt_path: {path} is damaged, or of another version of holotrain: {first_line(error)}") from error
     return checkpoint | {KEY: kept | {"config": config, "description": description}}

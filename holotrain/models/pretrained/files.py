@@ -77,8 +77,9 @@ def _sharded(path: Path) -> dict[str, Tensor]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
     weights = {}
+    beside = {each.name for each in path.parent.iterdir()}
     for shard in sorted(shards, key=str):
-        if not isinstance(shard, str) or Path(shard).name != shard or not (path.parent / shard).is_file():
+        if shard not in beside:
             raise ValueError(f"{path} names {shard}, which is not in the same folder")
         weights |= _safetensors(path.parent / shard)
     return weights
