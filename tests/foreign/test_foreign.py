@@ -101,7 +101,10 @@ def example(task: str, run: Path) -> torch.Tensor:
     return torch.arange(20).view(2, 10) + 97
 
 
-@pytest.mark.parametrize(("kind", "task"), RUNS)
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [each if each in PLANNED else pytest.param(*each, marks=pytest.mark.slow) for each in RUNS],
+)
 def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, task):
     run = trained(kind, task)
     write_texts(tmp_path)

@@ -96,6 +96,7 @@ def test_the_error_of_the_process_that_failed_is_what_is_said(holotrain, rank):
     assert err.splitlines()[-1].startswith(f"holotrain: rank {rank} failed: RuntimeError: the disk is full; resume with: ")
 
 
+@pytest.mark.slow
 def test_a_mistake_in_one_process_is_one_line(holotrain):
     assert holotrain("fit", *WORDS, *incident("mistake"))[::2] == (2, "holotrain: give another disk\n")
 

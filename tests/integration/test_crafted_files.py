@@ -305,9 +305,16 @@ def test_crafted_files_of_an_export_are_refused(holotrain, honest, damage):
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize("command", ["test", "predict", "export", "fit"])
 @pytest.mark.parametrize(
-    "sizes", [{"depth": 10**7}, {"depth": 10**4, "dim": 10**5}, {"dim": 2 * 10**9}, {"adapters": 10**12}], ids=str
+    ("command", "sizes"),
+    [
+        pytest.param(command, sizes, marks=[pytest.mark.slow] * (row != column))
+        for row, command in enumerate(["test", "predict", "export", "fit"])
+        for column, sizes in enumerate(
+            [{"depth": 10**7}, {"depth": 10**4, "dim": 10**5}, {"dim": 2 * 10**9}, {"adapters": 10**12}]
+        )
+    ],
+    ids=str,
 )
 def test_a_model_that_no_machine_holds_is_not_built(holotrain, honest, sizes, command):
     crafted = torch.load(honest / "image.ckpt", weights_only=True)
