@@ -41,7 +41,8 @@ def test_nothing_grows_in_2000_steps(tmp_path, task, record_property):
     assert looks[-1]["step"] == STEPS
     steps = [look["step"] for look in looks]
     for what in ("files", "threads"):
-        assert max(look[what] for look in looks) == looks[0][what], what
+        counts = [look[what] for look in looks]
+        assert min(counts[-9:]) <= min(counts[:9]), (what, counts)  # a look may fall on a moment in which a file is written
     slope = linear_regression(steps, [look["memory"] for look in looks]).slope * 1000 / 2**20
     seconds = [look["seconds"] for look in looks]
     record_property("MiB in 1,000 steps", slope)
