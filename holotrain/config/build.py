@@ -1,5 +1,7 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,7 +148,7 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     if (
         not begin and config.model.target != GIVEN and is_of(config.model.target, ["holotrain"])
     ):  # what a checkpoint names has not been checked
-        _require_memory(config, described["facts"])
+        _on_meta(config, described["facts"], bounded)
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)
     if config.compile:
@@ -189,10 +191,8 @@ def check_values(config: RunConfig) -> None:
     facts = {"vocab": 2**10, "context": data.context} if text else facts_of(data)
     if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
-    if not isinstance(config, PlanConfig):  # which may be of a larger machine
-        _require_memory(config, facts)
-    with torch.device("meta"):
-        model = build_model(config, facts)
+    larger = isinstance(config, PlanConfig)  # which may be of a larger machine
+    model = _on_meta(config, facts, nullcontext if larger else bounded)
     if config.synthesis is not None:
         model.to_empty(device="cpu")  # it does not cover parameters without memory, which is only reserved here
     described = {"facts": facts} | ({"tokenizer": ByteTokenizer().to_json()} if text else {})
@@ -201,13 +201,17 @@ def check_values(config: RunConfig) -> None:
         synthesis_of(config.synthesis, task).remove()
 
 
-def _require_memory(config: RunConfig, facts: dict[str, Any]) -> None:
-    """
+def _on_meta(config: RunConfig, facts: dict[str, Any], bound: Callable[[], AbstractContextManager]) -> nn.Module:
+    """The model, without memory for its weights.
+
+    Args:
+        bound: :func:`~holotrain.models.bounds.bounded`, if this machine must be able to hold them.
+
     Raises:
-        UserError: this machine cannot hold the weights of the model.
+        UserError: it cannot.
     """
-    with torch.device("meta"), described_by("model"), bounded():
-        build_model(config, facts)
+    with torch.device("meta"), described_by("model"), bound():
+        return build_model(config, facts)
 
 
 def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import yaml
 from compared import assert_equal
 from forked import Forked
 from made_once import made_once
+from small_run import fit_apart
 from torch import Tensor
 
 from holotrain.models.checkpoint_files import read
@@ -95,20 +96,6 @@ CASES = [
 ]
 """``time``: after a share of the uninterrupted run's seconds, which is drawn with the number as seed."""
 
-FIT = """
-import os, signal, sys, torch
-torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has switched off for what it runs in the background
-from holotrain.cli import main
-status = main(["fit", *sys.argv[1:]])
-sys.stderr.flush()
-os._exit(status)
-"""
-
-
-def fit(folder: Path, *words: str) -> Forked:
-    return Forked(FIT, *words, folder=folder, out=folder / "said", errors=folder / "errors")
-
 
 def ended(process: Forked, folder: Path) -> None:
     assert process.wait(200) == 0, (folder / "errors").read_text()
@@ -128,7 +115,7 @@ def whole(tmp_path_factory):
         with_text(folder)
         Forked("", folder=folder).wait()  # the first one imports torch
         began = time.monotonic()
-        ended(fit(folder, *KINDS[kind]), folder)
+        ended(fit_apart(folder, *KINDS[kind]), folder)
         (folder / "seconds").write_text(str(time.monotonic() - began))
 
     return lambda kind: made_once(tmp_path_factory, f"whole {kind}", lambda folder: made(folder, kind))
@@ -147,14 +134,14 @@ def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path,
     with_text(tmp_path)
     words, kill = KINDS[kind], []
     if moment == "time":
-        process = fit(tmp_path, *words)
+        process = fit_apart(tmp_path, *words)
         time.sleep(random.Random(count).random() * float((reference / "seconds").read_text()))
         with suppress(ProcessLookupError):  # it has ended
             for name in names.split():
                 os.kill(process.pid, getattr(signal, name))
     else:
         kill = incident(moment, count, names, *given)
-        process = fit(tmp_path, *words, *kill)
+        process = fit_apart(tmp_path, *words, *kill)
     status = process.wait(200)
     errors = (tmp_path / "errors").read_text()
     assert moment == "time" or [*(tmp_path / "run").rglob("killed")], "the moment has not come"
@@ -166,13 +153,13 @@ def test_what_a_signal_ends_is_resumed_and_ends_as_if_nothing_had_been(tmp_path,
     resuming = [word.lstrip("+") for word in kill[:1]]
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     if kind != "sweep" and not last.exists():
-        refused = fit(tmp_path, "resume=true", "hydra.run.dir=run")
+        refused = fit_apart(tmp_path, "resume=true", "hydra.run.dir=run")
         assert refused.wait(100) == 2 and "to start it from the beginning" in (tmp_path / "errors").read_text()
-        ended(fit(tmp_path, *words, *kill), tmp_path)
+        ended(fit_apart(tmp_path, *words, *kill), tmp_path)
     elif kind == "sweep":
-        ended(fit(tmp_path, *words, *kill, "resume=true"), tmp_path)
+        ended(fit_apart(tmp_path, *words, *kill, "resume=true"), tmp_path)
     else:
-        ended(fit(tmp_path, "resume=true", "hydra.run.dir=run", *resuming), tmp_path)
+        ended(fit_apart(tmp_path, "resume=true", "hydra.run.dir=run", *resuming), tmp_path)
     for job in ("0", "1") if kind == "sweep" else (".",):
         assert_same_state(tmp_path / "run" / job, reference / "run" / job)
 
