@@ -224,21 +224,23 @@ def places(value: Any, before: tuple = ()) -> list[tuple]:
 @st.composite
 def changed_values(draw: Callable, value: Any) -> Any:
     """The value with one to three others in it: replaced, taken away or under another name."""
-    for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.sampled_from(places(value)))
+    value = copy.deepcopy(value)
+    # The deepest first: what is put in may be nested too deeply to be walked, and is never walked into.
+    for place in sorted(draw(st.lists(st.sampled_from(places(value)), min_size=1, max_size=3)), key=len, reverse=True):
         if not place:
             return draw(PLAIN) if draw(st.booleans()) else value
-        value = copy.deepcopy(value)
-        node = value
-        for key in place[:-1]:
-            node = node[key]
         how = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename"]))
-        if how == "remove":
-            del node[place[-1]]
-        elif how == "rename" and isinstance(node, dict):
-            node[draw(st.text(max_size=4))] = node.pop(place[-1])
-        else:
-            node[place[-1]] = draw(PLAIN)
+        name, other = draw(st.text(max_size=4)), draw(PLAIN)
+        with suppress(KeyError, IndexError, TypeError):  # an earlier change moved the place or took it away
+            node = value
+            for key in place[:-1]:
+                node = node[key]
+            if how == "remove":
+                del node[place[-1]]
+            elif how == "rename" and isinstance(node, dict):
+                node[name] = node.pop(place[-1])
+            else:
+                node[place[-1]] = other
     return value
 
 

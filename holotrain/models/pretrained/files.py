@@ -80,7 +80,7 @@ def _sharded(path: Path) -> dict[str, Tensor]:
     beside = {each.name for each in path.parent.iterdir()}
     for shard in sorted(shards, key=str):
         if shard not in beside:
-            raise ValueError(f"{path} names {shard}, which is not in the same folder")
+            raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
         weights |= _safetensors(path.parent / shard)
     return weights
 
