@@ -1,5 +1,6 @@
 """SaveOnSignal: on SIGTERM or Ctrl-C, saves a checkpoint from which the training continues exactly, then stops."""
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -31,8 +32,8 @@ class SaveOnSignal(Checkpoint):
     """On SIGTERM or SIGINT finishes the optimizer step, saves a checkpoint and raises ``Interrupted``.
 
     With ``accumulate_grad_batches`` it finishes the accumulated batch. It also finishes a validation that follows the step,
-    and the epoch after its last batch. A second signal of the same kind ends the process immediately. With several
-    processes, all stop at the same batch, whichever received the signal. As a subclass of ``Checkpoint`` it runs after the
+    and the epoch after its last batch. It says so at once; a second signal of the same kind ends the process immediately. With
+    several processes, all stop at the same batch, whichever received the signal. As a subclass of ``Checkpoint`` it runs after the
     callbacks whose state it saves.
 
     Args:
@@ -46,9 +47,11 @@ class SaveOnSignal(Checkpoint):
         self.received: int | None = None
         self._agreement: Agreement | None = None
         self._previous: dict[int, Any] = {}
+        self._speaks = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._agreement = Agreement(getattr(trainer.strategy, "_timeout", None))
+        self._speaks = trainer.is_global_zero
         if threading.current_thread() is threading.main_thread():
             self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
 
@@ -71,8 +74,10 @@ class SaveOnSignal(Checkpoint):
         self._save_and_raise(trainer, self._agreement.now(self.received or 0))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        agreed = self._agreement.now(self.received or 0)  # while the files of the last epoch were written
         self._agreement.end()
         self._restore()  # Lightning (2.6) restores the handlers that it found before it tears callbacks down
+        self._save_and_raise(trainer, agreed)
 
     def _save_and_raise(self, trainer: pl.Trainer, signum: int) -> None:
         if signum:
@@ -84,6 +89,10 @@ class SaveOnSignal(Checkpoint):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received = signum
+        if self._speaks:
+            name = signal.Signals(signum).name
+            words = f"holotrain: {name}: saving when this step is complete; {name} again ends at once, without saving\n"
+            os.write(2, words.encode())  # print may be interrupted by itself
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
     def _restore(self) -> None:

@@ -71,12 +71,22 @@ def from_here(path: Path) -> Path:
 
 
 def _fresh(parent: Path) -> Path:
+    """Makes the folder, so that of two runs that start in the same second each has its own.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, count = parent / stamp, 1
-    while folder.exists():
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except OSError as error:
+            if not folder.exists():
+                raise UserError(f"cannot write to {error.filename or parent}: {error.strerror or error}") from error
         count += 1
         folder = parent / f"{stamp}-{count}"
-    return folder
 
 
 def _latest(parent: Path, evidence: Path, noun: str, option: str = "resume=true") -> Path:

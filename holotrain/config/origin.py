@@ -4,6 +4,7 @@ Its configuration, as plain data, is the primary configuration that Hydra compos
 override, the name of a group or an interpolation, and it does not decide where files are written.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
         from holotrain.models.checkpoint_files import recover
 
         folder = arguments.value("hydra.run.dir")
-        folder = folder or run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
+        if folder is None:
+            folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
+            _tell_of_later(Path(folder))
         path = Path(folder).expanduser() / LAST_CHECKPOINT
         recover(path)
         if not path.exists():
@@ -132,6 +135,13 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
     if given in (None, "null", ""):
         return None
     return checkpoint_path(given, arguments.command, arguments.value("output_dir") or "runs")
+
+
+def _tell_of_later(folder: Path) -> None:
+    """Says which run the user may have meant instead: a later one that ended before it saved a checkpoint."""
+    others = (other for other in folder.parent.glob("[0-9]*") if other.name > folder.name)
+    if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
+        print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
 
 
 def _literally(node: Any) -> Any:

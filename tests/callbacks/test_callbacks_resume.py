@@ -280,6 +280,16 @@ def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     assert_resumed(fit(checkpoint=path), reference, step + 1)
 
 
+def test_a_signal_after_the_last_epoch_ends_too(tmp_path, capfd):
+    reference, path, late = fit(), tmp_path / "last.ckpt", pl.Callback()
+    late.on_train_end = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        fit([late, SaveOnSignal(path)])
+    said = "holotrain: SIGTERM: saving when this step is complete; SIGTERM again ends at once, without saving\n"
+    assert capfd.readouterr().err.endswith(said)
+    assert_resumed(fit(checkpoint=path), reference, STEPS)
+
+
 def test_after_a_training_signals_do_what_they_did_before(tmp_path):
     handlers = [signal.getsignal(number) for number in SaveOnSignal.SIGNALS]
     fit([SaveOnSignal(tmp_path / "last.ckpt")])

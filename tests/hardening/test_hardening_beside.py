@@ -2,17 +2,26 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from left_by_runs import assert_same_weights, summary
 from small_run import fit_and_kill, fit_apart
 
+from holotrain.config.folders import run_folder
+
 TINY = ["model.dim=16", "model.depth=2", "model.heads=2", "model.dropout=0.2", "trainer.accelerator=cpu", "logger=none"]
 TINY += ["callbacks.progress=null", "trainer.max_epochs=2", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
 TEXT = ["task=causal_lm", "model=rev_gpt_tiny", "data=text_files", "data.files=lines.txt", "data.unit=line"]
 TEXT += ["data.val_fraction=0.2", "data.test_fraction=0.1", "data.context=16", "data.cache_dir=cache"]
 TEXT += ["data.tokenizer=bpe", "data.vocab_size=270"]
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        folders = {*pool.map(lambda _: run_folder("fit", str(tmp_path), False), range(100))}
+    assert len(folders) == 100
 
 
 @pytest.mark.slow

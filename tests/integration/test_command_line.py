@@ -163,8 +163,12 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, extra):
     folder = only(Path("killed/fit"))
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
     assert not (folder / "summary.json").exists()
+    later = Path("killed/fit/9999-12-31_00-00-00")
+    later.mkdir()
     status, out, err = holotrain("fit", "resume=true", "output_dir=killed")
-    assert (status, err) == (0, "")
+    said = f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint\n"
+    assert (status, err) == (0, said)
+    later.rmdir()
     assert only(Path("killed/fit")) == folder
     assert_same_weights(only(Path("whole/fit")) / "checkpoints/last.ckpt", folder / "checkpoints/last.ckpt")
     assert summary(folder)["steps"] == 9

@@ -104,12 +104,15 @@ def interrupts(holotrain, monkeypatch, hook, step, times, *words):
     return result
 
 
+AT_FIRST = "holotrain: SIGINT: saving when this step is complete; SIGINT again ends at once, without saving\n"
+
+
 @pytest.mark.parametrize("times", [2, 3])
 def test_ctrl_c_several_times_says_what_was_kept(holotrain, monkeypatch, times):
     status, _, err = interrupts(holotrain, monkeypatch, "on_train_batch_start", 4, times, "hydra.run.dir=run")
     assert status == 128 + signal.SIGINT
     assert err == (
-        "SIGINT ended the training at once; the last state that was saved is in run/checkpoints/last.ckpt\n"
+        f"{AT_FIRST}SIGINT ended the training at once; the last state that was saved is in run/checkpoints/last.ckpt\n"
         "resume with: python -m holotrain fit resume=true hydra.run.dir=run test=false\n"
     )
     assert holotrain("fit", "resume=true", "hydra.run.dir=run", "test=false")[::2] == (0, "")
@@ -117,12 +120,12 @@ def test_ctrl_c_several_times_says_what_was_kept(holotrain, monkeypatch, times):
     assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
 
 
-@pytest.mark.parametrize("hook, times", [("setup", 1), ("on_train_batch_start", 2)])
-def test_ctrl_c_before_anything_was_saved_says_so(holotrain, monkeypatch, hook, times):
+@pytest.mark.parametrize("hook, times, said", [("setup", 1, ""), ("on_train_batch_start", 2, AT_FIRST)])
+def test_ctrl_c_before_anything_was_saved_says_so(holotrain, monkeypatch, hook, times, said):
     """In a sweep, whose next job does not begin."""
     status, _, err = interrupts(holotrain, monkeypatch, hook, 0, times, "-m", "seed=1,2", "hydra.sweep.dir=sweep")
     assert status == 128 + signal.SIGINT, err
-    assert err == "SIGINT ended the training at once; nothing was saved yet, so it starts again from the beginning\n"
+    assert err == f"{said}SIGINT ended the training at once; nothing was saved yet, so it starts again from the beginning\n"
     assert "ended by SIGINT" in Path("sweep/sweep.csv").read_text() and not Path("sweep/1").exists()
     status, _, err = holotrain(
         "fit", *SMALL, "test=false", "logger=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep", "resume=true"
