@@ -33,8 +33,8 @@ class SaveOnSignal(Checkpoint):
 
     With ``accumulate_grad_batches`` it finishes the accumulated batch. It also finishes a validation that follows the step,
     and the epoch after its last batch. It says so at once; a second signal of the same kind ends the process immediately. With
-    several processes, all stop at the same batch, whichever received the signal. As a subclass of ``Checkpoint`` it runs after the
-    callbacks whose state it saves.
+    several processes, all stop at the same batch, whichever received the signal. As a subclass of ``Checkpoint`` it runs
+    after the callbacks whose state it saves.
 
     Args:
         path: file of the checkpoint.
