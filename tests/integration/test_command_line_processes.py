@@ -344,8 +344,10 @@ def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("started", [by_forks, by_torchrun])
-@pytest.mark.parametrize("pair", [["tp", "trainer.tensor_parallel=2"], ["pipeline", "trainer.pipeline_stages=2"]])
+@pytest.mark.parametrize(
+    ("started", "pair"),
+    [(by_torchrun, ["tp", "trainer.tensor_parallel=2"]), (by_forks, ["pipeline", "trainer.pipeline_stages=2"])],
+)
 def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
     """FSDP2 between two pairs of processes, each of which is tensor parallel within; averages between two pipelines."""
     write_text(Path("text"))
@@ -357,14 +359,6 @@ def test_two_pairs_of_processes_share_a_model(holotrain, started, pair):
     alone = alone_in(holotrain, "alone", *words, "data.batch_size=16", "backward=autograd")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_training(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = [*IMAGES, *SHARED, "trainer=ddp", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"]
-    assert by_torchrun(2, "fit", *words) == (0, [""] * 2)
-    assert (summary(only(Path("runs/fit")))["processes"], summary(only(Path("runs/fit")))["steps"]) == (2, 1)
 
 
 @pytest.mark.slow
