@@ -59,7 +59,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"holotrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return _interrupted(argv[0])
+
+
+def _interrupted(command: str) -> int:
+    """What Ctrl-C means where there is nothing to keep."""
+    print(f"SIGINT ended {command}", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 @files_named()
@@ -145,7 +151,7 @@ class Launch:
             except Ended as ended:
                 self.statuses.append(ended.status)
             except KeyboardInterrupt:
-                self.statuses.append(128 + signal.SIGINT)
+                self.statuses.append(_interrupted(arguments.command))
             except CONFIGURATION_ERRORS as error:
                 raise explained(error, arguments) from error
             except REFUSALS as error:
@@ -228,7 +234,7 @@ class Launch:
         if self.arguments.command != "fit":
             return f"SIGINT ended {self.arguments.command}"
         if not (folder / LAST_CHECKPOINT).exists():
-            return "SIGINT ended the training at once; nothing was saved yet, so it starts again from the beginning"
+            return "SIGINT ended the training at once; nothing was saved yet"
         words = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
         return f"{words}\n{run.how_to_resume}" if run else words
 

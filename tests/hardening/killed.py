@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -9,6 +10,9 @@ from lightning.pytorch.strategies import Strategy
 
 from holotrain.parallel import checkpoints
 from holotrain.tasks import ImageClassifier
+
+APART = 0.05
+"""Seconds between signals: another process receives two of a kind that come at once as one."""
 
 
 class Killed(pl.Callback):
@@ -57,6 +61,8 @@ class Killed(pl.Callback):
             self.mark.touch()
             for name in self.names:
                 os.kill(os.getppid() if self.to == "parent" else os.getpid(), getattr(signal, name))
+                if self.to == "parent":
+                    time.sleep(APART)
 
     def _watch_files(self) -> None:
         save, replace, remove = checkpoints.torch.save, Path.replace, Strategy.remove_checkpoint

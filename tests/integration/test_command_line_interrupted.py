@@ -125,12 +125,21 @@ def test_ctrl_c_before_anything_was_saved_says_so(holotrain, monkeypatch, hook, 
     """In a sweep, whose next job does not begin."""
     status, _, err = interrupts(holotrain, monkeypatch, hook, 0, times, "-m", "seed=1,2", "hydra.sweep.dir=sweep")
     assert status == 128 + signal.SIGINT, err
-    assert err == f"{said}SIGINT ended the training at once; nothing was saved yet, so it starts again from the beginning\n"
+    assert err == f"{said}SIGINT ended the training at once; nothing was saved yet\n"
     assert "ended by SIGINT" in Path("sweep/sweep.csv").read_text() and not Path("sweep/1").exists()
     status, _, err = holotrain(
         "fit", *SMALL, "test=false", "logger=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep", "resume=true"
     )
     assert (status, err) == (0, "") and (Path("sweep/1") / LAST).exists()
+
+
+def test_ctrl_c_before_the_run_begins_is_a_line(holotrain, monkeypatch):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("holotrain.cli.parse", interrupted)
+        assert holotrain("fit")[::2] == (128 + signal.SIGINT, "SIGINT ended fit\n")
 
 
 class Every(pl.Callback):
