@@ -111,8 +111,10 @@ def _step(
     if config.average is not None:
         held["average"] = [torch.empty_like(tensor) for tensor in model.state_dict().values()]
     if config.synthesis is not None:
-        offloaded = device == "cuda" and getattr(config.synthesis, "offload", False)
-        held["hologram"] = [] if offloaded else synthesis_of(config.synthesis, task).state_tensors
+        synthesis = synthesis_of(config.synthesis, task)
+        # With a split the hologram is on the CPU, and updates wait on the GPU for the next step.
+        split = device == "cuda" and synthesis.recipe.split == "cpu"
+        held["hologram"] = [torch.empty_like(p) for p in synthesis.parameters] if split else synthesis.state_tensors
 
     def copied() -> list[Tensor]:
         """On a GPU, synthesis works on a copy of all gradients."""

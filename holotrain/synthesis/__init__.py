@@ -6,11 +6,12 @@ recipe      all options, with their checks
 layers      which parameters share a key
 rows        gradients as rows of equal length, in one contiguous buffer
 keys        the inputs of layers, gathered by forward hooks
-hologram    the memory: its precision, or on the CPU with asynchronous copies
+hologram    the memory and its precision
 association what happens to a spectrum: bound, or superposed and read back
 direction   the last changes: norm, share of the raw gradient, descent guarantee
-bundle      the step over rows of one length
-weaver      the step over all rows
+row_group   the step over rows of one length
+updates     the step over all rows
+delayed     the step on the CPU while a GPU goes on, applied a step late
 graphed     a computation as one CUDA graph
 synthesis   HolographicSynthesis: the hook between backward and optimizer step
 """

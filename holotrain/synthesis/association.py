@@ -18,9 +18,6 @@ from holotrain.synthesis.rows import Stretches
 class Binding:
     """Algorithm 1: the gradient's spectrum times the conjugate of the key's. It has no memory."""
 
-    def prefetch(self, part: slice) -> None:
-        """Does nothing: there is no hologram."""
-
     def __call__(
         self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
     ) -> Tensor:
@@ -48,10 +45,6 @@ class Association:
         self.hologram = hologram
         self._slots = slots
         self._recall = _fused() if compiled else _recalled
-
-    def prefetch(self, part: slice) -> None:
-        """Starts copying the rows that are needed next."""
-        self.hologram.prefetch(part)
 
     def __call__(
         self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor

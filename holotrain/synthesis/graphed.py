@@ -12,33 +12,30 @@ WARM_UPS = 2
 
 
 class Graphed:
-    """Replays ``compute(keys)``.
+    """Replays ``compute(*inputs)``.
 
     Args:
-        compute: launches work on the device only, and returns tensors by name.
-        keys: its argument, copied to the memory that the graph reads.
-        at_rest: sets inputs with which ``compute`` changes no lasting state; called before each warm-up run.
+        compute: launches work on the device only. With inputs of zero, as in the warm-up runs, it must change no lasting state.
+        inputs: tensors like its arguments, which are copied to the memory that the graph reads.
     """
 
-    def __init__(self, compute: Callable[[Tensor], dict[str, Tensor]], keys: Tensor, at_rest: Callable[[], None]) -> None:
-        self._keys = keys.clone()
+    def __init__(self, compute: Callable[..., Tensor | None], *inputs: Tensor) -> None:
+        self._inputs = [torch.zeros_like(tensor) for tensor in inputs]
+        self._device = inputs[0].device
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(keys.device):
-            self._capture(compute, at_rest)
+        with torch.cuda.device(self._device):
+            ambient, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            aside.wait_stream(ambient)
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    compute(*self._inputs)
+            ambient.wait_stream(aside)
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # a loader's thread may pin memory meanwhile
+                self._result = compute(*self._inputs)
 
-    def _capture(self, compute: Callable[[Tensor], dict[str, Tensor]], at_rest: Callable[[], None]) -> None:
-        ambient, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(ambient)
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
-                at_rest()
-                compute(self._keys)
-        ambient.wait_stream(aside)
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # a loader's thread may pin memory meanwhile
-            self._results = compute(self._keys)
-
-    def __call__(self, keys: Tensor) -> dict[str, Tensor]:
-        self._keys.copy_(keys)
-        with torch.cuda.device(keys.device):
+    def __call__(self, *inputs: Tensor) -> Tensor | None:
+        for held, given in zip(self._inputs, inputs, strict=True):
+            held.copy_(given)
+        with torch.cuda.device(self._device):
             self._graph.replay()
-        return {name: tensor.clone() for name, tensor in self._results.items()}
+        return None if self._result is None else self._result.clone()

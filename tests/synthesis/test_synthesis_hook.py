@@ -13,7 +13,7 @@ from engine_cases import ENGINES, Branch, sequence
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.synthesis import HolographicSynthesis, weaver
+from holotrain.synthesis import HolographicSynthesis, updates
 
 F64 = torch.float64
 
@@ -315,7 +315,7 @@ def test_inputs_that_are_nan_do_not_reach_the_holograms():
 )
 def test_where_the_host_learns_of_nan_later_the_holograms_are_as_untouched(options, monkeypatch):
     """The GPU's way of going about it, on a CPU."""
-    monkeypatch.setattr(weaver, "TOLD_AT_ONCE", ())
+    monkeypatch.setattr(updates, "TOLD_AT_ONCE", ())
     model = network()
     synthesis = HolographicSynthesis(model, block_length=32, **options)
     for step in range(4):
@@ -331,7 +331,7 @@ def test_where_the_host_learns_of_nan_later_the_holograms_are_as_untouched(optio
         else:
             assert synthesis.step()
     twin = network()
-    monkeypatch.setattr(weaver, "TOLD_AT_ONCE", ("cpu",))
+    monkeypatch.setattr(updates, "TOLD_AT_ONCE", ("cpu",))
     at_once = HolographicSynthesis(twin, block_length=32, **options)
     for step in (0, 1, 3):
         twin.zero_grad()
@@ -414,14 +414,14 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"block_length": -1}, "block_length=-1"),
         ({"transform": "hadamard", "block_length": 48}, "power of two"),
-        ({"offload": True, "cuda_graph": True}, "use one of them"),
+        ({"split": "cpu", "cuda_graph": True}, "use one of them"),
         ({"cuda_graph": True}, "needs a model on a CUDA device"),
-        ({"offload": True}, "offload needs a model on a CUDA device"),
+        ({"split": "gpu"}, "split='gpu': it must be none or cpu"),
         ({"mode": "shared", "block_length": 0}, "cannot share a hologram"),
         ({"subsample": 0.001}, "selects nothing of these parameters"),
         ({"block_length": 4096}, "longer than all 363 covered entries"),
-        ({"mode": "bind", "offload": True}, "offload has no effect with mode='bind'"),
-        ({"mode": "bind", "dtype": "bf16"}, "dtype has no effect"),
+        ({"mode": "bind", "compile": True}, "compile has no effect with mode='bind'"),
+        ({"representation": "flattened"}, "representation has no effect with mode='associative'"),
         ({"mode": "associative", "superpose": 2}, "superpose has no effect with mode='associative'"),
     ],
 )
@@ -472,7 +472,7 @@ def test_a_profiler_sees_what_is_synthesised_and_gathered():
     ],
 )
 def test_on_cuda_graphs_offload_and_fusion_give_the_same(options, monkeypatch):
-    monkeypatch.setitem(weaver.MOST, "cuda", 256)
+    monkeypatch.setitem(updates.MOST, "cuda", 256)
     plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "offload", "compile")}
     results = []
     for chosen in (plain, options):

@@ -11,6 +11,7 @@ from torch import nn
 
 from holotrain.synthesis import HolographicSynthesis, phasor_bind
 from holotrain.synthesis.transforms import Hadamard
+from holotrain.synthesis.updates import MOST
 
 F64 = torch.float64
 
@@ -370,13 +371,11 @@ def test_a_subsample_of_whole_layers():
 
 
 def test_chunks_make_no_difference(monkeypatch):
-    from holotrain.synthesis import weaver
-
     for options in ({}, {"mode": "shared", "superpose": 2}):
         options |= {"block_length": 16, "cosine_floor": 0.1, "ema": 0.5}
         whole = updates(4, **options)[2]
         with monkeypatch.context() as patch:
-            patch.setitem(weaver.MOST, "cpu", 64)
+            patch.setitem(MOST, "cpu", 64)
             parts = updates(4, **options)[2]
         assert_close([update for _, update in parts], [update for _, update in whole], rtol=1e-12)
 

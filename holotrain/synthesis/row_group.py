@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from holotrain.synthesis.association import Association, Binding
-from holotrain.synthesis.hologram import Hologram, OffloadedHologram
-from holotrain.synthesis.recipe import HALVES, Recipe
+from holotrain.synthesis.hologram import HALVES, Hologram
+from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.rows import Part, Rows
 from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, Transform, folded, units
 
@@ -16,7 +16,7 @@ SCALARS = ("decay", "feedback", "fresh", "unbias")
 and the bias correction of that mean, which starts at zero."""
 
 
-class Bundle:
+class RowGroup:
     """The rows of one length: their transform, keys and hologram.
 
     Args:
@@ -42,15 +42,13 @@ class Bundle:
         self._associate = Binding()
         if recipe.mode != "bind":
             spectrum = self.transform.spectrum_dtype(like.dtype)
-            half = HALVES.get(recipe.dtype)
-            kind = OffloadedHologram if recipe.offload else Hologram
-            self.hologram = kind(rows.count, self.transform.bins, spectrum, half, like.device)
+            self.hologram = Hologram(rows.count, self.transform.bins, spectrum, HALVES.get(recipe.dtype), like.device)
             self._associate = Association(self.hologram, slots, recipe.compile)
         # On a GPU one launch per layer would cost more than copying the keys to rows.
         self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile
         self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
 
-    def weave(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:
+    def update(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:
         """Turns gradients into updates.
 
         Args:
@@ -60,24 +58,20 @@ class Bundle:
             in_turn: read the gradients of each part and write its updates back, part by part; otherwise the gradients are
                 already in the parts' memory, and the updates stay there.
         """
-        # The sum of a key has rounding errors. In a bin with nothing else (the mean over channels after a LayerNorm is 0) the
+        # A summed key has rounding errors. In a bin with nothing else (the mean over channels after a LayerNorm is 0) the
         # phase would be random and would depend on the order of summation.
-        noise = torch.finfo(keys.dtype).eps ** 0.5
+        noise = None if self._recipe.representation == "flattened" else torch.finfo(keys.dtype).eps ** 0.5
         unit_keys = units(self.transform.forward(folded(keys, self.rows.length)), empty=1, noise=noise)
         figures = []
-        parts = self.rows.parts
-        self._associate.prefetch(parts[0].rows)
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
+        for part in self.rows.parts:
             if in_turn:
                 part.gather()
-            if following is not None:
-                self._associate.prefetch(following.rows)
-            figures.append(self._weave(part, self._keys_of(part, unit_keys), scalars, measure))
+            figures.append(self._update(part, self._keys_of(part, unit_keys), scalars, measure))
             if in_turn:
                 part.scatter()
         return torch.cat(figures, -1) if measure else None
 
-    def _weave(self, part: Part, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
+    def _update(self, part: Part, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
         gradient = part.memory
         content = self._smoothed(gradient, part.rows, scalars)
         spectrum = self.transform.forward(content)

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from holotrain.synthesis.bundle import SCALARS, Bundle
 from holotrain.synthesis.direction import Products, coefficients
 from holotrain.synthesis.graphed import Graphed
+from holotrain.synthesis.hologram import HALVES, narrowed, widened
 from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
-from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
+from holotrain.synthesis.row_group import SCALARS, RowGroup
+from holotrain.synthesis.rows import RUN, Rows, choose, size_of
 from holotrain.synthesis.transforms import next_power_of_two
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
@@ -26,23 +27,25 @@ AT_REST = {"decay": 1, "fresh": 0, "unbias": 0}
 """Scalars with which gradients of zero change no lasting state."""
 
 
-class Weaver:
-    """All bundles of a model, and the step over them.
+class Updates:
+    """All rows of a model, and the step over them.
 
     Args:
         layers: in the order of their keys.
         recipe: the options.
         like: a tensor with the dtype to compute in, on the parameters' device.
+
+    Attributes:
+        key_length: the longest key that makes a difference.
+        half: the half precision in which ``bind`` stores its updates, or None.
     """
 
     def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
         self.recipe = recipe
         self._layers = len(layers)
-        self._device = like.device
-        if recipe.cuda_graph and self._device.type != "cuda":
-            raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {self._device}")
-        if recipe.offload and self._device.type != "cuda":
-            raise ValueError(f"offload needs a model on a CUDA device, not on {self._device}")
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
+        if recipe.cuda_graph and like.device.type != "cuda":
+            raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {like.device}")
         generator = torch.Generator().manual_seed(recipe.seed)
         run = min(RUN, recipe.entries_a_block or RUN)
         chosen = choose(layers, recipe.subsample, run, generator)
@@ -55,23 +58,26 @@ class Weaver:
         by_length: dict[int, list[tuple[int, Layer]]] = {}
         for number, layer in enumerate(layers):
             if sizes[number]:
-                length = recipe.entries_a_block or next_power_of_two(sizes[number])
+                length = recipe.entries_a_block or (next_power_of_two(sizes[number]) if recipe.pads else sizes[number])
                 by_length.setdefault(length, []).append((number, layer))
         # Updates that depend on inner products over a whole layer must wait for the whole layer. On a GPU everything is
         # processed together, because launches are expensive.
-        self._told_at_once = self._device.type in TOLD_AT_ONCE
+        self._told_at_once = like.device.type in TOLD_AT_ONCE
         self._together = recipe.reshapes or not self._told_at_once
-        most = MOST.get(self._device.type, MOST["cuda"])
-        self.bundles = []
+        most = MOST.get(like.device.type, MOST["cuda"])
+        self._groups = []
         for length, numbered in sorted(by_length.items()):
             slots = min(recipe.slots, sum(-(-sizes[number] // length) for number, _ in numbered))  # no more slots than rows
             rows = Rows(numbered, chosen, run, length, slots, most, self._together, like)
-            self.bundles.append(Bundle(rows, recipe, like, generator))
+            self._groups.append(RowGroup(rows, recipe, like, generator))
+        self._parts = [part for group in self._groups for part in group.rows.parts]
         self.key_length = max(by_length)
         self._scalars = {name: like.new_ones(()) for name in SCALARS}
-        self._graphed: dict[bool, Graphed] = {}
+        self.half = HALVES.get(recipe.dtype) if recipe.mode == "bind" else None
+        self._graphs: dict[tuple, Graphed] = {}
+        self._fixed: dict[nn.Parameter, Tensor] = {}
 
-    def weave(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
+    def step(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
         """One step. Returns a function that says whether gradients were finite (it waits if necessary), and the figures.
 
         On a CPU nothing changes if they were not. On a GPU the host learns of it later, so the step runs with gradients of zero
@@ -80,26 +86,14 @@ class Weaver:
         Args:
             grads: of the whole model, covered or not; covered ones must be contiguous.
         """
-        finite = _total([*grads, keys]).isfinite()
+        finite = total([*grads, keys]).isfinite()
         if self._told_at_once and not finite:
             return lambda: False, None
+        arrived = arriving(finite)
+        measure = measuring or self.recipe.reshapes
+        compute = self._captured(measure, keys, finite) if self.recipe.cuda_graph else partial(self._compute, measure=measure)
         self._set_scalars(step)
-        if self._together:
-            for part in self._parts:
-                part.gather()
-        if not self._told_at_once:
-            keys = keys.masked_fill(~finite, 0)
-            self._rest(unless=finite)
-        arrived = _arriving(finite)
-        results = self._woven(keys, measuring)
-        if self._together:
-            for part in self._parts:
-                part.scatter(results.get("a"), results.get("b"))
-        return arrived, results.get("figures")
-
-    @property
-    def _parts(self) -> list[Part]:
-        return [part for bundle in self.bundles for part in bundle.rows.parts]
+        return arrived, compute(keys, finite)
 
     def _set_scalars(self, step: int) -> None:
         recipe = self.recipe
@@ -112,48 +106,58 @@ class Weaver:
         for name, scalar in self._scalars.items():
             scalar.fill_(values[name])
 
-    def _rest(self, unless: Tensor) -> None:
-        """Sets gradients and scalars with which a step changes neither hologram nor running mean."""
-        for part in self._parts:
-            part.memory.masked_fill_(~unless, 0)
-        for name, value in AT_REST.items():
-            self._scalars[name].masked_fill_(~unless, value)
+    def _captured(self, measure: bool, *inputs: Tensor) -> Graphed:
+        """The step as a CUDA graph, which reads and writes gradients at fixed places; gradients elsewhere are moved there."""
+        present = [parameter for parameter in self._parameters if parameter.grad is not None]
+        for parameter in present:
+            if parameter.grad is not self._fixed.setdefault(parameter, parameter.grad):
+                parameter.grad = self._fixed[parameter].copy_(parameter.grad)
+        which = measure, *(parameter.grad is not None for parameter in self._parameters)
+        if which not in self._graphs:
+            kept = [parameter.grad.clone() for parameter in present]
+            self._graphs[which] = Graphed(partial(self._compute, measure=measure), *inputs)
+            torch._foreach_copy_([parameter.grad for parameter in present], kept)
+        return self._graphs[which]
 
-    def _woven(self, keys: Tensor, measuring: bool) -> dict[str, Tensor]:
-        measure = measuring or self.recipe.reshapes
-        if not self.recipe.cuda_graph:
-            return self._compute(keys, measure)
-        if measure not in self._graphed:
-            volatile = [*(part.memory for part in self._parts), *self._scalars.values()]
-            kept = [tensor.clone() for tensor in volatile]
-            never = torch.zeros((), dtype=torch.bool, device=self._device)
-            compute = partial(self._compute, measure=measure)
-            self._graphed[measure] = Graphed(compute, keys, partial(self._rest, unless=never))
-            torch._foreach_copy_(volatile, kept)
-        return self._graphed[measure](keys)
-
-    def _compute(self, keys: Tensor, measure: bool) -> dict[str, Tensor]:
-        """Computes the updates. Returns the figures and the coefficients of update and gradient by layer, if needed."""
-        products = [bundle.weave(keys, self._scalars, measure, not self._together) for bundle in self.bundles]
-        if not measure:
-            return {}
-        of_layers = Products(
-            *sum(bundle.rows.by_layer(rows, self._layers) for bundle, rows in zip(self.bundles, products, strict=True))
-        )
-        if not self.recipe.reshapes:
-            return {"figures": of_layers.figures()}
-        a, b = coefficients(of_layers, self.recipe)
-        return {"figures": of_layers.combined(a, b).figures(), "a": a, "b": b}
+    def _compute(self, keys: Tensor, finite: Tensor, measure: bool) -> Tensor | None:
+        """Rewrites the gradients. Returns the figures, if they are to be measured."""
+        if self._together:
+            for part in self._parts:
+                part.gather()
+        if not self._told_at_once:
+            keys = keys.masked_fill(~finite, 0)
+            for part in self._parts:
+                part.memory.masked_fill_(~finite, 0)
+            for name, value in AT_REST.items():
+                self._scalars[name].masked_fill_(~finite, value)
+        products = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
+        a = b = figures = None
+        if measure:
+            of_layers = [group.rows.by_layer(rows, self._layers) for group, rows in zip(self._groups, products, strict=True)]
+            combined = Products(*sum(of_layers))
+            if self.recipe.reshapes:
+                a, b = coefficients(combined, self.recipe)
+                combined = combined.combined(a, b)
+            figures = combined.figures()
+        if self._together:
+            for part in self._parts:
+                part.scatter(a, b)
+        if self.half is not None:
+            for grad in (parameter.grad for parameter in self._parameters if parameter.grad is not None):
+                grad.copy_(widened(narrowed(grad.view(1, -1), self.half), grad.dtype).view_as(grad))
+        return figures
 
     def state(self) -> dict[str, Tensor]:
         """The tensors kept between steps, by name."""
-        for bundle in self.bundles:
-            if bundle.hologram is not None:
-                bundle.hologram.wait()
-        return {f"{b.rows.length}.{name}": tensor for b in self.bundles for name, tensor in b.state().items()}
+        return {f"{group.rows.length}.{name}": tensor for group in self._groups for name, tensor in group.state().items()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over a state."""
+        for name, tensor in self.state().items():
+            tensor.copy_(tensors[name])
 
 
-def _total(tensors: list[Tensor]) -> Tensor:
+def total(tensors: list[Tensor]) -> Tensor:
     """A number that is finite if all entries are finite (and their sum does not overflow)."""
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
@@ -161,7 +165,7 @@ def _total(tensors: list[Tensor]) -> Tensor:
     return torch.stack(norms).sum()
 
 
-def _arriving(flag: Tensor) -> Callable[[], bool]:
+def arriving(flag: Tensor) -> Callable[[], bool]:
     """Copies a flag to the host. Returns a function that waits for this copy only, not for later work."""
     if flag.device.type != "cuda":
         return lambda: bool(flag)
