@@ -1,4 +1,4 @@
-"""What happens to a gradient's spectrum: bound with the key, or added to the hologram and read back.
+"""What happens to a gradient's spectrum: it is added to the hologram and read back.
 
 Shapes: S rows of the hologram, P gradient rows that share each of them, F bins. Spectra and keys are (P, S, F), a hologram is
 (S, F). If P is 1, keys may be those of the layers instead, (layers, F).
@@ -13,15 +13,6 @@ from torch import Tensor
 
 from holotrain.synthesis.hologram import Hologram
 from holotrain.synthesis.rows import Stretches
-
-
-class Binding:
-    """Algorithm 1: the gradient's spectrum times the conjugate of the key's. It has no memory."""
-
-    def __call__(
-        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
-    ) -> Tensor:
-        return spectrum * keys.conj()
 
 
 class Association:
@@ -47,7 +38,7 @@ class Association:
         self._recall = _fused() if compiled else _recalled
 
     def __call__(
-        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
+        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: float
     ) -> Tensor:
         memory = self.hologram.load(part)
         if keys.ndim == 2:

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from holotrain.synthesis.direction import Products
 from holotrain.synthesis.hologram import narrowed, widened
 from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.recipe import Recipe
-from holotrain.synthesis.updates import Updates, arriving, total
+from holotrain.synthesis.updates import Updates, arriving, figures, total
 
 Stored = dict[str, list[Tensor]]
 """Updates by the names of parameters, as :func:`~holotrain.synthesis.hologram.narrowed` gives them."""
@@ -99,7 +98,7 @@ class Delayed:
         """Of the updates as applied, against the gradients of this step."""
         both = [(grad, self._parameters[name].grad) for name, grad in given.items()]
         both = [[tensor.view(-1).to(self._dtype) for tensor in pair] for pair in both if pair[1] is not None]
-        return Products(*map(torch.stack, zip(*((g @ g, g @ u, u @ u) for g, u in both), strict=True))).figures()
+        return figures(torch.stack([torch.stack((g @ g, g @ u, u @ u)) for g, u in both], 1))
 
     def _nothing(self) -> Stored:
         """Updates of zero."""

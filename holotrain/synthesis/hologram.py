@@ -41,7 +41,7 @@ class Hologram:
 
 
 def narrowed(rows: Tensor, half: torch.dtype | None) -> list[Tensor]:
-    """Rows (n, ...) in half precision, complex ones as pairs of parts; in fp16 also the scale of each row. None: as they are."""
+    """Rows (n, ...) in half precision, complex ones as pairs of parts; in fp16 also the scale of each. None: as they are."""
     if half is None:
         return [rows]
     parts = torch.view_as_real(rows) if rows.is_complex() else rows

@@ -43,8 +43,8 @@ class Recipe:
             needs. Above 0 the update of every covered layer is a descent direction. None: no bound.
         dtype: precision of the hologram, with ``bind`` of the bound vector: ``"fp32"`` (fp64 if the parameters are), ``"bf16"``
             or ``"fp16"``.
-        split: ``"cpu"``: a thread computes on the CPU, where the hologram is kept, while the GPU goes on; each update is applied
-            one step late. All options refer to the gradient that the update was made of. ``"none"``: no split.
+        split: ``"cpu"``: a thread computes on the CPU, where the hologram is, while the GPU goes on; each update is applied one
+            step late. All options refer to the gradient that the update was made of. ``"none"``: no split.
         compile: fuse the arithmetic on spectra with torch.compile; for ``associative``.
         cuda_graph: capture the synthesis once and replay it (CUDA only). Gradients stay in the same memory.
         seed: of the random choices: signs of the Hadamard transform, subsample, the keys of rows in ``shared``.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.linalg import vecdot as dot
 
-from holotrain.synthesis.association import Association, Binding
+from holotrain.synthesis.association import Association
 from holotrain.synthesis.hologram import HALVES, Hologram
 from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.rows import Part, Rows
 from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, Transform, folded, units
 
-SCALARS = ("decay", "feedback", "fresh", "unbias")
-"""0-dim tensors that change between steps: decay and feedback of the hologram, weight of the new gradient in the running mean,
-and the bias correction of that mean, which starts at zero."""
+SCALARS = ("decay", "fresh", "unbias")
+"""0-dim tensors that change between steps: decay of the hologram, weight of the new gradient in the running mean, and the bias
+correction of that mean, which starts at zero."""
 
 
 class RowGroup:
@@ -38,11 +39,10 @@ class RowGroup:
         if slots > 1:
             marks = torch.randn(slots, 1, length, generator=generator).to(like)
             self._marks = units(self.transform.forward(marks), empty=1)
-        self.hologram = None
-        self._associate = Binding()
+        self.hologram = self._associate = None
         if recipe.mode != "bind":
-            spectrum = self.transform.spectrum_dtype(like.dtype)
-            self.hologram = Hologram(rows.count, self.transform.bins, spectrum, HALVES.get(recipe.dtype), like.device)
+            dtype = like.dtype.to_complex() if recipe.transform == "fft" else like.dtype
+            self.hologram = Hologram(rows.count, self.transform.bins, dtype, HALVES.get(recipe.dtype), like.device)
             self._associate = Association(self.hologram, slots, recipe.compile)
         # On a GPU one launch per layer would cost more than copying the keys to rows.
         self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile
@@ -66,7 +66,8 @@ class RowGroup:
         for part in self.rows.parts:
             if in_turn:
                 part.gather()
-            figures.append(self._update(part, self._keys_of(part, unit_keys), scalars, measure))
+            keys = unit_keys if self._by_layers else unit_keys[part.layer]
+            figures.append(self._update(part, keys if self._marks is None else keys * self._marks, scalars, measure))
             if in_turn:
                 part.scatter()
         return torch.cat(figures, -1) if measure else None
@@ -77,25 +78,22 @@ class RowGroup:
         spectrum = self.transform.forward(content)
         if self._recipe.phase_only or self._recipe.mode == "bind":
             spectrum = self._phases(spectrum, content)
-        read = self._associate(spectrum, keys, part.rows, part.stretches, scalars["decay"], scalars["feedback"])
+        if self._associate is None:
+            read = spectrum * keys.conj()
+        else:
+            read = self._associate(spectrum, keys, part.rows, part.stretches, scalars["decay"], self._recipe.feedback)
         if self._slots == 1 and not measure and gradient.is_contiguous():
             self.transform.inverse(read, out=gradient)
             return None
         update = self.transform.inverse(read)
         if self._slots > 1:
-            update.addcmul_(content, scalars["feedback"])
-        products = [_dot(gradient, gradient), _dot(gradient, update)] if measure else []
+            update.add_(content, alpha=self._recipe.feedback)
+        products = [dot(gradient, gradient), dot(gradient, update)] if measure else []
         gradient.copy_(update)
         if not measure:
             return None
         part.clear_unwritten()
-        return torch.stack((*products, _dot(gradient, gradient)))
-
-    def _keys_of(self, part: Part, unit_keys: Tensor) -> Tensor:
-        if self._by_layers:
-            return unit_keys
-        keys = unit_keys[part.layer]
-        return keys if self._marks is None else keys * self._marks
+        return torch.stack((*products, dot(gradient, gradient)))
 
     def _smoothed(self, gradient: Tensor, rows: slice, scalars: dict[str, Tensor]) -> Tensor:
         if self.mean is None:
@@ -114,7 +112,3 @@ class RowGroup:
     def state(self) -> dict[str, Tensor]:
         kept = {} if self.hologram is None else dict(self.hologram.state)
         return kept if self.mean is None else kept | {"mean": self.mean}
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.linalg.vecdot(a, b)

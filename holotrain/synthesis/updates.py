@@ -8,8 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from holotrain.synthesis.direction import Products, coefficients
-from holotrain.synthesis.graphed import Graphed
 from holotrain.synthesis.hologram import HALVES, narrowed, widened
 from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
@@ -22,6 +20,9 @@ MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
 
 TOLD_AT_ONCE = ("cpu",)
 """Devices whose results the host can read without waiting."""
+
+WARM_UPS = 2
+"""Ordinary runs before a capture, so that cuFFT has its plans. Its plan cache must not be cleared while the graph exists."""
 
 AT_REST = {"decay": 1, "fresh": 0, "unbias": 0}
 """Scalars with which gradients of zero change no lasting state."""
@@ -99,7 +100,6 @@ class Updates:
         recipe = self.recipe
         values = {
             "decay": recipe.decay_at(step),
-            "feedback": recipe.feedback,
             "fresh": 1 - recipe.ema,
             "unbias": 1 / (1 - recipe.ema ** (step + 1)),
         }
@@ -130,22 +130,21 @@ class Updates:
                 part.memory.masked_fill_(~finite, 0)
             for name, value in AT_REST.items():
                 self._scalars[name].masked_fill_(~finite, value)
-        products = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
-        a = b = figures = None
+        of_rows = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
+        a = b = measured = None
         if measure:
-            of_layers = [group.rows.by_layer(rows, self._layers) for group, rows in zip(self._groups, products, strict=True)]
-            combined = Products(*sum(of_layers))
+            products = sum(group.rows.by_layer(rows, self._layers) for group, rows in zip(self._groups, of_rows, strict=True))
             if self.recipe.reshapes:
-                a, b = coefficients(combined, self.recipe)
-                combined = combined.combined(a, b)
-            figures = combined.figures()
+                a, b = coefficients(products, self.recipe)
+                products = combined(products, a, b)
+            measured = figures(products)
         if self._together:
             for part in self._parts:
                 part.scatter(a, b)
         if self.half is not None:
             for grad in (parameter.grad for parameter in self._parameters if parameter.grad is not None):
                 grad.copy_(widened(narrowed(grad.view(1, -1), self.half), grad.dtype).view_as(grad))
-        return figures
+        return measured
 
     def state(self) -> dict[str, Tensor]:
         """The tensors kept between steps, by name."""
@@ -155,6 +154,40 @@ class Updates:
         """Takes over a state."""
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])
+
+
+def combined(products: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The inner products (gg, gu, uu) of layers, (3, layers), with ``a u + b g`` in place of u."""
+    gg, gu, uu = products
+    return torch.stack((gg, a * gu + b * gg, a * a * uu + 2 * a * b * gu + b * b * gg))
+
+
+def figures(products: Tensor) -> Tensor:
+    """(cosine of the whole update and the whole gradient, norm of the update)."""
+    gg, gu, uu = products.sum(1)
+    return torch.stack((gu / (gg.sqrt() * uu.sqrt()).clamp_min(torch.finfo(gg.dtype).tiny), uu.sqrt()))
+
+
+def coefficients(products: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The factors a and b of each layer, for the update ``a u + b g``.
+
+    In this order: u is scaled to the norm of g, a share of g is mixed in, and as much of g is added as the cosine floor needs.
+    If p is the part of u along g and q the part orthogonal to it, a cosine of c needs p = q c / sqrt(1 - c^2).
+    """
+    tiny = torch.finfo(products.dtype).tiny
+    a, b = torch.ones_like(products[0]), torch.zeros_like(products[0])
+    if recipe.match_norm:
+        a = (products[0] / products[2].clamp_min(tiny)).sqrt()
+    if recipe.mix:
+        a, b = a * (1 - recipe.mix), b + recipe.mix
+    if (floor := recipe.cosine_floor) is not None:
+        gg, gu, uu = combined(products, a, b)
+        norm = gg.sqrt().clamp_min(tiny)
+        along = gu / norm
+        across = (uu - along * along).clamp_min(0).sqrt()
+        lacking = (across * floor / (1 - floor * floor) ** 0.5 - along).clamp_min(0)
+        b = b + torch.where(gg > 0, lacking / norm, 0)
+    return a, b
 
 
 def total(tensors: list[Tensor]) -> Tensor:
@@ -177,3 +210,33 @@ def arriving(flag: Tensor) -> Callable[[], bool]:
         return bool(host)
 
     return arrived
+
+
+class Graphed:
+    """Replays ``compute(*inputs)``, captured once as a CUDA graph.
+
+    Args:
+        compute: launches work on the device only. With inputs of zero, as in the warm-up runs, it must change no lasting state.
+        inputs: tensors like its arguments, which are copied to the memory that the graph reads.
+    """
+
+    def __init__(self, compute: Callable[..., Tensor | None], *inputs: Tensor) -> None:
+        self._inputs = [torch.zeros_like(tensor) for tensor in inputs]
+        self._device = inputs[0].device
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            ambient, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            aside.wait_stream(ambient)
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    compute(*self._inputs)
+            ambient.wait_stream(aside)
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # a loader's thread may pin memory meanwhile
+                self._result = compute(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensor | None:
+        for held, given in zip(self._inputs, inputs, strict=True):
+            held.copy_(given)
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+        return None if self._result is None else self._result.clone()

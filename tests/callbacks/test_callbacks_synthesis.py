@@ -72,7 +72,9 @@ def loop(options, epochs=2, accumulate=1, clip=None, scaler=None, **optimizer_op
     return module, synthesis
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "shared", "superpose": 4}, {"mode": "bind"}, {"cosine_floor": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "shared", "superpose": 4}, {"mode": "bind"}, {"cosine_floor": 0.5, "split": "cpu"}]
+)
 def test_it_is_the_plain_loop(options):
     assert_equal_parameters(fit(SynthesisCallback(**options))[0], loop(options)[0])
 

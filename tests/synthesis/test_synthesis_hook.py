@@ -120,14 +120,15 @@ def test_convolutions_embeddings_and_parameters_without_an_input():
     assert model.unused.weight.grad is None and model.words.weight.grad is not None
 
 
+@pytest.mark.parametrize("split", ["none", "cpu"])
 @pytest.mark.parametrize("mode", ["associative", "shared", "bind"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad):
+def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad, split):
     runs = []
     for spoiled in (False, True):
         model = network()
         options = {} if mode == "bind" else {"ema": 0.5, "block_length": 16}
-        synthesis = HolographicSynthesis(model, mode, **options)
+        synthesis = HolographicSynthesis(model, mode, split=split, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         for step in range(4):
             if spoiled and step == 2:
@@ -150,8 +151,20 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad):
     assert_equal(*runs)
 
 
+PUBLISHED = {"mode": "bind", "representation": "flattened"}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "shared"}, {"dtype": "fp16", "ema": 0.9}, {"mode": "bind"}, {"subsample": 0.5, "block_length": 16}]
+    "options",
+    [
+        {},
+        {"mode": "shared"},
+        {"dtype": "fp16", "ema": 0.9},
+        {"mode": "bind"},
+        {"subsample": 0.5, "block_length": 16},
+        {"split": "cpu"},
+        PUBLISHED | {"split": "cpu", "dtype": "fp16"},
+    ],
 )
 def test_a_resumed_training_is_the_same_bit_for_bit(options):
     def steps(model, synthesis, count):
@@ -465,24 +478,30 @@ def test_a_profiler_sees_what_is_synthesised_and_gathered():
     [
         {"cuda_graph": True},
         {"cuda_graph": True, "mode": "shared", "cosine_floor": 0.2},
-        {"cuda_graph": True, "transform": "hadamard", "dtype": "bf16"},
-        {"offload": True},
-        {"offload": True, "dtype": "fp16", "mode": "shared"},
+        {"cuda_graph": True, "transform": "hadamard", "dtype": "bf16", "subsample": 0.5},
+        {"cuda_graph": True, **PUBLISHED, "dtype": "fp16"},
+        {"split": "cpu"},
+        {"split": "cpu", "mode": "shared", "dtype": "fp16"},
+        {"split": "cpu", **PUBLISHED, "dtype": "fp16"},
         {"compile": True},
     ],
 )
-def test_on_cuda_graphs_offload_and_fusion_give_the_same(options, monkeypatch):
+def test_on_cuda_graphs_splits_and_fusion_give_the_same(options, monkeypatch):
+    """As without them, and as on the CPU. Gradients stay in the same memory in some steps only, and one is missing in one."""
     monkeypatch.setitem(updates.MOST, "cuda", 256)
-    plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "offload", "compile")}
+    plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "compile")}
     results = []
-    for chosen in (plain, options):
-        model = network().to("cuda", torch.float32)
+    for device, chosen in (("cpu", plain), ("cuda", plain), ("cuda", options)):
+        model = network().to(device, torch.float32)
         synthesis = HolographicSynthesis(model, block_length=32, **chosen)
         for step in range(6):
-            model.zero_grad()
-            model(data().to("cuda", torch.float32) * (1 + step)).square().sum().backward()
+            model.zero_grad(set_to_none=step % 3 == 0)
+            model(data().to(device, torch.float32) * (1 + step)).square().sum().backward()
+            if step == 2:
+                model[0].bias.grad = None
             if step == 3:
                 model[0].weight.grad[0, 0] = torch.nan
             assert synthesis.step() == (step != 3)
-        results.append(grads(model))
-    assert_close(*results, rtol=1e-5, atol=1e-6)
+        results.append([grad.cpu() for grad in grads(model)])
+    for result in results[1:]:
+        assert_close(result, results[0], rtol=1e-4, atol=1e-5)
