@@ -8,7 +8,6 @@ rows        gradients as rows of equal length, in one contiguous buffer
 keys        the inputs of layers, gathered by forward hooks
 hologram    the memory and its precision
 association what happens to a spectrum: superposed and read back
-row_group   the step over rows of one length
 updates     the step over all rows, eager or as one CUDA graph, and the options that need inner products of layers
 delayed     the step on the CPU while a GPU goes on, applied a step late
 synthesis   HolographicSynthesis: the hook between backward and optimizer step

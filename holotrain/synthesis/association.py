@@ -28,18 +28,16 @@ class Association:
 
     Args:
         hologram: S rows of F bins.
-        slots: P.
+        slots, feedback: P, and the factor above.
         compiled: fuse the arithmetic with torch.compile, if P is 1.
     """
 
-    def __init__(self, hologram: Hologram, slots: int, compiled: bool) -> None:
+    def __init__(self, hologram: Hologram, slots: int, feedback: float, compiled: bool) -> None:
         self.hologram = hologram
-        self._slots = slots
+        self._slots, self._feedback = slots, feedback
         self._recall = _fused() if compiled else _recalled
 
-    def __call__(
-        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: float
-    ) -> Tensor:
+    def __call__(self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor) -> Tensor:
         memory = self.hologram.load(part)
         if keys.ndim == 2:
             read = _recalled_by_layers(memory, spectrum[0], keys, layers, decay)[None]
@@ -48,7 +46,7 @@ class Association:
         else:
             bound = (spectrum * keys.conj()).sum(0)
             memory.mul_(decay).add_(bound)
-            read = (memory - feedback * bound) * keys / self._slots
+            read = (memory - self._feedback * bound) * keys / self._slots
         self.hologram.keep(part, memory)
         return read
 

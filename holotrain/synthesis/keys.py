@@ -35,8 +35,8 @@ class Keys:
         layers: each has a key: the sum of the layer's first floating input, or of its output if there is none (embeddings).
         length: of a key, at most :data:`KEY_LENGTH` unless it is flattened; shorter inputs are padded, longer ones folded.
         like: a tensor with the dtype and device of the keys.
-        outputs: use the layers' outputs instead of their inputs. ``"summed"`` over the batch only; ``"flattened"``: whole, those
-            of several calls and then of several processes one after the other. If a module is called inside its own call
+        outputs: use the layers' outputs instead of their inputs, ``"summed"`` over the batch only or ``"flattened"``: those of
+            several calls, and then of several processes, one after the other. If a module is called inside its own call
             (Lightning's DDP runs a training step through the module's forward), the innermost call counts.
 
     A backward that recomputes activations runs a forward again. Such calls do not count: calls during a backward are skipped,

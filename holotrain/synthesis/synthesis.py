@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class HolographicSynthesis:
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """The tensors kept between steps: holograms and running means. Momentum would take as many bytes as the parameters.
+        """The tensors kept between steps: holograms, running means, and updates that wait. Momentum would take as many bytes as
+        the parameters.
 
         A step also needs temporary memory: a few MiB on a CPU; as much as the gradients on a GPU, and where updates change
         layer by layer (``match_norm``, ``mix``, ``cosine_floor``).
@@ -136,7 +138,7 @@ class HolographicSynthesis:
         return differentiate_and_synthesise
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors: holograms, running means, counts, and a description of the covered parameters."""
+        """Plain containers: the tensors kept between steps, counts, and a description of the covered parameters."""
         return {
             "geometry": self._geometry(),
             "steps": self.steps,
@@ -152,10 +154,10 @@ class HolographicSynthesis:
         if not isinstance(state.get("geometry"), dict):
             raise ValueError("this is not the state of a HolographicSynthesis")
         for name, value in self._geometry().items():
-            if (other := state["geometry"].get(name, getattr(Recipe, name, None))) != value:  # an older one lacks new options
-                raise ValueError(
-                    f"the state belongs to another synthesis: {name} is {_brief(other)} there, not {_brief(value)}"
-                )
+            other = state["geometry"].get(name, getattr(Recipe, name, None))  # older states lack newer options
+            if other != value:
+                there, here = (shorten(repr(each), 80) for each in (other, value))
+                raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
         self._updates.load(state["tensors"])
         self.steps, self.skipped = state["steps"], state["skipped"]
 
@@ -175,8 +177,3 @@ class HolographicSynthesis:
             "ema": recipe.ema > 0,
             "parameters": shapes,
         }
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,13 +7,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vecdot as dot
 
-from holotrain.synthesis.hologram import HALVES, narrowed, widened
+from holotrain.synthesis.association import Association
+from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
 from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
-from holotrain.synthesis.row_group import SCALARS, RowGroup
-from holotrain.synthesis.rows import RUN, Rows, choose, size_of
-from holotrain.synthesis.transforms import next_power_of_two
+from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
+from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, folded, next_power_of_two, units
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Entries that are processed at once: on a CPU as many as its cache holds, on a GPU few enough to limit temporary memory."""
@@ -25,7 +26,96 @@ WARM_UPS = 2
 """Ordinary runs before a capture, so that cuFFT has its plans. Its plan cache must not be cleared while the graph exists."""
 
 AT_REST = {"decay": 1, "fresh": 0, "unbias": 0}
-"""Scalars with which gradients of zero change no lasting state."""
+"""What changes between steps: decay of the hologram, weight of the new gradient in the running mean, and the bias correction of
+that mean, which starts at zero. With these values gradients of zero change no lasting state."""
+
+
+class RowGroup:
+    """The rows of one length: their transform, keys and hologram.
+
+    Args:
+        rows: the gradients.
+        recipe: the options.
+        like: a tensor with the dtype to compute in, on the parameters' device.
+        generator: draws the keys of rows that share a hologram.
+    """
+
+    def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
+        self.rows, self._recipe = rows, recipe
+        length, slots = rows.length, rows.slots
+        self._slots = slots
+        self.transform = (
+            Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else TRANSFORMS[recipe.transform](length)
+        )
+        # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
+        self._marks = None
+        if slots > 1:
+            marks = torch.randn(slots, 1, length, generator=generator).to(like)
+            self._marks = units(self.transform.forward(marks), empty=1)
+        self.hologram = self._associate = None
+        if recipe.mode != "bind":
+            dtype = like.dtype.to_complex() if recipe.transform == "fft" else like.dtype
+            self.hologram = Hologram(rows.count, self.transform.bins, dtype, HALVES.get(recipe.dtype), like.device)
+            self._associate = Association(self.hologram, slots, recipe.feedback, recipe.compile)
+        # On a GPU one launch per layer would cost more than copying the keys to rows.
+        self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile
+        self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
+
+    def update(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:
+        """Turns gradients into updates.
+
+        Args:
+            keys: (layers, length of a key).
+            scalars: 0-dim tensors by the names of :data:`AT_REST`.
+            measure: return (gg, gu, uu) of each row, (3, slots, rows).
+            in_turn: read the gradients of each part and write its updates back, part by part; otherwise the gradients are
+                already in the parts' memory, and the updates stay there.
+        """
+        # A summed key has rounding errors. In a bin with nothing else (the mean over channels after a LayerNorm is 0) the
+        # phase would be random and would depend on the order of summation.
+        noise = None if self._recipe.representation == "flattened" else torch.finfo(keys.dtype).eps ** 0.5
+        unit_keys = units(self.transform.forward(folded(keys, self.rows.length)), empty=1, noise=noise)
+        products = []
+        for part in self.rows.parts:
+            if in_turn:
+                part.gather()
+            keys = unit_keys if self._by_layers else unit_keys[part.layer]
+            products.append(self._update(part, keys if self._marks is None else keys * self._marks, scalars, measure))
+            if in_turn:
+                part.scatter()
+        return torch.cat(products, -1) if measure else None
+
+    def _update(self, part: Part, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
+        gradient = part.memory
+        content = gradient
+        if self.mean is not None:
+            mean = self.mean[:, part.rows].lerp_(gradient, scalars["fresh"])
+            content = mean * scalars["unbias"]
+        spectrum = self.transform.forward(content)
+        if self._recipe.phase_only or self._recipe.mode == "bind":  # rows of norm 1 as published, or with the norm they had
+            spectrum = units(spectrum, empty=0) / self.rows.length**0.5
+        if self._recipe.phase_only:
+            spectrum = spectrum * torch.linalg.vector_norm(content, dim=-1, keepdim=True)
+        if self._associate is None:
+            read = spectrum * keys.conj()
+        else:
+            read = self._associate(spectrum, keys, part.rows, part.stretches, scalars["decay"])
+        if self._slots == 1 and not measure and gradient.is_contiguous():
+            self.transform.inverse(read, out=gradient)
+            return None
+        update = self.transform.inverse(read)
+        if self._slots > 1:
+            update.add_(content, alpha=self._recipe.feedback)
+        products = [dot(gradient, gradient), dot(gradient, update)] if measure else []
+        gradient.copy_(update)
+        if not measure:
+            return None
+        part.clear_unwritten()
+        return torch.stack((*products, dot(gradient, gradient)))
+
+    def state(self) -> dict[str, Tensor]:
+        kept = {} if self.hologram is None else dict(self.hologram.state)
+        return kept if self.mean is None else kept | {"mean": self.mean}
 
 
 class Updates:
@@ -73,7 +163,7 @@ class Updates:
             self._groups.append(RowGroup(rows, recipe, like, generator))
         self._parts = [part for group in self._groups for part in group.rows.parts]
         self.key_length = max(by_length)
-        self._scalars = {name: like.new_ones(()) for name in SCALARS}
+        self._scalars = {name: like.new_ones(()) for name in AT_REST}
         self.half = HALVES.get(recipe.dtype) if recipe.mode == "bind" else None
         self._graphs: dict[tuple, Graphed] = {}
         self._fixed: dict[nn.Parameter, Tensor] = {}
@@ -204,12 +294,7 @@ def arriving(flag: Tensor) -> Callable[[], bool]:
         return lambda: bool(flag)
     host = flag.to("cpu", non_blocking=True)
     event = torch.cuda.current_stream(flag.device).record_event()
-
-    def arrived() -> bool:
-        event.synchronize()
-        return bool(host)
-
-    return arrived
+    return lambda: event.synchronize() or bool(host)
 
 
 class Graphed:
