@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -471,6 +472,55 @@ def test_a_profiler_sees_what_is_synthesised_and_gathered():
     assert names.count("synthesis") == 1 and names.count("synthesis keys") == 2
 
 
+def stepped(device: str, precision: torch.dtype, options: dict, change=lambda synthesis: None) -> list[torch.Tensor]:
+    """The last gradients of six steps: gradients stay in the same memory in some steps only, one is missing, one is NaN."""
+    model = network().to(device, precision)
+    synthesis = HolographicSynthesis(model, **{"block_length": 32} | options)
+    change(synthesis)
+    for step in range(6):
+        model.zero_grad(set_to_none=step % 3 == 0)
+        model(data().to(device, precision) * (1 + step)).square().sum().backward()
+        if step == 2:
+            model[0].bias.grad = None
+        if step == 3:
+            model[0].weight.grad[0, 0] = torch.nan
+        assert synthesis.step() == (step != 3)
+    return [grad.cpu() for grad in grads(model)]
+
+
+class OnTheCPU:
+    """What a CUDA graph does, on a CPU: it works on the gradients that were there when it was captured."""
+
+    def __init__(self, compute, *inputs) -> None:
+        self.compute, self.inputs = compute, [torch.zeros_like(tensor) for tensor in inputs]
+        self.parameters = compute.func.__self__._parameters
+        self.gradients = [parameter.grad for parameter in self.parameters]
+        compute(*self.inputs)
+
+    def __call__(self, *inputs):
+        for held, given in zip(self.inputs, inputs, strict=True):
+            held.copy_(given)
+        now = [parameter.grad for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        result = self.compute(*self.inputs)
+        for parameter, gradient in zip(self.parameters, now, strict=True):
+            parameter.grad = gradient
+        return result
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "shared", "cosine_floor": 0.2, "ema": 0.5}, {"subsample": 0.5}, PUBLISHED | {"dtype": "fp16"}]
+)
+def test_a_graph_gathers_and_scatters_where_gradients_are(options, monkeypatch):
+    def graphed(synthesis):
+        synthesis._updates.recipe = replace(synthesis.recipe, cuda_graph=True)
+
+    monkeypatch.setattr(updates, "TOLD_AT_ONCE", ())
+    monkeypatch.setattr(updates, "Graphed", OnTheCPU)
+    assert_equal(stepped("cpu", F64, options, graphed), stepped("cpu", F64, options))
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(
@@ -479,7 +529,7 @@ def test_a_profiler_sees_what_is_synthesised_and_gathered():
         {"cuda_graph": True},
         {"cuda_graph": True, "mode": "shared", "cosine_floor": 0.2},
         {"cuda_graph": True, "transform": "hadamard", "dtype": "bf16", "subsample": 0.5},
-        {"cuda_graph": True, **PUBLISHED, "dtype": "fp16"},
+        {"cuda_graph": True, **PUBLISHED, "dtype": "fp16", "block_length": None},
         {"split": "cpu"},
         {"split": "cpu", "mode": "shared", "dtype": "fp16"},
         {"split": "cpu", **PUBLISHED, "dtype": "fp16"},
@@ -487,21 +537,9 @@ def test_a_profiler_sees_what_is_synthesised_and_gathered():
     ],
 )
 def test_on_cuda_graphs_splits_and_fusion_give_the_same(options, monkeypatch):
-    """As without them, and as on the CPU. Gradients stay in the same memory in some steps only, and one is missing in one."""
+    """As without them, and as on the CPU."""
     monkeypatch.setitem(updates.MOST, "cuda", 256)
     plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "compile")}
-    results = []
-    for device, chosen in (("cpu", plain), ("cuda", plain), ("cuda", options)):
-        model = network().to(device, torch.float32)
-        synthesis = HolographicSynthesis(model, block_length=32, **chosen)
-        for step in range(6):
-            model.zero_grad(set_to_none=step % 3 == 0)
-            model(data().to(device, torch.float32) * (1 + step)).square().sum().backward()
-            if step == 2:
-                model[0].bias.grad = None
-            if step == 3:
-                model[0].weight.grad[0, 0] = torch.nan
-            assert synthesis.step() == (step != 3)
-        results.append([grad.cpu() for grad in grads(model)])
-    for result in results[1:]:
-        assert_close(result, results[0], rtol=1e-4, atol=1e-5)
+    expected = stepped("cpu", torch.float32, plain)
+    for chosen in (plain, options):
+        assert_close(stepped("cuda", torch.float32, chosen), expected, rtol=1e-4, atol=1e-5)
