@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -91,14 +91,17 @@ class Delayed:
                 for tensor in stored:
                     tensor.record_stream(current)
 
-    def _aside(self):
+    def _aside(self) -> AbstractContextManager:
         return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def _figures(self, given: dict[str, Tensor]) -> Tensor:
         """Of the updates as applied, against the gradients of this step."""
-        both = [(grad, self._parameters[name].grad) for name, grad in given.items()]
-        both = [[tensor.view(-1).to(self._dtype) for tensor in pair] for pair in both if pair[1] is not None]
-        return figures(torch.stack([torch.stack((g @ g, g @ u, u @ u)) for g, u in both], 1))
+        products = []
+        for name, gradient in given.items():
+            update = self._parameters[name].grad
+            g, u = (t.view(-1).to(self._dtype) for t in (gradient, torch.zeros_like(gradient) if update is None else update))
+            products.append(torch.stack((g @ g, g @ u, u @ u)))
+        return figures(torch.stack(products, 1))
 
     def _nothing(self) -> Stored:
         """Updates of zero."""
