@@ -73,8 +73,7 @@ def _recalled_in_parts(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Te
 
 
 def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    parts = torch.compile(_recalled_in_parts)
-    real = torch.compile(_recalled)
+    parts, real = torch.compile(_recalled_in_parts), torch.compile(_recalled)
 
     def recall(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
         if not memory.is_complex():

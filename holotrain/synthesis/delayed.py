@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,9 @@ class Delayed:
     def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
         self._device, self._dtype = like.device, like.dtype
         self._parameters = {name: parameter for layer in layers for name, parameter in layer.parameters.items()}
-        self._hosts = {name: _standing_for(parameter) for name, parameter in self._parameters.items()}
+        # They stand for the parameters in the memory of one entry, since only their gradients are used.
+        hosts = {name: p.detach().new_zeros((), device="cpu").expand(p.shape) for name, p in self._parameters.items()}
+        self._hosts = {name: nn.Parameter(host) for name, host in hosts.items()}
         on_host = [Layer(layer.module, {name: self._hosts[name] for name in layer.parameters}) for layer in layers]
         self._updates = Updates(on_host, recipe, like.cpu())
         self._half = self._updates.half
@@ -39,6 +43,7 @@ class Delayed:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="synthesis")
         self._working: Future | None = None
         self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._aside = nullcontext if self._copies is None else partial(torch.cuda.stream, self._copies)
 
     def step(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
         """As :meth:`Updates.step`, but it replaces gradients by the updates of the step before. A skipped step leaves these."""
@@ -87,12 +92,8 @@ class Delayed:
         if arrived is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(arrived)
-            for stored in self._late.values():
-                for tensor in stored:
-                    tensor.record_stream(current)
-
-    def _aside(self) -> AbstractContextManager:
-        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+            for tensor in chain.from_iterable(self._late.values()):
+                tensor.record_stream(current)
 
     def _figures(self, given: dict[str, Tensor]) -> Tensor:
         """Of the updates as applied, against the gradients of this step."""
@@ -124,8 +125,3 @@ class Delayed:
         for name, parts in self._late.items():
             for number, part in enumerate(parts):
                 part.copy_(tensors[f"late.{name}.{number}"])
-
-
-def _standing_for(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter on the CPU of the same shape and dtype, in the memory of one entry: only its gradient is used."""
-    return nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))

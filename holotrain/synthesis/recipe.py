@@ -103,11 +103,6 @@ class Recipe:
         return 0 if self.mode == "bind" else BLOCK_LENGTH
 
     @property
-    def pads(self) -> bool:
-        """Whether whole layers are padded to a power of two."""
-        return self.representation == "summed" or self.transform == "hadamard"
-
-    @property
     def slots(self) -> int:
         """Rows that share one row of the hologram."""
         return self.superpose if self.mode == "shared" else 1

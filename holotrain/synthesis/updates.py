@@ -14,7 +14,7 @@ from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
 from holotrain.synthesis.layers import Layer
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
 from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
-from holotrain.synthesis.transforms import TRANSFORMS, Hadamard, folded, next_power_of_two, units
+from holotrain.synthesis.transforms import Fourier, Hadamard, folded, next_power_of_two, units
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Entries that are processed at once: on a CPU as many as its cache holds, on a GPU few enough to limit temporary memory."""
@@ -44,9 +44,7 @@ class RowGroup:
         self.rows, self._recipe = rows, recipe
         length, slots = rows.length, rows.slots
         self._slots = slots
-        self.transform = (
-            Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else TRANSFORMS[recipe.transform](length)
-        )
+        self.transform = Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else Fourier(length)
         # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
         self._marks = None
         if slots > 1:
@@ -146,10 +144,11 @@ class Updates:
             raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
         if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
             raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} covered entries")
+        whole = recipe.representation == "flattened" and recipe.transform == "fft"  # as published, without padding
         by_length: dict[int, list[tuple[int, Layer]]] = {}
         for number, layer in enumerate(layers):
             if sizes[number]:
-                length = recipe.entries_a_block or (next_power_of_two(sizes[number]) if recipe.pads else sizes[number])
+                length = recipe.entries_a_block or (sizes[number] if whole else next_power_of_two(sizes[number]))
                 by_length.setdefault(length, []).append((number, layer))
         # Updates that depend on inner products over a whole layer must wait for the whole layer. On a GPU everything is
         # processed together, because launches are expensive.
