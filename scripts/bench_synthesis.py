@@ -103,6 +103,7 @@ def vectors(options) -> list[dict]:
 def recipes(options) -> dict[str, dict]:
     made = {
         "bind, whole model (as published)": {"mode": "bind"},
+        "bind, flattened output": {"mode": "bind", "representation": "flattened"},
         "bind, blocks": {"mode": "bind", "block_length": 1024},
         "associative, whole layers": {"block_length": 0},
         "associative": {},
@@ -118,7 +119,6 @@ def recipes(options) -> dict[str, dict]:
         made["associative, fused"] = {"compile": True}
     if options.device == "cuda":
         made["associative, graphed"] = {"cuda_graph": True}
-        made["associative, offloaded"] = {"offload": True}
     return {name: recipe for name, recipe in made.items() if not options.recipes or name in options.recipes}
 
 

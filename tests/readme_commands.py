@@ -86,7 +86,7 @@ BENCHES = {
 """Benches whose sizes are options, and the smallest that they take. The others measure one thing for minutes."""
 
 MULTIPLE = re.compile(r"trainer=(ddp|fsdp|tp)")
-NEEDS_A_GPU = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|offload=true|submitit_slurm")
+NEEDS_A_GPU = re.compile(r"cuda_graph=true|trainer\.signals=true|trainer\.accelerator=(gpu|cuda)$|submitit_slurm")
 """Words that ask for several processes, or for what this machine has not: a GPU, a cluster."""
 
 

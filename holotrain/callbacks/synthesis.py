@@ -37,6 +37,7 @@ class SynthesisCallback(pl.Callback):
     Args:
         mode: what is kept between steps: a hologram of each layer (associative), one for rows of many layers (shared), or
             nothing (bind). :class:`~holotrain.synthesis.Recipe` describes the modes.
+        representation: the output that bind uses as its key: summed over the batch, or flattened as published.
         transform: transform used for binding: fft or hadamard.
         block_length: entries per transform; 0: a whole layer (bind: the whole model); null: 1024 (bind: 0).
         subsample: fraction of each parameter's entries to synthesize; the others keep their gradient.
@@ -49,8 +50,8 @@ class SynthesisCallback(pl.Callback):
         match_norm: rescale each layer's update to the norm of its gradient.
         mix: fraction of the plain gradient in the update, 0 to 1.
         cosine_floor: minimum cosine between a layer's update and its gradient, reached by adding gradient; null: none.
-        dtype: data type of the hologram: fp32, bf16 or fp16.
-        offload: keep the hologram in host memory (GPU only).
+        dtype: data type of the hologram (bind: of the bound vector): fp32, bf16 or fp16.
+        split: cpu: compute on the CPU while the GPU goes on; updates are applied one step late.
         compile: compile the arithmetic on spectra with torch.compile (associative only).
         cuda_graph: run the synthesis as a CUDA graph (GPU only).
         cover: name patterns of the parameters to synthesize.
@@ -79,6 +80,7 @@ class SynthesisCallback(pl.Callback):
         self,
         mode: Literal["associative", "shared", "bind"] = "associative",
         *,
+        representation: Literal["summed", "flattened"] = "summed",
         transform: Literal["fft", "hadamard"] = "fft",
         block_length: int | None = None,
         subsample: float = 1.0,
@@ -92,7 +94,7 @@ class SynthesisCallback(pl.Callback):
         mix: float = 0.0,
         cosine_floor: float | None = None,
         dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-        offload: bool = False,
+        split: Literal["none", "cpu"] = "none",
         compile: bool = False,
         cuda_graph: bool = False,
         cover: Sequence[str] = ("*",),
@@ -115,7 +117,7 @@ class SynthesisCallback(pl.Callback):
         """A synthesis with these options, whose hooks are on the module from now on.
 
         Args:
-            on_device: False: the module is not on its device yet, so ``offload`` and ``cuda_graph`` are left out.
+            on_device: False: the module is not on its device yet, so ``cuda_graph`` is left out.
 
         Raises:
             ValueError: there is no such submodule, a pattern matches no parameter, or an option does not suit the parameters.
@@ -135,7 +137,7 @@ class SynthesisCallback(pl.Callback):
         covered = matching["cover"] - matching["exclude"]
         if not covered:
             raise ValueError("cover and exclude leave no parameter; cover more or exclude fewer")
-        recipe = self.recipe if on_device else replace(self.recipe, offload=False, cuda_graph=False)
+        recipe = self.recipe if on_device else replace(self.recipe, cuda_graph=False)
         return HolographicSynthesis(module, covers=lambda name, _: name in covered, **vars(recipe))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

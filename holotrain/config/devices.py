@@ -54,6 +54,6 @@ def check_training_device(config: RunConfig) -> None:
         UserError: the device is missing or does not support the configuration.
     """
     check_device(config.trainer)
-    for group, name in (("backward", "cuda_graph"), ("synthesis", "cuda_graph"), ("synthesis", "offload")):
-        if getattr(getattr(config, group), name, False) and device_kind(config.trainer.accelerator) != "cuda":
-            raise UserError(f"{group}.{name}: needs an NVIDIA GPU; set it to false")
+    for group in ("backward", "synthesis"):
+        if getattr(getattr(config, group), "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
+            raise UserError(f"{group}.cuda_graph: needs an NVIDIA GPU; set it to false")

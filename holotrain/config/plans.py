@@ -111,11 +111,14 @@ def _step(
     if config.average is not None:
         held["average"] = [torch.empty_like(tensor) for tensor in model.state_dict().values()]
     if config.synthesis is not None:
-        offloaded = device == "cuda" and getattr(config.synthesis, "offload", False)
-        held["hologram"] = [] if offloaded else synthesis_of(config.synthesis, task).state_tensors
+        synthesis = synthesis_of(config.synthesis, task)
+        split, on_gpu = synthesis.recipe.split == "cpu", device == "cuda"
+        # With a split a GPU holds only the updates that wait.
+        held["hologram"] = list(map(torch.empty_like, synthesis.parameters)) if split and on_gpu else synthesis.state_tensors
+        rewrites = split != on_gpu
 
     def copied() -> list[Tensor]:
-        """On a GPU, synthesis works on a copy of all gradients."""
+        """On a GPU, and on a CPU with a split, synthesis works on a copy of all gradients."""
         return [torch.empty_like(parameter.grad) for parameter in task.parameters() if parameter.grad is not None]
 
     return TrainingStep(
@@ -126,7 +129,7 @@ def _step(
         batches=config.trainer.accumulate_grad_batches,
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",
-        rewrite=copied if config.synthesis is not None and device == "cuda" else None,
+        rewrite=copied if config.synthesis is not None and rewrites else None,
         held=held,
         sequences=sequences(model),
     )

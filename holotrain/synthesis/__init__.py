@@ -6,12 +6,10 @@ recipe      all options, with their checks
 layers      which parameters share a key
 rows        gradients as rows of equal length, in one contiguous buffer
 keys        the inputs of layers, gathered by forward hooks
-hologram    the memory: its precision, or on the CPU with asynchronous copies
-association what happens to a spectrum: bound, or superposed and read back
-direction   the last changes: norm, share of the raw gradient, descent guarantee
-bundle      the step over rows of one length
-weaver      the step over all rows
-graphed     a computation as one CUDA graph
+hologram    the memory and its precision
+association what happens to a spectrum: superposed and read back
+updates     the step over all rows, eager or as one CUDA graph, and the options that need inner products of layers
+delayed     the step on the CPU while a GPU goes on, applied a step late
 synthesis   HolographicSynthesis: the hook between backward and optimizer step
 """
 

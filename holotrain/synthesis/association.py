@@ -1,4 +1,4 @@
-"""What happens to a gradient's spectrum: bound with the key, or added to the hologram and read back.
+"""What happens to a gradient's spectrum: it is added to the hologram and read back.
 
 Shapes: S rows of the hologram, P gradient rows that share each of them, F bins. Spectra and keys are (P, S, F), a hologram is
 (S, F). If P is 1, keys may be those of the layers instead, (layers, F).
@@ -15,18 +15,6 @@ from holotrain.synthesis.hologram import Hologram
 from holotrain.synthesis.rows import Stretches
 
 
-class Binding:
-    """Algorithm 1: the gradient's spectrum times the conjugate of the key's. It has no memory."""
-
-    def prefetch(self, part: slice) -> None:
-        """Does nothing: there is no hologram."""
-
-    def __call__(
-        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
-    ) -> Tensor:
-        return spectrum * keys.conj()
-
-
 class Association:
     """``M <- decay * M + sum_p G_p conj(K_p)``, read back as ``K_p M`` (an associative memory, Plate 1995).
 
@@ -40,22 +28,16 @@ class Association:
 
     Args:
         hologram: S rows of F bins.
-        slots: P.
+        slots, feedback: P, and the factor above.
         compiled: fuse the arithmetic with torch.compile, if P is 1.
     """
 
-    def __init__(self, hologram: Hologram, slots: int, compiled: bool) -> None:
+    def __init__(self, hologram: Hologram, slots: int, feedback: float, compiled: bool) -> None:
         self.hologram = hologram
-        self._slots = slots
+        self._slots, self._feedback = slots, feedback
         self._recall = _fused() if compiled else _recalled
 
-    def prefetch(self, part: slice) -> None:
-        """Starts copying the rows that are needed next."""
-        self.hologram.prefetch(part)
-
-    def __call__(
-        self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor, feedback: Tensor
-    ) -> Tensor:
+    def __call__(self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor) -> Tensor:
         memory = self.hologram.load(part)
         if keys.ndim == 2:
             read = _recalled_by_layers(memory, spectrum[0], keys, layers, decay)[None]
@@ -64,7 +46,7 @@ class Association:
         else:
             bound = (spectrum * keys.conj()).sum(0)
             memory.mul_(decay).add_(bound)
-            read = (memory - feedback * bound) * keys / self._slots
+            read = (memory - self._feedback * bound) * keys / self._slots
         self.hologram.keep(part, memory)
         return read
 
@@ -91,8 +73,7 @@ def _recalled_in_parts(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Te
 
 
 def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    parts = torch.compile(_recalled_in_parts)
-    real = torch.compile(_recalled)
+    parts, real = torch.compile(_recalled_in_parts), torch.compile(_recalled)
 
     def recall(memory: Tensor, spectrum: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
         if not memory.is_complex():

@@ -102,7 +102,7 @@ def _apply(
     if block_length is not None:
         if length is not None or block_length < 1:
             raise ValueError(f"block_length={block_length}: it must be at least 1, and it does not go together with length")
-        blocks = _in_blocks(x, block_length)
+        blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % block_length)).unflatten(-1, (-1, block_length))
         result = operation(make(block_length), blocks, folded(key, block_length).unsqueeze(-2)).flatten(-2)
     else:
         longest = max(x.shape[-1], key.shape[-1])
@@ -111,8 +111,3 @@ def _apply(
             raise ValueError(f"length={length} is shorter than a vector of {longest} entries")
         result = operation(make(length), folded(x, length), folded(key, length))
     return result.to(dtype)
-
-
-def _in_blocks(x: Tensor, block_length: int) -> Tensor:
-    """(..., d) -> (..., blocks, block_length), the last block padded with zeros."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % block_length)).unflatten(-1, (-1, block_length))

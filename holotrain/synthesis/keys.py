@@ -33,18 +33,23 @@ class Keys:
     Args:
         model: keys are gathered while this model is in training mode.
         layers: each has a key: the sum of the layer's first floating input, or of its output if there is none (embeddings).
-        length: of a key, at most :data:`KEY_LENGTH`; shorter inputs are padded, longer ones folded.
+        length: of a key, at most :data:`KEY_LENGTH` unless it is flattened; shorter inputs are padded, longer ones folded.
         like: a tensor with the dtype and device of the keys.
-        outputs: use the layers' outputs instead of their inputs, summed over the batch only. If a module is called inside its
-            own call (Lightning's DDP runs a training step through the module's forward), the innermost call counts.
+        outputs: use the layers' outputs instead of their inputs, ``"summed"`` over the batch only or ``"flattened"``: those of
+            several calls, and then of several processes, one after the other. If a module is called inside its own call
+            (Lightning's DDP runs a training step through the module's forward), the innermost call counts.
 
     A backward that recomputes activations runs a forward again. Such calls do not count: calls during a backward are skipped,
     and so are calls from a thread other than the first that runs a forward after a step.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[Layer], length: int, like: Tensor, outputs: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Iterable[Layer], length: int, like: Tensor, outputs: str | None = None
+    ) -> None:
         layers = list(layers)
-        self.sums = torch.zeros(len(layers), min(length, KEY_LENGTH), dtype=like.dtype, device=like.device)
+        length = length if outputs == "flattened" else min(length, KEY_LENGTH)
+        self.sums = torch.zeros(len(layers), length, dtype=like.dtype, device=like.device)
+        self._filled = 0
         self.seen = [False] * len(layers)
         self._outputs = outputs
         self._model = weakref.ref(model)
@@ -62,7 +67,9 @@ class Keys:
         self.sums.zero_()
         self._thread = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            taken = taken.roll(dist.get_rank() * self._filled, 1)
             dist.all_reduce(taken)
+        self._filled = 0
         return taken
 
     def remove(self) -> None:
@@ -89,7 +96,11 @@ class Keys:
         named = profiler.record_function("synthesis keys") if profiler._is_profiler_enabled else nullcontext()
         with named, torch.no_grad():
             row = self.sums[number]
-            total = _total(tensor.detach(), module, row.dtype, over_batch=self._outputs)
+            if self._outputs == "flattened":
+                total = nn.functional.pad(tensor.detach().to(row.dtype).flatten(), (self._filled, 0))
+                self._filled = len(total)
+            else:
+                total = _total(tensor.detach(), module, row.dtype, over_batch=self._outputs == "summed")
             total = folded(total, row.shape[0]) if len(total) > len(row) else total
             row[: len(total)].add_(total)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
+from holotrain.synthesis.hologram import HALVES
 from holotrain.synthesis.transforms import TRANSFORMS
 
-MODES = ("associative", "bind", "shared")
 BLOCK_LENGTH = 1024
 """Default of the modes with a hologram: short enough for a CPU cache, long enough for keys of the usual widths."""
 
@@ -20,12 +18,15 @@ class Recipe:
 
     Args:
         mode: ``"associative"``: each layer's gradient, bound with the layer's mean input, is added to the layer's hologram and
-            read back through the current input. ``"shared"``: rows of many layers share a hologram. ``"bind"``: Algorithm 1
-            as published; the gradient of the whole model, bound with the model's output (folded to 4096 entries if it is
-            longer), replaces the gradient.
+            read back through the current input. ``"shared"``: rows of many layers share a hologram. ``"bind"``: Algorithm 1;
+            the gradient of the whole model, bound with the model's output, replaces the gradient.
+        representation: the output that ``bind`` binds with. ``"summed"`` over the batch, and folded to 4096 entries if it is
+            longer; or ``"flattened"`` as published: all of it, padded with zeros to the length of the gradient (folded to it if
+            it is longer).
         transform: ``"fft"`` or ``"hadamard"``.
         block_length: entries that are transformed together, a power of two for ``"hadamard"``; 0: a whole layer (with
-            ``bind`` the whole model) at a time, padded to a power of two. None: 1024, with ``bind`` 0.
+            ``bind`` the whole model) at a time, padded to a power of two unless ``representation`` is flattened and the
+            transform ``"fft"``. None: 1024, with ``bind`` 0.
         subsample: part of the entries of each parameter, in (0, 1], that takes part, chosen at random once. The others keep
             their gradient.
         decay: decay of the hologram in each step, in [0, 1), or a function of the step number.
@@ -40,10 +41,12 @@ class Recipe:
         mix: share of the gradient itself in the update, in [0, 1].
         cosine_floor: least cosine, in [0, 1), of a layer's update and its gradient; as much of the gradient is added as this
             needs. Above 0 the update of every covered layer is a descent direction. None: no bound.
-        dtype: precision of the hologram: ``"fp32"`` (fp64 if the parameters are), ``"bf16"`` or ``"fp16"``.
-        offload: keep the hologram in host memory and copy it asynchronously (CUDA only).
+        dtype: precision of the hologram, with ``bind`` of the bound vector: ``"fp32"`` (fp64 if the parameters are), ``"bf16"``
+            or ``"fp16"``.
+        split: ``"cpu"``: a thread computes on the CPU, where the hologram is, while the GPU goes on; each update is applied one
+            step late. All options refer to the gradient that the update was made of. ``"none"``: no split.
         compile: fuse the arithmetic on spectra with torch.compile; for ``associative``.
-        cuda_graph: capture the synthesis once and replay it (CUDA only).
+        cuda_graph: capture the synthesis once and replay it (CUDA only). Gradients stay in the same memory.
         seed: of the random choices: signs of the Hadamard transform, subsample, the keys of rows in ``shared``.
 
     Raises:
@@ -51,6 +54,7 @@ class Recipe:
     """
 
     mode: str = "associative"
+    representation: str = "summed"
     transform: str = "fft"
     block_length: int | None = None
     subsample: float = 1.0
@@ -64,37 +68,32 @@ class Recipe:
     mix: float = 0.0
     cosine_floor: float | None = None
     dtype: str = "fp32"
-    offload: bool = False
+    split: str = "none"
     compile: bool = False
     cuda_graph: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require("mode", self.mode, self.mode in MODES, " or ".join(MODES))
-        _require("transform", self.transform, self.transform in TRANSFORMS, " or ".join(TRANSFORMS))
-        _require("dtype", self.dtype, self.dtype in HALVES or self.dtype == "fp32", "fp32, bf16 or fp16")
+        for name, allowed in CHOICES.items():
+            _require(name, getattr(self, name), getattr(self, name) in allowed, " or ".join(allowed))
+        for name in ("ema", "cosine_floor", "decay"):
+            value = getattr(self, name)
+            _require(name, value, value is None or callable(value) or 0 <= value < 1, "in [0, 1)")
+        for name, least in {"decay_warmup": 0, "feedback": 0, "block_length": 0, "superpose": 1}.items():
+            value = getattr(self, name)
+            _require(name, value, value is None or value >= least, f"at least {least}")
         _require("subsample", self.subsample, 0 < self.subsample <= 1, "in (0, 1]")
-        _require("ema", self.ema, 0 <= self.ema < 1, "in [0, 1)")
         _require("mix", self.mix, 0 <= self.mix <= 1, "in [0, 1]")
-        if not callable(self.decay):
-            _require("decay", self.decay, 0 <= self.decay < 1, "in [0, 1)")
-        _require("decay_warmup", self.decay_warmup, self.decay_warmup >= 0, "at least 0")
         _require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
-        if self.cosine_floor is not None:
-            _require("cosine_floor", self.cosine_floor, 0 <= self.cosine_floor < 1, "in [0, 1)")
-        _require("feedback", self.feedback, self.feedback >= 0, "at least 0")
-        _require("superpose", self.superpose, self.superpose >= 1, "at least 1")
-        if self.block_length is not None:
-            _require("block_length", self.block_length, self.block_length >= 0, "at least 0")
-            if self.transform == "hadamard" and self.block_length & (self.block_length - 1):
-                raise ValueError(f"block_length={self.block_length}: the Hadamard transform needs a power of two")
+        if self.block_length and self.transform == "hadamard" and self.block_length & (self.block_length - 1):
+            raise ValueError(f"block_length={self.block_length}: the Hadamard transform needs a power of two")
         for name in UNUSED[self.mode]:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name} has no effect with mode={self.mode!r}; leave it out")
         if self.mode == "shared" and self.entries_a_block == 0:
             raise ValueError("block_length=0: layers of different lengths cannot share a hologram; give a block length")
-        if self.offload and self.cuda_graph:
-            raise ValueError("offload copies between steps, which cuda_graph cannot capture; use one of them")
+        if self.split == "cpu" and self.cuda_graph:
+            raise ValueError("split='cpu' computes on the CPU, which cuda_graph cannot capture; use one of them")
 
     @property
     def entries_a_block(self) -> int:
@@ -120,14 +119,20 @@ class Recipe:
         return self.match_norm or self.mix > 0 or self.cosine_floor is not None
 
 
+CHOICES = {
+    "mode": ("associative", "bind", "shared"),
+    "representation": ("summed", "flattened"),
+    "transform": tuple(TRANSFORMS),
+    "dtype": ("fp32", *HALVES),
+    "split": ("none", "cpu"),
+}
+
 UNUSED = {
-    "associative": ("superpose", "feedback"),
-    "shared": ("compile",),
-    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only", "dtype", "offload", "compile"),
+    "associative": ("superpose", "feedback", "representation"),
+    "shared": ("compile", "representation"),
+    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only", "compile"),
 }
 """Options that have no effect in a mode."""
-
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _require(name: str, value: object, holds: bool, wanted: str) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from holotrain.synthesis.delayed import Delayed
 from holotrain.synthesis.keys import Keys
 from holotrain.synthesis.layers import Covers, as_one, layers_of, working_dtype
 from holotrain.synthesis.recipe import Recipe
-from holotrain.synthesis.weaver import Weaver
+from holotrain.synthesis.updates import Updates
 
 TOLD = {1, 2, 5, *(10**power for power in range(1, 10))}
 """Counts of skipped steps at which a warning is issued."""
@@ -65,17 +67,19 @@ class HolographicSynthesis:
         self._named = dict(model.named_parameters())
         self._names = [name for layer in layers for name in layer.parameters]
         like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
-        self._weaver = Weaver(layers, self.recipe, like)
-        self._keys = Keys(model, layers, self._weaver.key_length, like, outputs=mode == "bind")
+        self._updates = (Delayed if self.recipe.split == "cpu" else Updates)(layers, self.recipe, like)
+        outputs = self.recipe.representation if mode == "bind" else None
+        self._keys = Keys(model, layers, self._updates.key_length, like, outputs)
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """The tensors kept between steps: holograms and running means. Momentum would take as many bytes as the parameters.
+        """The tensors kept between steps: holograms, running means, and updates that wait. Momentum would take as many bytes as
+        the parameters.
 
         A step also needs temporary memory: a few MiB on a CPU; as much as the gradients on a GPU, and where updates change
         layer by layer (``match_norm``, ``mix``, ``cosine_floor``).
         """
-        return list(self._weaver.state().values())
+        return list(self._updates.state().values())
 
     def step(self) -> bool:
         """Rewrites the gradients of the covered parameters. Call it between ``backward()`` and ``optimizer.step()``.
@@ -107,7 +111,7 @@ class HolographicSynthesis:
                 parameter.grad = parameter.grad.contiguous()
         grads = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
         with record_function("synthesis"), torch.no_grad():
-            finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
+            finite, measured = self._updates.step(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
             self.skipped += 1
             for parameter in self._named.values():
@@ -134,12 +138,12 @@ class HolographicSynthesis:
         return differentiate_and_synthesise
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors: holograms, running means, counts, and a description of the covered parameters."""
+        """Plain containers: the tensors kept between steps, counts, and a description of the covered parameters."""
         return {
             "geometry": self._geometry(),
             "steps": self.steps,
             "skipped": self.skipped,
-            "tensors": {name: tensor.detach().clone() for name, tensor in self._weaver.state().items()},
+            "tensors": {name: tensor.detach().clone() for name, tensor in self._updates.state().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,32 +154,26 @@ class HolographicSynthesis:
         if not isinstance(state.get("geometry"), dict):
             raise ValueError("this is not the state of a HolographicSynthesis")
         for name, value in self._geometry().items():
-            if (other := state["geometry"].get(name)) != value:
-                raise ValueError(
-                    f"the state belongs to another synthesis: {name} is {_brief(other)} there, not {_brief(value)}"
-                )
-        for name, tensor in self._weaver.state().items():
-            tensor.copy_(state["tensors"][name])
+            other = state["geometry"].get(name, getattr(Recipe, name, None))  # older states lack newer options
+            if other != value:
+                there, here = (shorten(repr(each), 80) for each in (other, value))
+                raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
+        self._updates.load(state["tensors"])
         self.steps, self.skipped = state["steps"], state["skipped"]
 
     def remove(self) -> None:
         """Removes the hooks from the model and frees the holograms. The model is then as before."""
         self._keys.remove()
-        self._weaver = None
+        self._updates = None
         self.parameters = []
 
     def _geometry(self) -> dict[str, Any]:
         recipe = self.recipe
         shapes = [f"{n} {tuple(p.shape)}" for n, p in zip(self._names, self.parameters, strict=True)]
-        chosen = ("mode", "transform", "subsample", "dtype", "seed")
+        chosen = ("mode", "transform", "subsample", "dtype", "seed", "representation", "split")
         return {name: getattr(recipe, name) for name in chosen} | {
             "block_length": recipe.entries_a_block,
             "superpose": recipe.slots,
             "ema": recipe.ema > 0,
             "parameters": shapes,
         }
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

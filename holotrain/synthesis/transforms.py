@@ -1,4 +1,4 @@
-"""The two orthonormal transforms for binding vectors: real Fourier and randomised Walsh-Hadamard.
+"""The two orthonormal transforms for binding vectors, (..., n) <-> (..., bins): real Fourier and randomised Walsh-Hadamard.
 
 Binding is an elementwise product of spectra. In the Fourier domain this is a circular correlation. In the Hadamard domain
 spectra are real, and binding needs only additions and changes of sign.
@@ -7,24 +7,9 @@ spectra are real, and binding needs only additions and changes of sign.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class Transform(Protocol):
-    """An orthonormal transform of vectors of length n: (..., n) <-> (..., bins). ``out``: the output tensor."""
-
-    length: int
-    bins: int
-
-    def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the spectra of vectors of ``dtype``."""
-
-    def forward(self, rows: Tensor) -> Tensor: ...
-
-    def inverse(self, spectrum: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class Fourier:
@@ -32,9 +17,6 @@ class Fourier:
 
     def __init__(self, length: int) -> None:
         self.length, self.bins = length, length // 2 + 1
-
-    def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype.to_complex()
 
     def forward(self, rows: Tensor) -> Tensor:
         return torch.fft.rfft(rows, n=self.length, norm="ortho")
@@ -57,9 +39,6 @@ class Hadamard:
         self._seed = seed
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
 
-    def spectrum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def forward(self, rows: Tensor) -> Tensor:
         signs, factors = self._constants_for(rows)
         return _walsh_hadamard(rows * signs, factors)
@@ -72,17 +51,15 @@ class Hadamard:
         """The signs, (n,), and the factors of the matrix, on the device and in the dtype of ``like``."""
         kind = like.device, like.dtype
         if kind not in self._constants:
+            generator = torch.Generator().manual_seed(self._seed)
             with torch.inference_mode(False):  # these tensors are used with autograd later
-                self._constants[kind] = _random_signs(self.length, self._seed).to(*kind), _factors(self.length, *kind)
+                signs = torch.randint(0, 2, (self.length,), generator=generator) * 2 - 1
+                self._constants[kind] = signs.to(*kind), _factors(self.length, *kind)
         return self._constants[kind]
 
 
 TRANSFORMS = {"fft": Fourier, "hadamard": Hadamard}
-
-
-def _random_signs(length: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (length,), generator=generator) * 2 - 1
+Transform = Fourier | Hadamard
 
 
 LARGEST_FACTOR = 256

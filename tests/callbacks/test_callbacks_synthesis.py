@@ -72,7 +72,9 @@ def loop(options, epochs=2, accumulate=1, clip=None, scaler=None, **optimizer_op
     return module, synthesis
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "shared", "superpose": 4}, {"mode": "bind"}, {"cosine_floor": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "shared", "superpose": 4}, {"mode": "bind"}, {"cosine_floor": 0.5, "split": "cpu"}]
+)
 def test_it_is_the_plain_loop(options):
     assert_equal_parameters(fit(SynthesisCallback(**options))[0], loop(options)[0])
 
@@ -187,7 +189,14 @@ def test_scalars_say_how_long_and_how_alike():
         assert row["synthesis/update_norm"] > 0 and row["synthesis/skipped"] == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "shared", "ema": 0.5, "dtype": "bf16"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "shared", "ema": 0.5, "dtype": "bf16"},
+        {"mode": "bind", "representation": "flattened", "split": "cpu", "mix": 0.5, "dtype": "fp16"},
+    ],
+)
 def test_resuming_is_the_same_bit_for_bit(tmp_path, options):
     every_epoch = ExactCheckpoint(tmp_path, filename="{step}", every_n_epochs=1, save_top_k=-1)
     whole, _ = fit(SynthesisCallback(**options), epochs=3, callbacks=[every_epoch])

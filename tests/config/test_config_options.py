@@ -459,7 +459,7 @@ def test_the_options_of_a_synthesis_reach_it():
             "synthesis.seed: 99999999999999999999999 is too large",
         ),
         (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis.decay=1.5: it must be in"),
-        (["synthesis=bind", "synthesis.offload=true"], "synthesis.offload: has no effect with mode='bind'"),
+        (["synthesis=bind", "synthesis.compile=true"], "synthesis.compile: has no effect with mode='bind'"),
         (["synthesis=shared", "synthesis.module=modle"], "synthesis.module='modle': "),
         (["synthesis._target_=torch.nn.Identity"], "synthesis: torch.nn.Identity is not a SynthesisCallback; calling it"),
         (
@@ -515,7 +515,6 @@ def test_what_the_machine_cannot_do_is_refused(override):
     [
         ["backward.cuda_graph=true"],
         ["synthesis=bind", "synthesis.cuda_graph=true"],
-        ["synthesis=shared", "synthesis.offload=true"],
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(overrides):

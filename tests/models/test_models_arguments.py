@@ -46,6 +46,7 @@ REFUSED = {
         ({"kv_stride": 0}, "kv_stride must be at least 1, not 0"),
         ({"depths": (2, 0, 2)}, "depths must be at least 1, not 0"),
         ({"depths": ()}, "one number for each stage"),
+        ({"design": "mvit"}, "design must be mvitv2 or rev_mvit, not 'mvit'"),
         *SHARED,
     ],
     GPT: [

@@ -5,6 +5,7 @@ import timm
 import torch
 from compared import assert_equal
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import MVIT_SIZES, MViT, RevMViT
@@ -44,7 +45,15 @@ def test_sizes_are_the_published_ones_and_timms(size, model_class):
     assert multiply_adds(model) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.parametrize("size", MVIT_SIZES)
+def test_the_published_rev_mvit_has_its_published_size():
+    """Mangalam et al. (CVPR 2022), table 2: Rev-MViT-B has 39 M parameters and 8.7 GFLOPs."""
+    model = on_meta(RevMViT, "paper_base")
+    assert parameter_count(model) / 1e6 == pytest.approx(39, rel=0.03)
+    assert multiply_adds(model) / 1e9 == pytest.approx(8.7, rel=0.03)
+    assert [len(stage.blocks.blocks) for stage in model.stages] == [1, 1, 10, 1]  # and transitions as blocks 1, 3 and 14
+
+
+@pytest.mark.parametrize("size", [size for size in MVIT_SIZES if size != "paper_base"])
 def test_the_twins_have_the_same_parameters(size):
     plain, reversible = (
         {name: p.shape for name, p in on_meta(model_class, size).named_parameters()} for model_class in (MViT, RevMViT)
@@ -121,6 +130,69 @@ def test_streams_start_as_one_and_end_as_their_average():
     torch.testing.assert_close(model(images), model.head(model.norm(x).mean(dim=(1, 2))))
 
 
+def as_published(model, images):
+    """The output of a published Rev-MViT, from its weights: products and softmax written out, and one head after the other."""
+    weights = model.state_dict()
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def pool(x, name, stride):  # (B, S, S, D): the nine neighbours of every stride-th token, those outside zero
+        kernel, (_, size, _, _) = weights[f"{name}.conv.weight"], x.shape
+        x = nn.functional.pad(x, (0, 0, 1, 1, 1, 1))
+        shifted = ((kernel[:, 0, i, j], x[:, i : i + size : stride, j : j + size : stride]) for i in range(3) for j in range(3))
+        return norm(sum(factor * neighbours for factor, neighbours in shifted), f"{name}.norm")
+
+    def attention(x, name, heads, stride_q, stride_kv):
+        normed, name, found = norm(x, f"{name}.norm"), f"{name}.attention", []
+        of_heads = (part.chunk(heads, -1) for part in linear(normed, f"{name}.qkv").chunk(3, -1))
+        for q, k, v in zip(*of_heads, strict=True):
+            q = pool(q, f"{name}.pool_q", stride_q) if stride_q > 1 else q
+            k, v = pool(k, f"{name}.pool_k", stride_kv).flatten(1, 2), pool(v, f"{name}.pool_v", stride_kv).flatten(1, 2)
+            scores = q.flatten(1, 2) @ k.mT / q.shape[-1] ** 0.5
+            found.append((scores.softmax(-1) @ v).view_as(q))
+        return linear(torch.cat(found, -1), f"{name}.project")
+
+    def perceptron(x, widen, narrow):
+        return linear(nn.functional.gelu(linear(x, widen)), narrow)
+
+    def mlp(x, name):
+        return perceptron(norm(x, f"{name}.norm"), f"{name}.widen", f"{name}.narrow")
+
+    project = weights["embedding.project.weight"], weights["embedding.project.bias"]
+    x = nn.functional.conv2d(images, *project, stride=4, padding=3).permute(0, 2, 3, 1) + weights["embedding.position"]
+    heads, stride_kv = 1, 4
+    for number, stage in enumerate(model.stages):
+        if number > 0:
+            name = f"stages.{number}.transition"
+            heads, stride_kv = 2 * heads, max(stride_kv // 2, 1)
+            x = x + perceptron(x, f"{name}.fusion.0", f"{name}.fusion.2")
+            pooled = [pool(part, f"{name}.f.attention.pool_q", 2) for part in x.chunk(heads, -1)]
+            x = torch.cat(pooled, -1) + attention(x, f"{name}.f", heads, 2, stride_kv)
+            x = x + mlp(x, f"{name}.g")
+        y1 = y2 = x
+        for block in range(len(stage.blocks.blocks)):
+            name = f"stages.{number}.blocks.blocks.{block}"
+            y1 = y1 + attention(y2, f"{name}.f", heads, 1, stride_kv)
+            y2 = y2 + mlp(y1, f"{name}.g")
+        x = torch.cat((y1, y2), -1)
+    return linear(norm(x, "norm").mean((1, 2)), "head")
+
+
+def test_outputs_of_the_published_design_are_those_of_its_formulas():
+    torch.manual_seed(0)
+    sizes = {"image_size": 64, "classes": 5, "dim": 8, "depths": (1, 2, 3, 2), "kv_stride": 4}
+    model = scattered(RevMViT(**sizes, design="rev_mvit"))
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        ours, expected = model(images), as_published(model, images)
+    assert ((ours - expected).abs().max() / expected.abs().max()).item() <= 1e-10
+
+
 def gradients(model_class=RevMViT, **arguments):
     torch.manual_seed(0)
     model = model_class(**SMALL, dropout=0.1, drop_path=0.3, **arguments).double()
@@ -140,11 +212,13 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("depths", [(1, 2, 5, 2), (2, 3, 4)], ids=str)  # reversible blocks: 1, 1, 4, 1 and 2, 2, 3
+@pytest.mark.parametrize(
+    ("depths", "design"), [((1, 2, 5, 2), "mvitv2"), ((2, 3, 4), "mvitv2"), ((1, 2, 5), "rev_mvit")], ids=str
+)  # reversible blocks: 1, 1, 4, 1 and 2, 2, 3 and 1, 1, 4
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-def test_gradients_of_every_schedule_are_equal(engine, depths):
-    reference = gradients(depths=depths, backward="autograd", exact=engine.get("exact", False))
-    grads = gradients(depths=depths, **engine)
+def test_gradients_of_every_schedule_are_equal(engine, depths, design):
+    reference = gradients(depths=depths, design=design, backward="autograd", exact=engine.get("exact", False))
+    grads = gradients(depths=depths, design=design, **engine)
     assert ((grads - reference).abs().max() / reference.abs().max()).item() <= 1e-10
 
 
@@ -162,9 +236,10 @@ def test_the_forward_takes_the_attention_kernel_of_its_recomputation(exact):
     assert ((grads[1] - grads[0]).abs().max() / grads[0].abs().max()).item() <= 1e-3
 
 
-def test_plain_checkpointing_changes_nothing():
-    depths = (1, 2, 3)
-    assert_equal(gradients(MViT, depths=depths, backward="checkpoint"), gradients(MViT, depths=depths))
+@pytest.mark.parametrize("design", ["mvitv2", "rev_mvit"])
+def test_plain_checkpointing_changes_nothing(design):
+    sizes = {"depths": (1, 2, 3), "design": design}
+    assert_equal(gradients(MViT, **sizes, backward="checkpoint"), gradients(MViT, **sizes))
 
 
 def test_the_reversible_blocks_are_counted_through_all_stages():

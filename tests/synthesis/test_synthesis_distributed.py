@@ -8,7 +8,17 @@ from gloo_pair import found_by_processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
-CASES = ["associative", "shared", "bind", "hadamard", "every option", "accumulation 4", "NaN on one rank"]
+CASES = [
+    "associative",
+    "shared",
+    "bind",
+    "bind as published",
+    "split",
+    "hadamard",
+    "every option",
+    "accumulation 4",
+    "NaN on one rank",
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What a step makes of gradients, against an independent computation in float64 NumPy, and what each option adds."""
 
+import cmath
 import gc
 import math
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from holotrain.synthesis import HolographicSynthesis, phasor_bind
 from holotrain.synthesis.transforms import Hadamard
+from holotrain.synthesis.updates import MOST
 
 F64 = torch.float64
 
@@ -154,6 +156,92 @@ def test_bind_in_blocks_binds_each():
     synthesis.step()
     expected = phasor_bind(gradient, model(x).mean(0).detach(), block_length=32)
     assert_close(flat(model), expected[: len(gradient)], atol=1e-12)
+
+
+def algorithm_1(gradient: list[float], representation: list[float]) -> list[float]:
+    """The published formulas, entry by entry: G = rfft(g), A = rfft(a), Z = G / |G| conj(A / |A|), z = irfft(Z)."""
+    n = len(gradient)
+    padded = [0.0] * n
+    for position, entry in enumerate(representation):  # a longer one is folded
+        padded[position % n] += entry
+    roots = [cmath.exp(-2j * cmath.pi * turn / n) for turn in range(n)]
+    phasors = []
+    for k in range(n):
+        g, a = (sum(x * roots[k * t % n] for t, x in enumerate(vector)) for vector in (gradient, padded))
+        phasors.append(g / abs(g) * (a / abs(a)).conjugate())
+    return [sum(z * roots[-k * t % n] for k, z in enumerate(phasors)).real / n for t in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("covered", "options", "error"),
+    [
+        ("", {}, 1e-9),  # 443 entries
+        ("0.", {}, 1e-9),  # 240
+        ("3.bias", {}, 1e-9),  # 3, fewer than the output has
+        ("3.", {"dtype": "fp16"}, 2**-11),
+        ("3.", {"dtype": "bf16"}, 2**-8),
+        ("3.", {"split": "cpu"}, 1e-9),
+        ("3.", {"split": "cpu", "dtype": "fp16"}, 2**-11),
+    ],
+)
+def test_bind_with_the_flattened_output_is_algorithm_1_as_published(covered, options, error):
+    """Twice, with two batches each, and with a split a step late."""
+    model = network()
+    synthesis = HolographicSynthesis(
+        model, "bind", representation="flattened", covers=lambda name, _: name.startswith(covered), **options
+    )
+    expected, found = [], []
+    for pair in zip(*[iter(batches(4))] * 2, strict=True):
+        model.zero_grad()
+        outputs = [model(x) for x in pair]
+        sum(y.square().sum() for y in outputs).backward()
+        chosen = [p for name, p in model.named_parameters() if name.startswith(covered)]
+        gradient = torch.cat([p.grad.flatten() for p in chosen]).tolist()
+        expected.append(algorithm_1(gradient, torch.cat([y.flatten() for y in outputs]).tolist()))
+        synthesis.step()
+        found.append(torch.cat([p.grad.flatten() for p in chosen]))
+    if "split" in options:
+        expected = [[0.0] * len(gradient), *expected[:-1]]
+    for update, values in zip(found, expected, strict=True):
+        worst = (update - torch.tensor(values, dtype=F64)).abs().max() / (max(map(abs, values)) or 1)
+        assert worst <= error and (worst > 1e-6) == ("dtype" in options and any(values))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "shared", "cosine_floor": 0.2, "ema": 0.5, "block_length": 32},
+        {"transform": "hadamard", "subsample": 0.5, "dtype": "fp16", "block_length": 16},
+        {"mode": "bind", "mix": 0.1, "dtype": "bf16"},
+    ],
+)
+def test_with_a_split_the_same_updates_come_a_step_late(options):
+    at_once = [update for _, update in updates(4, learn=False, **options)[2]]
+    model, synthesis, late = updates(4, learn=False, split="cpu", **options)
+    assert_equal([update for _, update in late], [torch.zeros_like(at_once[0]), *at_once[:-1]])
+    synthesis.measuring = True
+    gradient = differentiate(model, batches(1)[0])
+    synthesis.step()
+    assert_equal(flat(model), at_once[-1])
+    assert_close(synthesis.measured, torch.stack((torch.cosine_similarity(flat(model), gradient, 0), flat(model).norm())))
+
+
+def test_with_a_split_a_gradient_that_is_not_there_is_missing_a_step_late():
+    model = network()
+    synthesis = HolographicSynthesis(model, split="cpu")
+    seen, states = [], []
+    for step in range(4):
+        differentiate(model, batches(1)[0])
+        if step == 1:
+            model[0].bias.grad = None
+        synthesis.step()
+        states.append(synthesis.state_dict())
+        seen.append(model[0].bias.grad is None)
+    assert seen == [False, False, True, False]
+    again = HolographicSynthesis(network(), split="cpu")
+    again.load_state_dict(states[1])
+    assert_equal(again.state_dict()["tensors"], states[1]["tensors"])
 
 
 def test_what_a_shared_hologram_cannot_hold_is_fed_back():
@@ -370,13 +458,11 @@ def test_a_subsample_of_whole_layers():
 
 
 def test_chunks_make_no_difference(monkeypatch):
-    from holotrain.synthesis import weaver
-
     for options in ({}, {"mode": "shared", "superpose": 2}):
         options |= {"block_length": 16, "cosine_floor": 0.1, "ema": 0.5}
         whole = updates(4, **options)[2]
         with monkeypatch.context() as patch:
-            patch.setitem(weaver.MOST, "cpu", 64)
+            patch.setitem(MOST, "cpu", 64)
             parts = updates(4, **options)[2]
         assert_close([update for _, update in parts], [update for _, update in whole], rtol=1e-12)
 

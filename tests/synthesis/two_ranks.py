@@ -22,6 +22,8 @@ CASES = {
     "associative": {},
     "shared": {"mode": "shared", "superpose": 4},
     "bind": {"mode": "bind"},
+    "bind as published": {"mode": "bind", "representation": "flattened", "block_length": None},
+    "split": {"split": "cpu"},
     "hadamard": {"transform": "hadamard", "mix": 0.2, "dtype": "bf16"},
     "every option": {
         "mode": "shared",
@@ -52,7 +54,7 @@ def trained(
     torch.manual_seed(0)
     model = Model().double()
     net = model if rank is None else DistributedDataParallel(model)
-    synthesis = HolographicSynthesis(model, block_length=32, **options)
+    synthesis = HolographicSynthesis(model, **{"block_length": 32} | options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):

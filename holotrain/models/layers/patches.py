@@ -83,20 +83,26 @@ class PatchMerging(nn.Module):
 class OverlappingPatches(nn.Module):
     """Overlapping patches: a 7x7 convolution with stride 4. (B, channels, I, I) -> (B, I / 4, I / 4, dim).
 
+    Args:
+        positions: add a learned absolute position to each.
+
     Raises:
         ValueError: an image of another size than ``image_size`` x ``image_size`` at the call.
     """
 
     STRIDE = 4
 
-    def __init__(self, image_size: int, channels: int, dim: int) -> None:
+    def __init__(self, image_size: int, channels: int, dim: int, positions: bool = False) -> None:
         super().__init__()
         self.image_size = image_size
         self.project = nn.Conv2d(channels, dim, kernel_size=7, stride=self.STRIDE, padding=3)
+        size = image_size // self.STRIDE
+        self.position = nn.Parameter(torch.zeros(1, size, size, dim)) if positions else None
 
     def forward(self, images: Tensor) -> Tensor:
         _require_size(images, self.image_size)
-        return self.project(images).permute(0, 2, 3, 1)
+        patches = self.project(images).permute(0, 2, 3, 1)
+        return patches if self.position is None else patches + self.position
 
 
 def _require_size(images: Tensor, size: int) -> None:

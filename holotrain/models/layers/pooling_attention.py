@@ -2,7 +2,8 @@
 
 Queries, keys and values are pooled by a strided depth-wise convolution. So there are few keys for many tokens, and a block that
 pools its queries lowers the resolution of its output. Relative positions add two terms for each query, one for the distance in
-height and one for the distance in width. The pooled queries are added to the output of attention.
+height and one for the distance in width. The pooled queries are added to the output of attention. The published Rev-MViT has
+neither, and pools queries only to lower the resolution.
 
 Shapes: B batch, S height and width of the square map of tokens, C channels, N heads, D = C / N head width.
 """
@@ -37,13 +38,22 @@ class PoolingAttention(nn.Module):
         size: S of the input, for which the tables of relative positions are made.
         stride_q, stride_kv: strides of pooling queries, and of pooling keys and values; divisors of ``size``.
         dropout: on the output.
+        relative: with relative positions, and with queries that are always pooled and added to the output.
 
     Raises:
         ValueError: sizes that do not divide.
     """
 
     def __init__(
-        self, dim: int, dim_out: int, heads: int, size: int, stride_q: int = 1, stride_kv: int = 1, dropout: float = 0.0
+        self,
+        dim: int,
+        dim_out: int,
+        heads: int,
+        size: int,
+        stride_q: int = 1,
+        stride_kv: int = 1,
+        dropout: float = 0.0,
+        relative: bool = True,
     ) -> None:
         super().__init__()
         if dim_out % heads:
@@ -54,23 +64,27 @@ class PoolingAttention(nn.Module):
         self.heads = heads
         width = dim_out // heads
         self.qkv = nn.Linear(dim, 3 * dim_out)
-        self.pool_q = Pool(width, stride_q)
+        self.pool_q = Pool(width, stride_q) if relative or stride_q > 1 else None
         self.pool_k = Pool(width, stride_kv)
         self.pool_v = Pool(width, stride_kv)
-        queries, keys = size // stride_q, size // stride_kv
-        self.height_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
-        self.width_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
-        self.register_buffer("distance", _distances(queries, keys), persistent=False)
+        self.relative = relative
+        if relative:
+            queries, keys = size // stride_q, size // stride_kv
+            self.height_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
+            self.width_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
+            self.register_buffer("distance", _distances(queries, keys), persistent=False)
         self.project = nn.Linear(dim_out, dim_out)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(3, 0, 4, 5, 1, 2)  # each (B, N, D, S, S)
-        q, k, v = self.pool_q(q), self.pool_k(k), self.pool_v(v)
+        q = q.permute(0, 1, 3, 4, 2) if self.pool_q is None else self.pool_q(q)
+        k, v = self.pool_k(k), self.pool_v(v)
         size = q.shape[2]
-        bias = self._position_bias(q)
+        bias = self._position_bias(q) if self.relative else None
         q, k, v = (part.flatten(2, 3) for part in (q, k, v))
-        x = q + F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=False)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=False)
+        x = x + q if self.relative else x
         return self.dropout(self.project(x.transpose(1, 2).flatten(2))).unflatten(1, (size, size))
 
     def _position_bias(self, q: Tensor) -> Tensor:
@@ -98,11 +112,20 @@ class DownsamplingAttention(nn.Module):
     The residual path cannot be the identity: the normalised input is projected and max-pooled.
     """
 
-    def __init__(self, dim: int, heads: int, size: int, stride_kv: int, dropout: float = 0.0, drop_path: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        size: int,
+        stride_kv: int,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        relative: bool = True,
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.shortcut = nn.Linear(dim, 2 * dim)
-        self.attention = PoolingAttention(dim, 2 * dim, heads, size, 2, stride_kv, dropout)
+        self.attention = PoolingAttention(dim, 2 * dim, heads, size, 2, stride_kv, dropout, relative)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Reversible blocks with one stream as input and output, to replace residual blocks."""
 
+import torch
 from torch import Tensor
 
 from holotrain.reversible import ReversibleSequence
@@ -23,3 +24,10 @@ class AveragedStreams(ReversibleSequence):
         """What is returned for the streams of the last block."""
         y1, y2 = streams
         return (y1 + y2) / 2
+
+
+class ConcatenatedStreams(AveragedStreams):
+    """The same, but both streams are its output, one after the other: (..., C) -> (..., 2C)."""
+
+    def join(self, streams: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(streams, dim=-1)

@@ -1,0 +1,326 @@
+"""The computation of one step: gradients in, updates out, on the device and in memory that is allocated beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vecdot as dot
+
+from holotrain.synthesis.association import Association
+from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
+from holotrain.synthesis.layers import Layer
+from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
+from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
+from holotrain.synthesis.transforms import Fourier, Hadamard, folded, next_power_of_two, units
+
+MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
+"""Entries that are processed at once: on a CPU as many as its cache holds, on a GPU few enough to limit temporary memory."""
+
+TOLD_AT_ONCE = ("cpu",)
+"""Devices whose results the host can read without waiting."""
+
+WARM_UPS = 2
+"""Ordinary runs before a capture, so that cuFFT has its plans. Its plan cache must not be cleared while the graph exists."""
+
+AT_REST = {"decay": 1, "fresh": 0, "unbias": 0}
+"""What changes between steps: decay of the hologram, weight of the new gradient in the running mean, and the bias correction of
+that mean, which starts at zero. With these values gradients of zero change no lasting state."""
+
+
+class RowGroup:
+    """The rows of one length: their transform, keys and hologram.
+
+    Args:
+        rows: the gradients.
+        recipe: the options.
+        like: a tensor with the dtype to compute in, on the parameters' device.
+        generator: draws the keys of rows that share a hologram.
+    """
+
+    def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
+        self.rows, self._recipe = rows, recipe
+        length, slots = rows.length, rows.slots
+        self._slots = slots
+        self.transform = Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else Fourier(length)
+        # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
+        self._marks = None
+        if slots > 1:
+            marks = torch.randn(slots, 1, length, generator=generator).to(like)
+            self._marks = units(self.transform.forward(marks), empty=1)
+        self.hologram = self._associate = None
+        if recipe.mode != "bind":
+            dtype = like.dtype.to_complex() if recipe.transform == "fft" else like.dtype
+            self.hologram = Hologram(rows.count, self.transform.bins, dtype, HALVES.get(recipe.dtype), like.device)
+            self._associate = Association(self.hologram, slots, recipe.feedback, recipe.compile)
+        # On a GPU one launch per layer would cost more than copying the keys to rows.
+        self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile
+        self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
+
+    def update(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:
+        """Turns gradients into updates.
+
+        Args:
+            keys: (layers, length of a key).
+            scalars: 0-dim tensors by the names of :data:`AT_REST`.
+            measure: return (gg, gu, uu) of each row, (3, slots, rows).
+            in_turn: read the gradients of each part and write its updates back, part by part; otherwise the gradients are
+                already in the parts' memory, and the updates stay there.
+        """
+        # A summed key has rounding errors. In a bin with nothing else (the mean over channels after a LayerNorm is 0) the
+        # phase would be random and would depend on the order of summation.
+        noise = None if self._recipe.representation == "flattened" else torch.finfo(keys.dtype).eps ** 0.5
+        unit_keys = units(self.transform.forward(folded(keys, self.rows.length)), empty=1, noise=noise)
+        products = []
+        for part in self.rows.parts:
+            if in_turn:
+                part.gather()
+            keys = unit_keys if self._by_layers else unit_keys[part.layer]
+            products.append(self._update(part, keys if self._marks is None else keys * self._marks, scalars, measure))
+            if in_turn:
+                part.scatter()
+        return torch.cat(products, -1) if measure else None
+
+    def _update(self, part: Part, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
+        gradient = part.memory
+        content = gradient
+        if self.mean is not None:
+            mean = self.mean[:, part.rows].lerp_(gradient, scalars["fresh"])
+            content = mean * scalars["unbias"]
+        spectrum = self.transform.forward(content)
+        if self._recipe.phase_only or self._recipe.mode == "bind":  # rows of norm 1 as published, or with the norm they had
+            spectrum = units(spectrum, empty=0) / self.rows.length**0.5
+        if self._recipe.phase_only:
+            spectrum = spectrum * torch.linalg.vector_norm(content, dim=-1, keepdim=True)
+        if self._associate is None:
+            read = spectrum * keys.conj()
+        else:
+            read = self._associate(spectrum, keys, part.rows, part.stretches, scalars["decay"])
+        if self._slots == 1 and not measure and gradient.is_contiguous():
+            self.transform.inverse(read, out=gradient)
+            return None
+        update = self.transform.inverse(read)
+        if self._slots > 1:
+            update.add_(content, alpha=self._recipe.feedback)
+        products = [dot(gradient, gradient), dot(gradient, update)] if measure else []
+        gradient.copy_(update)
+        if not measure:
+            return None
+        part.clear_unwritten()
+        return torch.stack((*products, dot(gradient, gradient)))
+
+    def state(self) -> dict[str, Tensor]:
+        kept = {} if self.hologram is None else dict(self.hologram.state)
+        return kept if self.mean is None else kept | {"mean": self.mean}
+
+
+class Updates:
+    """All rows of a model, and the step over them.
+
+    Args:
+        layers: in the order of their keys.
+        recipe: the options.
+        like: a tensor with the dtype to compute in, on the parameters' device.
+
+    Attributes:
+        key_length: the longest key that makes a difference.
+        half: the half precision in which ``bind`` stores its updates, or None.
+    """
+
+    def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
+        self.recipe = recipe
+        self._layers = len(layers)
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
+        if recipe.cuda_graph and like.device.type != "cuda":
+            raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {like.device}")
+        generator = torch.Generator().manual_seed(recipe.seed)
+        run = min(RUN, recipe.entries_a_block or RUN)
+        chosen = choose(layers, recipe.subsample, run, generator)
+        sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
+        entries = sum(sizes.values())
+        if entries == 0:
+            raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
+        if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
+            raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} covered entries")
+        whole = recipe.representation == "flattened" and recipe.transform == "fft"  # as published, without padding
+        by_length: dict[int, list[tuple[int, Layer]]] = {}
+        for number, layer in enumerate(layers):
+            if sizes[number]:
+                length = recipe.entries_a_block or (sizes[number] if whole else next_power_of_two(sizes[number]))
+                by_length.setdefault(length, []).append((number, layer))
+        # Updates that depend on inner products over a whole layer must wait for the whole layer. On a GPU everything is
+        # processed together, because launches are expensive.
+        self._told_at_once = like.device.type in TOLD_AT_ONCE
+        self._together = recipe.reshapes or not self._told_at_once
+        most = MOST.get(like.device.type, MOST["cuda"])
+        self._groups = []
+        for length, numbered in sorted(by_length.items()):
+            slots = min(recipe.slots, sum(-(-sizes[number] // length) for number, _ in numbered))  # no more slots than rows
+            rows = Rows(numbered, chosen, run, length, slots, most, self._together, like)
+            self._groups.append(RowGroup(rows, recipe, like, generator))
+        self._parts = [part for group in self._groups for part in group.rows.parts]
+        self.key_length = max(by_length)
+        self._scalars = {name: like.new_ones(()) for name in AT_REST}
+        self.half = HALVES.get(recipe.dtype) if recipe.mode == "bind" else None
+        self._graphs: dict[tuple, Graphed] = {}
+        self._fixed: dict[nn.Parameter, Tensor] = {}
+
+    def step(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
+        """One step. Returns a function that says whether gradients were finite (it waits if necessary), and the figures.
+
+        On a CPU nothing changes if they were not. On a GPU the host learns of it later, so the step runs with gradients of zero
+        and a decay of 1, which leaves every hologram as it is.
+
+        Args:
+            grads: of the whole model, covered or not; covered ones must be contiguous.
+        """
+        finite = total([*grads, keys]).isfinite()
+        if self._told_at_once and not finite:
+            return lambda: False, None
+        arrived = arriving(finite)
+        measure = measuring or self.recipe.reshapes
+        compute = self._captured(measure, keys, finite) if self.recipe.cuda_graph else partial(self._compute, measure=measure)
+        self._set_scalars(step)
+        return arrived, compute(keys, finite)
+
+    def _set_scalars(self, step: int) -> None:
+        recipe = self.recipe
+        values = {
+            "decay": recipe.decay_at(step),
+            "fresh": 1 - recipe.ema,
+            "unbias": 1 / (1 - recipe.ema ** (step + 1)),
+        }
+        for name, scalar in self._scalars.items():
+            scalar.fill_(values[name])
+
+    def _captured(self, measure: bool, *inputs: Tensor) -> Graphed:
+        """The step as a CUDA graph, which reads and writes gradients at fixed places; gradients elsewhere are moved there."""
+        present = [parameter for parameter in self._parameters if parameter.grad is not None]
+        for parameter in present:
+            if parameter.grad is not self._fixed.setdefault(parameter, parameter.grad):
+                parameter.grad = self._fixed[parameter].copy_(parameter.grad)
+        which = measure, *(parameter.grad is not None for parameter in self._parameters)
+        if which not in self._graphs:
+            kept = [parameter.grad.clone() for parameter in present]
+            self._graphs[which] = Graphed(partial(self._compute, measure=measure), *inputs)
+            torch._foreach_copy_([parameter.grad for parameter in present], kept)
+        return self._graphs[which]
+
+    def _compute(self, keys: Tensor, finite: Tensor, measure: bool) -> Tensor | None:
+        """Rewrites the gradients. Returns the figures, if they are to be measured."""
+        if self._together:
+            for part in self._parts:
+                part.gather()
+        if not self._told_at_once:
+            keys = keys.masked_fill(~finite, 0)
+            for part in self._parts:
+                part.memory.masked_fill_(~finite, 0)
+            for name, value in AT_REST.items():
+                self._scalars[name].masked_fill_(~finite, value)
+        of_rows = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
+        a = b = measured = None
+        if measure:
+            products = sum(group.rows.by_layer(rows, self._layers) for group, rows in zip(self._groups, of_rows, strict=True))
+            if self.recipe.reshapes:
+                a, b = coefficients(products, self.recipe)
+                products = combined(products, a, b)
+            measured = figures(products)
+        if self._together:
+            for part in self._parts:
+                part.scatter(a, b)
+        if self.half is not None:
+            for grad in (parameter.grad for parameter in self._parameters if parameter.grad is not None):
+                grad.copy_(widened(narrowed(grad.view(1, -1), self.half), grad.dtype).view_as(grad))
+        return measured
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors kept between steps, by name."""
+        return {f"{group.rows.length}.{name}": tensor for group in self._groups for name, tensor in group.state().items()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over a state."""
+        for name, tensor in self.state().items():
+            tensor.copy_(tensors[name])
+
+
+def combined(products: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The inner products (gg, gu, uu) of layers, (3, layers), with ``a u + b g`` in place of u."""
+    gg, gu, uu = products
+    return torch.stack((gg, a * gu + b * gg, a * a * uu + 2 * a * b * gu + b * b * gg))
+
+
+def figures(products: Tensor) -> Tensor:
+    """(cosine of the whole update and the whole gradient, norm of the update)."""
+    gg, gu, uu = products.sum(1)
+    return torch.stack((gu / (gg.sqrt() * uu.sqrt()).clamp_min(torch.finfo(gg.dtype).tiny), uu.sqrt()))
+
+
+def coefficients(products: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The factors a and b of each layer, for the update ``a u + b g``.
+
+    In this order: u is scaled to the norm of g, a share of g is mixed in, and as much of g is added as the cosine floor needs.
+    If p is the part of u along g and q the part orthogonal to it, a cosine of c needs p = q c / sqrt(1 - c^2).
+    """
+    tiny = torch.finfo(products.dtype).tiny
+    a, b = torch.ones_like(products[0]), torch.zeros_like(products[0])
+    if recipe.match_norm:
+        a = (products[0] / products[2].clamp_min(tiny)).sqrt()
+    if recipe.mix:
+        a, b = a * (1 - recipe.mix), b + recipe.mix
+    if (floor := recipe.cosine_floor) is not None:
+        gg, gu, uu = combined(products, a, b)
+        norm = gg.sqrt().clamp_min(tiny)
+        along = gu / norm
+        across = (uu - along * along).clamp_min(0).sqrt()
+        lacking = (across * floor / (1 - floor * floor) ** 0.5 - along).clamp_min(0)
+        b = b + torch.where(gg > 0, lacking / norm, 0)
+    return a, b
+
+
+def total(tensors: list[Tensor]) -> Tensor:
+    """A number that is finite if all entries are finite (and their sum does not overflow)."""
+    if tensors[0].device.type == "cpu":
+        return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
+    norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
+    return torch.stack(norms).sum()
+
+
+def arriving(flag: Tensor) -> Callable[[], bool]:
+    """Copies a flag to the host. Returns a function that waits for this copy only, not for later work."""
+    if flag.device.type != "cuda":
+        return lambda: bool(flag)
+    host = flag.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream(flag.device).record_event()
+    return lambda: event.synchronize() or bool(host)
+
+
+class Graphed:
+    """Replays ``compute(*inputs)``, captured once as a CUDA graph.
+
+    Args:
+        compute: launches work on the device only. With inputs of zero, as in the warm-up runs, it must change no lasting state.
+        inputs: tensors like its arguments, which are copied to the memory that the graph reads.
+    """
+
+    def __init__(self, compute: Callable[..., Tensor | None], *inputs: Tensor) -> None:
+        self._inputs = [torch.zeros_like(tensor) for tensor in inputs]
+        self._device = inputs[0].device
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            ambient, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            aside.wait_stream(ambient)
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    compute(*self._inputs)
+            ambient.wait_stream(aside)
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # a loader's thread may pin memory meanwhile
+                self._result = compute(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensor | None:
+        for held, given in zip(self._inputs, inputs, strict=True):
+            held.copy_(given)
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+        return None if self._result is None else self._result.clone()
