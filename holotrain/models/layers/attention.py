@@ -69,7 +69,8 @@ class Attention(nn.Module):
         Args:
             mask: True where a query sees a key, broadcast to (B, H, T, S). It replaces ``causal``.
             rotation: of rotary positions.
-            cache: keys and values of the tokens before ``x``; the mask is then the cache's.
+            cache: keys and values of the tokens before ``x``; the mask is then the cache's, and without one a single query sees
+                all keys.
         """
         # The number of heads is that of this process.
         q, k, v = self.query_key_value(x).unflatten(-1, (-1, 3, self.width)).permute(3, 0, 2, 1, 4)  # each (B, H, T, D)
@@ -78,7 +79,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         dropout = self.attention_dropout if self.training else 0.0
-        causal = self.causal and mask is None
+        causal = self.causal and mask is None and q.shape[2] == k.shape[2]
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.dropout(self.project(x.transpose(1, 2).flatten(2)))
 
