@@ -1,7 +1,7 @@
 """Tokens per second of text encoders on padded batches: packed sequences over a padding mask. Needs only torch.
 
     python scripts/bench_padding.py
-    python scripts/bench_padding.py --size base --batch 8 --tokens 512 --dropout 0 --json scripts/results/padding_cpu_base.json
+    python scripts/bench_padding.py --batch 8 --tokens 512 --rounds 3 --json scripts/results/padding_cpu_512.json
 
 A step is a forward and a backward of a RevRoBERTa with random weights, an evaluation its forward. Lengths rise evenly to
 ``--tokens``, so that ``--padding`` of the batch is padding. Ratios are medians over rounds that alternate in one process; the
@@ -18,6 +18,7 @@ from bench_common import alternating, machine, median_ratio, save, settings_of, 
 
 from holotrain.models import ROBERTA_SIZES, RevRoBERTa, RoBERTa
 from holotrain.models import roberta as module
+from holotrain.models.layers.packing import packing_of
 
 
 def main() -> None:
@@ -42,13 +43,8 @@ def main() -> None:
     targets = tokens.where(mask & (torch.rand(mask.shape, device=device) < 0.15), -100)
 
     def loss(packed: bool) -> torch.Tensor:
-        ordinary = module.packing_of
-        if not packed:
-            module.packing_of = lambda *_: None
-        try:
-            return model(tokens, mask, targets)
-        finally:
-            module.packing_of = ordinary
+        module.packing_of = packing_of if packed else lambda *_: None
+        return model(tokens, mask, targets)
 
     def evaluated(packed: bool) -> torch.Tensor:
         model.eval()
@@ -57,6 +53,7 @@ def main() -> None:
         model.train()
         return found
 
+    module.LEAST_PADDING = 0
     works = {"step": lambda packed: loss(packed).backward(), "evaluation": evaluated}
     described = machine() | {"model": kind.__name__, "padding": 1 - mask.float().mean().item()}
     print(json.dumps(described))
