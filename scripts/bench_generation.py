@@ -52,6 +52,9 @@ def main() -> None:
         "cached": lambda: timed(cached, model, prompts, options.tokens),
         "uncached": lambda: timed(uncached, model, prompts, options.tokens),
     }
+    if options.batch > 1:  # attention needs a mask then
+        unlike = [*prompts[:-1], prompts[-1][:-1]]
+        contestants["unlike prompts"] = lambda: timed(cached, model, unlike, options.tokens)
     if options.compile:
         contestants["compiled"] = lambda: timed(cached, model, prompts, options.tokens, compiled=True)
     if options.int8:
@@ -72,7 +75,7 @@ def main() -> None:
     ratios = {name: median_ratio(seconds["uncached"], values) for name, values in seconds.items()}
     for name, values in seconds.items():
         rate = options.batch * options.tokens / statistics.median(values)
-        print(f"{name:<10}{rate:9.1f} tokens/s  {ratios[name]:6.2f} x uncached")
+        print(f"{name:<15}{rate:9.1f} tokens/s  {ratios[name]:6.2f} x uncached")
     save(result | {"same": same, "tokens": options.tokens, "seconds": seconds, "times_uncached": ratios}, options.json)
 
 

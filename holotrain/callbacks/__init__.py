@@ -1,6 +1,7 @@
 """Callbacks for any Lightning Trainer.
 
-memory        MemoryMonitor: peak memory of each phase
+memory        MemoryMonitor: memory of each phase, and leaks
+growth        tells a leak from the ups and downs of memory
 probe         reads memory use of the device or process
 drift         DriftMonitor: error of recomputed activations
 diffusion     ErrorDiffusionMonitor: signs, dead cells, alignment with the true gradient

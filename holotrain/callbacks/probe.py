@@ -16,6 +16,8 @@ class MemoryProbe(Protocol):
 
     def current(self) -> int: ...
 
+    def peak_and_current(self) -> tuple[int, int]: ...
+
     def reserved(self) -> int | None:
         """Peak of the memory that the allocator reserves; None without such an allocator."""
 
@@ -34,6 +36,9 @@ class CudaProbe:
 
     def current(self) -> int:
         return torch.cuda.memory_allocated(self.device)
+
+    def peak_and_current(self) -> tuple[int, int]:
+        return self.peak(), self.current()
 
     def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
@@ -58,17 +63,18 @@ class LinuxProbe:
         self.clear_refs.write_text("5")
 
     def peak(self) -> int:
-        return self._read("VmHWM:")
+        return self.peak_and_current()[0]
 
     def current(self) -> int:
-        return self._read("VmRSS:")
+        return self.peak_and_current()[1]
+
+    def peak_and_current(self) -> tuple[int, int]:
+        fields = dict(line.split(":", 1) for line in self.status.read_text().splitlines())
+        peak, current = (int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
+        return peak, current
 
     def reserved(self) -> None:
         return None
-
-    def _read(self, figure: str) -> int:
-        line = next(line for line in self.status.read_text().splitlines() if line.startswith(figure))
-        return int(line.split()[1]) * 1024
 
 
 class PortableProbe:
@@ -82,6 +88,9 @@ class PortableProbe:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     current = peak
+
+    def peak_and_current(self) -> tuple[int, int]:
+        return self.peak(), self.peak()
 
     def reserved(self) -> None:
         return None

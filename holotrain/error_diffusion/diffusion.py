@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -26,25 +27,32 @@ class Diffusion(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, offset: Tensor, gain: float, rule: str
-    ) -> Tensor:
-        activities, outputs = record(x, incoming, hidden, outgoing, offset, gain)
-        ctx.save_for_backward(x, activities, outputs)
-        ctx.rule = rule
+        ctx: Any, x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, thresholds: Tensor, last: Tensor,
+        constants: Tensor, offset: Tensor, gain: float, rule: str, output_rate: float,
+    ) -> Tensor:  # fmt: skip
+        activities, outputs = record(x, incoming, hidden, outgoing, thresholds, last, constants, offset, gain)
+        ctx.save_for_backward(x, activities, outputs, constants)
+        ctx.rule, ctx.output_rate = rule, output_rate
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, activities, outputs = ctx.saved_tensors
+        x, activities, outputs, constants = ctx.saved_tensors
         learns = RULES[ctx.rule]
         error = -grad.T.unsqueeze(-1)
-        needs_incoming, needs_hidden, needs_outgoing = ctx.needs_input_grad[1:4]
-        incoming = hidden = outgoing = None
+        needs_incoming, needs_hidden, needs_outgoing, needs_thresholds, needs_last = ctx.needs_input_grad[1:6]
+        incoming = hidden = outgoing = thresholds = last = None
+        slopes = slope(outputs).T.unsqueeze(-1) * -ctx.output_rate
+        steady = learns(constants.expand(*error.shape[:2], -1), error).mT
         if needs_incoming:
             incoming = learns(input_cells(x, len(error)), error).mT.bmm(slope(activities[0])).neg_()
         if needs_hidden:
             hidden = contract(activities, error, ctx.rule).neg_()
         if needs_outgoing:
-            outgoing = learns(activities[-1], error).mT.bmm(slope(outputs).T.unsqueeze(-1)).neg_()
-        return None, incoming, hidden, outgoing, None, None, None
+            outgoing = learns(activities[-1], error).mT.bmm(slopes)
+        if needs_thresholds:
+            thresholds = torch.stack([steady.bmm(slope(layer)) for layer in activities]).neg_()
+        if needs_last:
+            last = steady.bmm(slopes)
+        return None, incoming, hidden, outgoing, thresholds, last, *(None,) * 5

@@ -14,6 +14,7 @@ be negative.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,26 @@ def article(activities: Tensor, error: Tensor, out: Tensor | None = None) -> Ten
 
 RULES: dict[str, Callable[..., Tensor]] = {"kaneko": kaneko, "article": article}
 """By name. Signed activities (..., B, C) and the error (..., B, 1) -> what sources learn, (..., B, C), in ``out`` if given."""
+
+
+class Published(NamedTuple):
+    """What goes with a rule where it was published, beside alpha = 0.8 at every step.
+
+    constants: signed activities of the constant cells. initialization: of the weights. output_rate: alpha of the weights to the
+    outputs divided by alpha elsewhere.
+    """
+
+    constants: tuple[float, ...]
+    initialization: str
+    output_rate: float
+
+
+PUBLISHED = {
+    "kaneko": Published((0.8, -0.8), "uniform", 1.0),
+    "article": Published((1.0,), "normal", 1.25),
+    BACKPROPAGATION: Published((), "scaled", 1.0),
+}
+"""By rule. Kaneko's program has a pair of constant cells with output 0.8; the bias of the article is a cell with output 1."""
 
 
 def slope(activities: Tensor, out: Tensor | None = None) -> Tensor:

@@ -99,7 +99,10 @@ class Reader:
         self._end = max(lengths)
         # Compiled code needs fixed shapes, so it reads the whole cache; otherwise empty places are left out.
         self._cache: KVCache = model.cache(len(prompts), self._end + room, static=compiled)
-        self._positions = torch.tensor(lengths, device=model.norm.weight.device)  # of the next tokens, (B,)
+        # Of the next tokens, (B,), or (1,) if all are at the same: then attention needs no mask.
+        self._positions = torch.tensor(
+            lengths if compiled or len(set(lengths)) > 1 else lengths[:1], device=model.norm.weight.device
+        )
 
     def read(self, tokens: Tensor | None = None) -> Tensor:
         """The logits (B, V) of the token after ``tokens`` (B,); None: after the prompts."""

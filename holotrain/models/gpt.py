@@ -102,7 +102,7 @@ class GPT(nn.Module):
             tokens: (B, T).
             targets: (B, T), the token that follows each; -100 for those to ignore.
             cache: of the tokens before these; these are added to it.
-            positions: (B, T), the position of each token; with a cache.
+            positions: (B, T), the position of each token, or (1, T) if all sequences have the same; with a cache.
             end: one more than the largest position; with a cache.
 
         Returns:

@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from holotrain.models.layers.branches import Branches, transformer_branches
+from holotrain.models.layers.packing import LEAST_PADDING, packing_of
 from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
 from holotrain.models.layers.text_heads import ClassHead, MaskedWordHead
@@ -69,6 +70,7 @@ class RoBERTa(nn.Module):
         require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
         require_one_of(("pre", "post"), norm=norm)
         first, last = (nn.LayerNorm(dim, eps=1e-5), None) if norm == "post" else (None, nn.LayerNorm(dim, eps=1e-5))
+        self.attention_dropout, self.drop_path = attention_dropout, drop_path
         self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
         self.blocks = self._assemble(branches, norm, backward)
@@ -83,15 +85,27 @@ class RoBERTa(nn.Module):
         """
         Args:
             tokens: (B, T).
-            mask: (B, T), True for tokens, False for padding; None: no padding.
+            mask: (B, T), True for tokens, False for padding, whose logits mean nothing; None: no padding.
             targets: (B, T), the word at each masked position, -100 elsewhere; or (B,), the class of each sequence.
 
         Returns:
             logits, (B, T, V) or (B, classes); with ``targets`` the mean cross-entropy, without ignored ones.
         """
-        attended = {} if mask is None else {"mask": mask[:, None, None, :]}
-        hidden = self.norm(self.blocks(self.embedding(tokens), attended))
+        x = self.embedding(tokens)
+        packing = None if mask is None or not self._packs else packing_of(mask, x, self.training * self.attention_dropout)
+        if packing is not None and packing.padding >= LEAST_PADDING:
+            hidden = packing.padded(self.norm(self.blocks(packing.packed(x), {"packing": packing})))
+        else:
+            needless = mask is None or (packing is not None and not packing.padding)
+            hidden = self.norm(self.blocks(x, {} if needless else {"mask": mask[:, None, None, :]}))
         return self.head(hidden, self.embedding.word.weight, targets)
+
+    @property
+    def _packs(self) -> bool:
+        """Whether the blocks can read packed sequences. Drop-path needs them apart, compiled code with fixed lengths."""
+        block = self.blocks.blocks[0]
+        compiled = any(module._compiled_call_impl is not None for module in (block, block.f, block.g))
+        return not compiled and not (self.training and self.drop_path)
 
 
 class RevRoBERTa(Reversible, RoBERTa):

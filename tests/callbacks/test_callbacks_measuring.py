@@ -1,6 +1,9 @@
 """Memory, throughput and FLOPs as the monitors report them."""
 
+import math
 import mmap
+import random
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
+from holotrain.callbacks.growth import Growth
 from holotrain.callbacks.probe import LinuxProbe, PortableProbe
 from holotrain.models import RevViT
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
@@ -34,13 +38,13 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(module, callback, samples=8, batch=2, validation=False, **options):
+def fit(module, *callbacks, samples=8, batch=2, validation=False, **options):
     memo = Memo()
     trainer = pl.Trainer(
         **{"max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **options},
         accelerator="cpu",
         logger=memo,
-        callbacks=[callback],
+        callbacks=list(callbacks),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -101,6 +105,101 @@ def test_validation_has_a_peak_of_its_own():
 def test_windows_count_optimizer_steps():
     memo = fit(Module(), MemoryMonitor(every_n_steps=2), samples=16, accumulate_grad_batches=2)
     assert [step for step, _ in memo.of("memory/peak_bytes")] == [2, 4]
+
+
+class Leak(pl.Callback):
+    """Keeps ``pages`` MiB of every step, as a callback that collects outputs does."""
+
+    def __init__(self, pages=8):
+        self.kept, self.pages = [], pages
+
+    def keep(self, mib):
+        self.kept.append(mmap.mmap(-1, mib * MIB))
+        torch.frombuffer(self.kept[-1], dtype=torch.uint8).fill_(1)
+
+    def on_train_batch_end(self, *_):
+        self.keep(self.pages)
+
+
+class LeakingForward(Module):
+    def __init__(self):
+        super().__init__()
+        self.leak = Leak()
+
+    def training_step(self, batch, batch_idx):
+        self.leak.keep(8)
+        return super().training_step(batch, batch_idx)
+
+
+class LeakingValidation(LeakingForward):
+    training_step = Module.training_step
+
+    def validation_step(self, batch, batch_idx):
+        self.leak.keep(8)
+
+
+class Honest(LeakingForward):
+    """Needs more for some batches than for others, and keeps 64 MiB from the fifth step on."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5:
+            self.leak.keep(64)
+        with mmap.mmap(-1, random.Random(batch_idx).randrange(1, 32) * MIB) as pages:
+            torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+        return Module.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "options", "phase"),
+    [
+        (LeakingForward, (), {}, "forward and backward"),
+        (Module, (Leak,), {"accumulate_grad_batches": 2, "samples": 96}, "data loading and callbacks"),
+        (LeakingValidation, (), {"validation": True, "val_check_interval": 1}, "validation"),
+        (Honest, (), {}, None),
+    ],
+)
+def test_a_leak_is_told_once_with_its_phase(module, callbacks, options, phase):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        memo = fit(module(), MemoryMonitor(), *(callback() for callback in callbacks), **{"samples": 48, **options})
+    leaks = [str(warning.message) for warning in told if "memory grows" in str(warning.message)]
+    assert len(leaks) == (phase is not None)
+    assert all(f"MiB a step, most of it in {phase}:" in leak for leak in leaks)
+    marks = {"forward", "backward", "step", *(["validation"] if "validation" in options else [])}
+    assert all(value > 10 * MIB for mark in marks for _, value in memo.of(f"memory/{mark}"))
+    assert all(len(memo.of(f"memory/{mark}")) >= 23 for mark in marks)
+
+
+def grown(curve, steps):
+    """What is found of a curve of MiB by step, over noise of 5 MiB, and after how many steps."""
+    growth, noise = Growth(), random.Random(0)
+    growth.mark("forward", 500 * MIB)
+    for step in range(steps):
+        growth.mark("forward", round((500 + curve(step) + noise.gauss(0, 5)) * MIB))
+        if found := growth.step():
+            return step, found[1] / MIB
+    return None
+
+
+@pytest.mark.parametrize(("rate", "before"), [(8.0, 30), (1.0, 200), (0.1, 2000), (0.01, 15000)])
+def test_a_leak_is_found_the_later_the_slower_it_is(rate, before):
+    step, found = grown(lambda step: rate * step, 20000)
+    assert before / 5 < step < before
+    assert found == pytest.approx(rate, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda step: 0,
+        lambda step: 300 * (1 - math.exp(-step / 200)),  # an allocator's warm-up
+        lambda step: 100 * math.log1p(step),  # the longest batch so far
+        lambda step: 400 * (step > 1000),  # a table that is built once
+        lambda step: 200 * (step % 20) / 20,  # a buffer that is emptied when it is full
+    ],
+)
+def test_what_is_no_leak_is_not_told(curve):
+    assert grown(curve, 5000) is None
 
 
 def test_the_portable_probe_only_grows():

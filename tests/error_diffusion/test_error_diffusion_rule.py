@@ -1,9 +1,11 @@
 """The rule against Kaneko's formula in plain loops, and what it promises."""
 
+import math
+
 import pytest
 import torch
 from compared import assert_equal
-from kaneko_loops import PlainNetwork, signed, signed_out
+from kaneko_loops import PlainNetwork, signed_layers, signed_thresholds
 
 from holotrain.error_diffusion import (
     BACKPROPAGATION,
@@ -17,40 +19,84 @@ from holotrain.error_diffusion import (
 from holotrain.error_diffusion.rules import slope
 from holotrain.reversible import GraphedStep
 from holotrain.reversible.graphs import WARM_UPS
+from holotrain.tasks.schedules import constant
 
 
 def half_squares(network, x, targets):
     return 0.5 * (network(x) - targets).square().sum(1).mean()
 
 
-def example(outputs=3, depth=3, batch=6, inputs=5, width=4, rule="kaneko", dtype=torch.float64):
+PUBLISHED = {
+    "kaneko": {"constants": (0.8, 0.8), "constant_signs": (1, -1), "output_rate": 1.0},
+    "article": {"constants": (1.0,), "constant_signs": (1,), "output_rate": 1.0 / 0.8},
+}
+"""Constant cells by their outputs, without signs, and the output layer's rate over that of the others."""
+AS_PUBLISHED = {"constants": None, "initialization": None, "output_rate": None}
+
+
+def example(outputs=3, depth=3, batch=6, inputs=5, width=4, rule="kaneko", dtype=torch.float64, **options):
     torch.manual_seed(0)
-    network = ErrorDiffusionNetwork(inputs, outputs, width, depth, rule).to(dtype)
+    torch.set_default_dtype(dtype)  # 0.8 is another number in float32
+    network = ErrorDiffusionNetwork(inputs, outputs, width, depth, rule, **options)
+    torch.set_default_dtype(torch.float32)
     return network, torch.rand(batch, inputs, dtype=dtype), torch.randint(2, (batch, outputs)).to(dtype)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("outputs", [1, 10])
 @pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("signed_inputs", [False, True])
-def test_an_update_is_that_of_plain_loops(depth, outputs, rule, signed_inputs):
-    network, x, targets = example(outputs, depth, rule=rule)
-    x = 2 * x - 1 if signed_inputs else x
-    plain = [PlainNetwork(network, d, u0=0.4) for d in range(outputs)]
+@pytest.mark.parametrize("variant", ["positive inputs", "signed inputs", "constant cells"])
+def test_an_update_is_that_of_plain_loops(depth, outputs, rule, variant):
+    published = variant == "constant cells"
+    given = PUBLISHED[rule] if published else {}
+    network, x, targets = example(outputs, depth, rule=rule, **({"constants": None, "output_rate": None} if published else {}))
+    x = 2 * x - 1 if variant == "signed inputs" else x
+    plain = [PlainNetwork(network, d, 0.4, **given) for d in range(outputs)]
     expected = [[net.updates(x[b].tolist(), targets[b, d].item(), rule) for b in range(len(x))] for d, net in enumerate(plain)]
     answers = torch.tensor([[net.outputs(sample)[-1][0] for net in plain] for sample in x.tolist()], dtype=torch.float64)
     torch.testing.assert_close(network(x), answers, rtol=0, atol=1e-12)
     half_squares(network, x, targets).backward()
+    hidden = network.hidden.grad if depth > 1 else network.hidden
     for d in range(outputs):
-        updates = [
-            signed(-network.incoming.grad[d]),
-            *(signed(-grad) for grad in (network.hidden.grad[d] if depth > 1 else ())),
-            signed_out(-network.outgoing.grad[d]),
-        ]
+        updates = signed_layers(-network.incoming.grad[d], -hidden[d], -network.outgoing.grad[d])
+        if published:
+            cells = signed_thresholds(-network.thresholds.grad[d], -network.last.grad[d], given["constant_signs"])
+            updates = [[row + added for row, added in zip(*pair, strict=True)] for pair in zip(updates, cells, strict=True)]
         for layer, found in enumerate(updates):
             summed = sum(torch.tensor(sample[layer], dtype=torch.float64) for sample in expected[d])
             assert summed.abs().max() > 1e-9
             torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), summed / len(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rule", "batch"), [("kaneko", 1), ("article", 8)])
+def test_a_training_as_published_is_that_of_plain_loops(rule, batch):
+    """Parity of four bits, as in Kaneko's program: alpha is 0.8 at every step; his batches are single patterns."""
+    network, _, _ = example(outputs=1, depth=1 if rule == "kaneko" else 3, inputs=4, rule=rule, **AS_PUBLISHED)
+    plain = PlainNetwork(network, 0, 0.4, **PUBLISHED[rule])
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.8)
+    schedule = constant(optimizer, steps=64)
+    patterns = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * 4)
+    parity = patterns.sum(1, keepdim=True) % 2
+    for step in range(64 // batch):
+        seen = [(step * batch + i) % 16 for i in range(batch)]
+        optimizer.zero_grad()
+        half_squares(network, patterns[seen], parity[seen]).backward()
+        optimizer.step()
+        schedule.step()
+        plain.learn(patterns[seen].tolist(), parity[seen, 0].tolist(), rule, alpha=0.8)
+    answers = torch.tensor([plain.outputs(pattern)[-1] for pattern in patterns.tolist()], dtype=torch.float64)
+    assert answers.std() > 0.05
+    torch.testing.assert_close(network(patterns), answers, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("rule", "mean", "deviation"), [("kaneko", 0.5, 12**-0.5), ("article", (2 / math.pi) ** 0.5, (1 - 2 / math.pi) ** 0.5)]
+)
+def test_weights_start_as_published(rule, mean, deviation):
+    network, _, _ = example(outputs=2, inputs=40, width=40, rule=rule, **AS_PUBLISHED)
+    weights = torch.cat([parameter.flatten() for parameter in (network.incoming, network.hidden, network.outgoing)])
+    assert weights.min() >= 0 and abs(weights.mean() - mean) < 0.01 and abs(weights.std() - deviation) < 0.01
+    assert network.thresholds.min() >= 0 and 0.9 < network.thresholds.max() < 1 and abs(network.thresholds.mean() - 0.5) < 0.05
 
 
 @pytest.mark.parametrize("inputs_from", [0.0, -1.0])
@@ -190,6 +236,8 @@ def test_under_autocast_layers_are_in_its_type():
         ({"width": 0}, "at least 1"),
         ({"u0": 0.0}, "u0 must be at least 1e-06, not 0.0"),
         ({"rule": "hebb"}, "kaneko, article or backpropagation, not 'hebb'"),
+        ({"initialization": "zeros"}, "scaled, uniform or normal, not 'zeros'"),
+        ({"output_rate": -1}, "output_rate must be at least 0, not -1"),
     ],
 )
 def test_impossible_networks_are_refused(arguments, says):

@@ -58,8 +58,15 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path):
     assert_same_weights(only(Path("whole/fit")) / last, only(Path("killed/fit")) / last)
 
 
-@pytest.mark.parametrize("options", [["trainer.precision=bf16-mixed"], ["trainer.precision=64-true", "data.mixup_alpha=0.2"]])
-def test_precisions_and_mixed_labels(holotrain, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["trainer.precision=bf16-mixed"],
+        ["trainer.precision=64-true", "data.mixup_alpha=0.2"],
+        ["experiment=error_diffusion_published", "model.rule=article", "trainer.precision=bf16-mixed"],
+    ],
+)
+def test_precisions_mixed_labels_and_the_published_form(holotrain, options):
     status, _, err = holotrain("fit", *QUICK, *options)
     assert (status, err) == (0, "")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compared import assert_equal
+from torch.nn import functional as F
 
 from holotrain.models import GPT, RevGPT
 from holotrain.models.generation import generate
@@ -41,6 +42,24 @@ def test_cached_generation_is_the_uncached_one(model_class, positions):
     prompts = [torch.randint(50, (length,)) for length in (1, 7, 30)]
     together = continued(model, prompts, 64)
     assert together.shape == (3, 64) and len(together.unique()) >= 4
+    for row, prompt in zip(together, prompts, strict=True):
+        assert_equal(row, uncached(model, prompt, 64))
+
+
+@pytest.mark.parametrize("lengths", [(7,), (7, 7, 7)])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_prompts_of_one_length_need_no_mask(lengths, positions, monkeypatch):
+    model = model_of(positions=positions).double()
+    prompts = [torch.randint(50, (length,)) for length in lengths]
+    masks, attention = [], F.scaled_dot_product_attention
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            F,
+            "scaled_dot_product_attention",
+            lambda *args, **options: masks.append(options["attn_mask"]) or attention(*args, **options),
+        )
+        together = continued(model, prompts, 64)
+    assert len(masks) == 3 * 64 and all(mask is None for mask in masks)
     for row, prompt in zip(together, prompts, strict=True):
         assert_equal(row, uncached(model, prompt, 64))
 

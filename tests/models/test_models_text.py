@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from compared import assert_equal
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.models import GPT, GPT_SIZES, ROBERTA_SIZES, RevGPT, RevRoBERTa, RoBERTa
+from holotrain.models import GPT, GPT_SIZES, ROBERTA_SIZES, RevGPT, RevRoBERTa, RoBERTa, roberta
+from holotrain.models.layers.attention import Attention
 
 SMALL = {"vocab": 50, "context": 12, "dim": 16, "depth": 3, "heads": 2}
 
@@ -89,8 +91,8 @@ def text_batch(generator):
 )
 @pytest.mark.parametrize("family", ["gpt", "gpt-learned", "roberta", "roberta-classes"])
 def test_gradients_of_every_schedule_are_equal(family, engine, depth):
-    """In float64, with padding, dropout and drop-path."""
-    dropped = {"dropout": 0.1, "attention_dropout": 0.1, "drop_path": 0.2}
+    """In float64, with padding and dropout, and but for packed sequences also drop-path."""
+    dropped = {"dropout": 0.1, "attention_dropout": 0.1, "drop_path": 0.0 if family == "roberta" else 0.2}
     grads = []
     for options in ({"backward": "autograd"} | {k: v for k, v in engine.items() if k == "exact"}, engine):
         torch.manual_seed(0)
@@ -108,6 +110,8 @@ def test_gradients_of_every_schedule_are_equal(family, engine, depth):
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert grads[0].abs().max() > 0
     assert ((grads[1] - grads[0]).abs().max() / grads[0].abs().max()).item() <= 1e-10
+    if engine["backward"] == "checkpoint" or "exact" in engine:
+        assert_equal(grads[1], grads[0])
 
 
 @pytest.mark.parametrize(("model_class", "inputs"), [(GPT, 1), (RoBERTa, 2), (RevGPT, 1), (RevRoBERTa, 2)])
@@ -131,6 +135,67 @@ def test_padding_changes_nothing():
     other = model(tokens.where(mask, 7), mask)
     torch.testing.assert_close(other[mask], padded[mask])
     assert not torch.allclose(model(tokens)[mask], padded[mask])  # the mask does something
+
+
+@pytest.mark.parametrize(
+    ("model_class", "options"),
+    [
+        (RoBERTa, {}),
+        (RoBERTa, {"norm": "post", "backward": "checkpoint"}),
+        (RevRoBERTa, {"classes": 5}),
+        (RevRoBERTa, {"keep": "attention"}),
+        (RevRoBERTa, {"exact": True, "store": 1}),
+    ],
+)
+def test_packed_sequences_are_the_masked_ones(model_class, options, monkeypatch):
+    """In float64: equal lengths, a row of padding and, but for classes, padding between tokens."""
+    tokens, mask, targets = text_batch(torch.Generator().manual_seed(1))
+    tokens, mask, targets = (torch.cat([part, part.roll(1, 0)]) for part in (tokens, mask, targets))
+    if "classes" in options:
+        targets = torch.arange(8) % 5
+    else:
+        mask[:, 4], mask[0] = False, False
+        targets[~mask] = -100
+    found = []
+    for packed in (True, False):
+        packings = []
+        make = roberta.packing_of if packed else lambda *_: None
+        monkeypatch.setattr(
+            roberta, "packing_of", lambda *given, make=make, packings=packings: packings.append(make(*given)) or packings[-1]
+        )
+        torch.manual_seed(0)
+        model = model_class(**SMALL, **options, dropout=0.0, attention_dropout=0.0).double()
+        model(tokens, mask, targets).backward()
+        logits = model(tokens, mask)
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat([(logits if "classes" in options else logits[mask]).detach().flatten(), *grads]))
+        assert all((packing is not None) == packed for packing in packings) and len(packings) == 2
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12 if "exact" not in options else 1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_packs_in_16_bits(monkeypatch):
+    tokens, mask, _ = (part.cuda() for part in text_batch(torch.Generator().manual_seed(1)))
+    model = RevRoBERTa(**SMALL).cuda().eval()
+    found = []
+    for make in (roberta.packing_of, lambda *_: None):
+        packings = []
+        monkeypatch.setattr(
+            roberta, "packing_of", lambda *given, make=make, kept=packings: kept.append(make(*given)) or kept[-1]
+        )
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append(model(tokens, mask)[mask])
+    assert packings == [None]
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
+
+
+def test_a_batch_without_padding_has_no_mask(monkeypatch):
+    monkeypatch.setattr(Attention, "forward", lambda self, x, **context: pytest.fail(f"given {context}") if context else x)
+    tokens, mask, _ = text_batch(torch.Generator().manual_seed(1))
+    RoBERTa(**SMALL)(tokens, torch.ones_like(mask))
+    with pytest.raises(pytest.fail.Exception, match="given {'mask'"):
+        RoBERTa(**SMALL)(tokens, torch.arange(12) < torch.tensor([12, 12, 12, 9])[:, None])  # too little padding to pack
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])

@@ -2,6 +2,7 @@
 
 branches            attention and MLP: the two branches of every block
 attention           multi-head self-attention, with rotary (positions) and kv_cache (generation)
+packing             padded batches without their padding
 windows             attention within shifted windows (Swin)
 pooling_attention   attention among pooled tokens (MViT)
 residual            the sequence of blocks of a plain transformer (the reversible one is in holotrain.reversible)

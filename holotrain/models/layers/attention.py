@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.kv_cache import KVCache
+from holotrain.models.layers.packing import Packing
 from holotrain.models.layers.rotary import Rotation, rotated
 
 
@@ -63,13 +64,20 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+        cache: KVCache | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """
         Args:
             mask: True where a query sees a key, broadcast to (B, H, T, S). It replaces ``causal``.
             rotation: of rotary positions.
-            cache: keys and values of the tokens before ``x``; the mask is then the cache's.
+            cache: keys and values of the tokens before ``x``; the mask is then the cache's, and without one a single query sees
+                all keys.
+            packing: of the sequences that ``x``, (1, N, C), consists of; a token sees those of its own.
         """
         # The number of heads is that of this process.
         q, k, v = self.query_key_value(x).unflatten(-1, (-1, 3, self.width)).permute(3, 0, 2, 1, 4)  # each (B, H, T, D)
@@ -78,8 +86,11 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         dropout = self.attention_dropout if self.training else 0.0
-        causal = self.causal and mask is None
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        if packing is not None:
+            x = packing.attended(q, k, v, dropout)
+        else:
+            causal = self.causal and mask is None and q.shape[2] == k.shape[2]
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.dropout(self.project(x.transpose(1, 2).flatten(2)))
 
     def by_head(self, stacked: Tensor) -> Tensor:
