@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from holotrain.models.layers.residual import ResidualBlock
-from holotrain.optimizers import CombinedOptimizer
+from holotrain.optimizers import CombinedOptimizer, low_bit
 from holotrain.ranges import require_within
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.sharded_muon import ShardedMuon
@@ -35,6 +35,48 @@ def adamw(
         weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
     """
     return AdamW(decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def adamw_8bit(
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+) -> Optimizer:
+    """AdamW with averages in 8 bits (Dettmers et al., 2022), of torchao.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the running averages of the gradient and its square
+        eps: term added to the denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
+    return low_bit("AdamW8bit", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def adamw_4bit(
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+) -> Optimizer:
+    """AdamW with averages in 4 bits (Li et al., 2023), of torchao.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the running averages of the gradient and its square
+        eps: term added to the denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
+    return low_bit("AdamW4bit", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def adamw_fp8(
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+) -> Optimizer:
+    """AdamW with averages in FP8 (E4M3), of torchao.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the running averages of the gradient and its square
+        eps: term added to the denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
+    return low_bit("AdamWFp8", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
 
 
 def muon(
