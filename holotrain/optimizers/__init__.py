@@ -3,6 +3,7 @@
 in_backward   each parameter is stepped as soon as its gradient is complete
 combined      several optimizers, over different parameters, that step as one
 low_bit       torchao's optimizers, whose state has 8 or 4 bits an entry
+standing_in   a step on other tensors than the parameters
 plain_state   states of a library's own classes of tensors, as plain tensors in a checkpoint
 """
 

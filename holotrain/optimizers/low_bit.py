@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holotrain.optimizers.plain_state import whole_blocks, with_plain_state
+from holotrain.optimizers.plain_state import is_sharded, whole_blocks, with_plain_state
+from holotrain.optimizers.standing_in import standing_in
 
 LEAST = 4096
 """torchao keeps the averages of parameters with fewer entries in full precision."""
@@ -40,18 +41,25 @@ def low_bit(name: str, params: Any, **options: Any) -> Optimizer:
 
 @cache
 def _adapted(base: type[Optimizer]) -> type[Optimizer]:
-    def new_buffer(self: Any, parameter: Tensor, signed: bool) -> Tensor:
-        if hasattr(parameter, "device_mesh") and not whole_blocks(parameter, self.block_size, LEAST):
-            return torch.zeros_like(parameter)  # where torchao asks each share, shares of one parameter would differ
-        return base._new_buffer(self, parameter, signed)
+    def new_buffer(self: Any, share: Tensor, signed: bool) -> Tensor:
+        parameter = self.of_shares[share]
+        if is_sharded(parameter) and not whole_blocks(parameter, self.block_size, LEAST):
+            return torch.zeros_like(share)  # torchao asks the share alone, so those of one parameter could differ
+        return base._new_buffer(self, share, signed)
 
     def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
+        """Steps the shares of parameters (which torchao, 0.18, does only in fp32)."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        on_cpu = all(parameter.device.type == "cpu" for group in self.param_groups for parameter in group["params"])
-        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        shares = {p: p.detach().to_local() if is_sharded(p) else p for p in parameters}
+        for parameter, share in shares.items():
+            share.grad = parameter.grad.to_local() if is_sharded(parameter) else parameter.grad
+        self.of_shares = {share: parameter for parameter, share in shares.items()}
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        with standing_in(self, shares), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             base.step(self)
         return loss
 

@@ -1,8 +1,9 @@
 """The state of an optimizer as plain tensors, where it holds tensors of a library's own class.
 
 torchao keeps averages as tensors of 8 or 4 bits: codes, the scale of each block of entries, and the values that codes stand for.
-A checkpoint is data, so it holds these parts. The state is rebuilt from them when it is loaded, with no bit changed. Parts of a
-sharded state are sharded as their parameter is, so a checkpoint is the same for any number of processes.
+A checkpoint is data, so it holds these parts. The state is rebuilt from them when it is loaded, with no bit changed. Of a
+parameter that FSDP2 shards, the optimizer holds the state of its share. In a checkpoint parts are sharded as the parameter is,
+so that it is the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-CLASS, CONTEXT = "tensor_class", "context"
-"""Keys of a rebuilt tensor's class and further arguments, beside its parts."""
+CLASS, CONTEXT, FLOATS = ABOUT = "tensor_class", "context", "floats"
+"""Keys of a tensor's class, of further arguments and of the dtypes of parts of 8-bit floats, beside its parts. Those parts are
+kept as bytes, which gloo can gather."""
 
 UNDIVIDED = ("qmap",)
-"""Parts that are the same for every share of a tensor. The others belong to stretches of its entries."""
+"""Parts that are the same for every share of a tensor. The others belong to blocks of its entries."""
 
 
 def with_plain_state(optimizer: Optimizer) -> Optimizer:
@@ -32,6 +34,11 @@ def with_plain_state(optimizer: Optimizer) -> Optimizer:
     optimizer.register_state_dict_post_hook(_plain_state)
     optimizer.register_load_state_dict_pre_hook(_rebuilt_state)
     return optimizer
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "device_mesh")
 
 
 def whole_blocks(parameter: Tensor, block: int, least: int = 1) -> bool:
@@ -53,67 +60,79 @@ def whole_blocks(parameter: Tensor, block: int, least: int = 1) -> bool:
 
 
 def _plain_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = {number: {name: _plain(x) for name, x in kept.items()} for number, kept in state_dict["state"].items()}
-    return state_dict | {"state": state}
+    return _with_each(_plain, optimizer, state_dict)
 
 
 def _rebuilt_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _with_each(_rebuilt, optimizer, state_dict)
+
+
+def _with_each(change: Any, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state whose values are ``change(value, parameter)``."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    of = dict(zip(numbers, parameters, strict=False))  # load_state_dict reports different lengths
+    of = dict(zip(numbers, parameters, strict=False))  # load_state_dict reports other lengths
     state = {
-        number: {name: _rebuilt(x, of[number]) if number in of else x for name, x in kept.items()}
+        number: {name: change(value, of[number]) for name, value in kept.items()} if number in of else kept
         for number, kept in state_dict["state"].items()
     }
     return state_dict | {"state": state}
 
 
-def _is_sharded(tensor: Any) -> bool:
-    return hasattr(tensor, "device_mesh")
-
-
-def _plain(value: Any) -> Any:
-    local = value.to_local() if _is_sharded(value) else value
-    if not isinstance(local, Tensor) or not is_traceable_wrapper_subclass(local):
+def _plain(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != _share(parameter).shape:
         return value
-    names, context = local.__tensor_flatten__()
+    if not is_traceable_wrapper_subclass(value):
+        return _as_sharded(value, parameter)
+    names, context = value.__tensor_flatten__()
     said = ["dtype" if isinstance(x, torch.dtype) else "shape" if isinstance(x, tuple) else x for x in context]
-    parts = {name: getattr(local, name) for name in names}
-    for name in parts.keys() - {*UNDIVIDED}:
-        part = _by_rows(parts[name], local.shape)
-        if _is_sharded(value):
-            rows = value.shape[0] if len(part) == len(local) else len(part) * value.device_mesh.size()
-            part = _of_shares(part, value, (rows, *part.shape[1:]))
-        parts[name] = part
-    return {CLASS: type(local).__name__, CONTEXT: said, **parts}
+    parts = {name: getattr(value, name) for name in names}
+    floats = {name: str(part.dtype) for name, part in parts.items() if part.is_floating_point() and part.itemsize == 1}
+    parts |= {name: parts[name].view(torch.uint8) for name in floats}
+    divided = {name: _as_sharded(_by_rows(part, value.shape), parameter) for name, part in parts.items() if name not in UNDIVIDED}
+    return {CLASS: type(value).__name__, CONTEXT: said, FLOATS: floats, **parts, **divided}
+
+
+def _share(parameter: Tensor) -> Tensor:
+    return parameter.detach().to_local() if is_sharded(parameter) else parameter
 
 
 def _by_rows(part: Tensor, shape: torch.Size) -> Tensor:
-    """A part with a row for each row of the whole, if its stretches do not cross rows: such parts are sharded alike."""
+    """A part with a row for each row of the whole, if its blocks do not cross rows: such parts are sharded alike."""
     entries = prod(shape) // part.numel()
     return part if part.shape == shape or prod(shape[1:]) % entries else part.view(shape[0], -1)
 
 
+def _as_sharded(share: Tensor, parameter: Tensor) -> Tensor:
+    """A DTensor of what belongs to the shares of a parameter: to each row, or to equally many entries of each process."""
+    if not is_sharded(parameter):
+        return share
+    by_rows = len(share) == len(_share(parameter))
+    shape = (len(parameter) if by_rows else len(share) * parameter.device_mesh.size(), *share.shape[1:])
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return type(parameter.data).from_local(share, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def _rebuilt(value: Any, parameter: Tensor) -> Any:
-    if _is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
-        return _distributed(value, parameter)
+    if isinstance(value, Tensor) and is_sharded(parameter) and value.shape == parameter.shape:
+        return _share_of(value, parameter)
     if not isinstance(value, dict) or CLASS not in value:
         return value
     try:
-        return _rebuilt_in_shares(value, parameter) if _is_sharded(parameter) else _assembled(value, parameter)
+        return _in_shares(value, parameter) if is_sharded(parameter) else _assembled(value, parameter)
     except (ArithmeticError, AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"the optimizer's state is no {value[CLASS]} of shape {tuple(parameter.shape)}: {error}") from error
 
 
-def _rebuilt_in_shares(value: dict[str, Any], parameter: Tensor) -> Tensor:
-    """A DTensor of the class, or, where shares are not whole blocks, one of plain numbers with the same values."""
-    divided = {name: part for name, part in value.items() if name not in (CLASS, CONTEXT, *UNDIVIDED)}
+def _in_shares(value: dict[str, Any], parameter: Tensor) -> Tensor:
+    """This process's share, of the class; where shares are not whole blocks, of plain numbers with the same values."""
+    divided = {name: part for name, part in value.items() if name not in (*ABOUT, *UNDIVIDED)}
     if all(whole_blocks(parameter, max(1, parameter.numel() // part.numel())) for part in divided.values()):
-        shares = {name: _distributed(part, parameter).to_local() for name, part in divided.items()}
-        return _of_shares(_assembled(value | shares, parameter.to_local()), parameter, parameter.shape)
+        return _assembled(value | {name: _share_of(part, parameter) for name, part in divided.items()}, _share(parameter))
     like = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    whole = {name: part.full_tensor() if _is_sharded(part) else part for name, part in divided.items()}
-    return _distributed(like.copy_(_assembled(value | whole, like)), parameter)
+    whole = {name: part.full_tensor() if is_sharded(part) else part for name, part in divided.items()}
+    return _share_of(like.copy_(_assembled(value | whole, like)), parameter)
 
 
 def _assembled(value: dict[str, Any], like: Tensor) -> Tensor:
@@ -122,22 +141,17 @@ def _assembled(value: dict[str, Any], like: Tensor) -> Tensor:
     classes = {each.__name__: each for each in torchao.TorchAOBaseTensor.__subclasses__()} if torchao else {}
     if value[CLASS] not in classes:
         raise ValueError(f"the optimizer's state is of {value[CLASS]}, a class that this optimizer does not use")
-    parts = {name: part.to(like.device) for name, part in value.items() if name not in (CLASS, CONTEXT)}
+    parts = {name: part.to(like.device) for name, part in value.items() if name not in ABOUT}
+    parts |= {name: parts[name].view(getattr(torch, dtype.removeprefix("torch."))) for name, dtype in value[FLOATS].items()}
     parts = {name: part if part.shape == like.shape else part.flatten() for name, part in parts.items()}
     context = [{"dtype": like.dtype, "shape": like.shape}.get(x, x) for x in value[CONTEXT]]
     return classes[value[CLASS]].__tensor_unflatten__(parts, context, like.shape, like.stride())
 
 
-def _distributed(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, sharded like another, if it is not sharded yet."""
-    if _is_sharded(tensor):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor  # imported here, because one process does without
+def _share_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This process's share of a whole or sharded tensor."""
+    if not is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor  # imported here, because one process does without
 
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _of_shares(local: Tensor, like: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """This process's share of a tensor as a DTensor of this shape, sharded like another."""
-    stride = torch.empty(shape, device="meta").stride()
-    return type(like).from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+        tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return tensor.to_local()
