@@ -89,7 +89,9 @@ def _plain(value: Any, parameter: Tensor) -> Any:
     parts = {name: getattr(value, name) for name in names}
     floats = {name: str(part.dtype) for name, part in parts.items() if part.is_floating_point() and part.itemsize == 1}
     parts |= {name: parts[name].view(torch.uint8) for name in floats}
-    divided = {name: _as_sharded(_by_rows(part, value.shape), parameter) for name, part in parts.items() if name not in UNDIVIDED}
+    divided = {
+        name: _as_sharded(_by_rows(part, value.shape), parameter) for name, part in parts.items() if name not in UNDIVIDED
+    }
     return {CLASS: type(value).__name__, CONTEXT: said, FLOATS: floats, **parts, **divided}
 
 

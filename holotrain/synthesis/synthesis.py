@@ -7,13 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from holotrain.synthesis.keys import Keys
-from holotrain.synthesis.layers import Covers, as_one, layers_of, working_dtype
+from holotrain.synthesis.layers import Covers, as_one, layers_of, share, shares_of, working_dtype
 from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.weaver import Weaver
+
+EACH = "of_each_process"
+"""Key of tensors in a state that differ between processes; in a checkpoint it has a list, with those of each process."""
 
 TOLD = {1, 2, 5, *(10**power for power in range(1, 10))}
 """Counts of skipped steps at which a warning is issued."""
@@ -40,8 +44,9 @@ class HolographicSynthesis:
         measuring: whether a step also measures; measured: then a tensor (cosine of the update and the gradient, norm of the
             update) of the last step, over the covered entries, on the model's device; else None.
 
-    In distributed training the gradients must already be reduced (DDP does so in the backward). The keys are reduced here, so
-    all processes hold the same holograms.
+    In distributed training the gradients must already be reduced (DDP and FSDP2 do so in the backward). The keys are reduced
+    here, so all processes hold the same holograms. Under FSDP2 each process holds those of its own rows of the parameters, which
+    it takes for the layers: blocks of entries, and the blocks that share a hologram, are then others than in one process.
 
     Raises:
         ValueError: options out of range, parameters that cannot be covered.
@@ -51,6 +56,8 @@ class HolographicSynthesis:
         self.recipe = Recipe(mode=mode, **options)
         layers = layers_of(model, covers)
         if mode == "bind":
+            if shares_of(layers) > 1:
+                raise ValueError("mode='bind' needs the whole gradient, and FSDP2 shards it; use 'shared' or 'associative'")
             layers = as_one(model, layers)
             if not self.recipe.mix and self.recipe.cosine_floor is None:
                 warnings.warn(
@@ -62,6 +69,7 @@ class HolographicSynthesis:
         self.skipped = 0
         self.measuring = False
         self.measured: Tensor | None = None
+        self._processes = shares_of(layers)
         self._named = dict(model.named_parameters())
         self._names = [name for layer in layers for name in layer.parameters]
         like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
@@ -103,9 +111,9 @@ class HolographicSynthesis:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs dense gradients (sparse=False)")
         for parameter in self.parameters:
-            if parameter.grad is not None and not parameter.grad.is_contiguous():
+            if parameter.grad is not None and not share(parameter.grad).is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        grads = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
+        grads = [share(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
         with record_function("synthesis"), torch.no_grad():
             finite, measured = self._weaver.weave(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
@@ -134,28 +142,43 @@ class HolographicSynthesis:
         return differentiate_and_synthesise
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors: holograms, running means, counts, and a description of the covered parameters."""
+        """Plain containers and tensors: holograms, running means, counts, and a description of the covered parameters.
+
+        Where FSDP2 shards parameters, the tensors are those of this process, under :data:`EACH`.
+        """
         return {
             "geometry": self._geometry(),
             "steps": self.steps,
             "skipped": self.skipped,
-            "tensors": {name: tensor.detach().clone() for name, tensor in self._weaver.state().items()},
+            EACH if self._processes > 1 else "tensors": {
+                name: tensor.detach().clone() for name, tensor in self._weaver.state().items()
+            },
         }
+
+    def check_state(self, state: dict[str, Any], processes: int) -> None:
+        """
+        Raises:
+            ValueError: the state belongs to other parameters, to other options, or to another number of processes under FSDP2.
+        """
+        if not isinstance(state.get("geometry"), dict):
+            raise ValueError("this is not the state of a HolographicSynthesis")
+        there = {"processes": 1} | state["geometry"]  # earlier versions had no others
+        for name, value in (self._geometry() | {"processes": processes}).items():
+            if (other := there.get(name)) != value:
+                raise ValueError(
+                    f"the state belongs to another synthesis: {name} is {_brief(other)} there, not {_brief(value)}"
+                )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: the state belongs to other parameters or to other options.
+            ValueError: as :meth:`check_state`.
         """
-        if not isinstance(state.get("geometry"), dict):
-            raise ValueError("this is not the state of a HolographicSynthesis")
-        for name, value in self._geometry().items():
-            if (other := state["geometry"].get(name)) != value:
-                raise ValueError(
-                    f"the state belongs to another synthesis: {name} is {_brief(other)} there, not {_brief(value)}"
-                )
+        self.check_state(state, self._processes)
+        tensors = state["tensors"] if self._processes == 1 else state[EACH]
+        tensors = tensors[dist.get_rank()] if isinstance(tensors, list) else tensors
         for name, tensor in self._weaver.state().items():
-            tensor.copy_(state["tensors"][name])
+            tensor.copy_(tensors[name])
         self.steps, self.skipped = state["steps"], state["skipped"]
 
     def remove(self) -> None:
@@ -173,6 +196,7 @@ class HolographicSynthesis:
             "superpose": recipe.slots,
             "ema": recipe.ema > 0,
             "parameters": shapes,
+            "processes": self._processes,
         }
 
 

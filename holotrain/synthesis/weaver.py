@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from holotrain.synthesis.bundle import SCALARS, Bundle
 from holotrain.synthesis.direction import Products, coefficients
 from holotrain.synthesis.graphed import Graphed
-from holotrain.synthesis.layers import Layer
+from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
 from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import next_power_of_two
@@ -39,6 +40,9 @@ class Weaver:
         self.recipe = recipe
         self._layers = len(layers)
         self._device = like.device
+        self._shared_out = shares_of(layers) > 1
+        if self._shared_out and recipe.entries_a_block == 0:
+            raise ValueError("block_length=0: whole layers are transformed, and FSDP2 shards them; give a block length")
         if recipe.cuda_graph and self._device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {self._device}")
         if recipe.offload and self._device.type != "cuda":
@@ -80,7 +84,10 @@ class Weaver:
         Args:
             grads: of the whole model, covered or not; covered ones must be contiguous.
         """
-        finite = _total([*grads, keys]).isfinite()
+        total = _total([*grads, keys])
+        if self._shared_out:
+            dist.all_reduce(total)
+        finite = total.isfinite()
         if self._told_at_once and not finite:
             return lambda: False, None
         self._set_scalars(step)
@@ -137,9 +144,10 @@ class Weaver:
         products = [bundle.weave(keys, self._scalars, measure, not self._together) for bundle in self.bundles]
         if not measure:
             return {}
-        of_layers = Products(
-            *sum(bundle.rows.by_layer(rows, self._layers) for bundle, rows in zip(self.bundles, products, strict=True))
-        )
+        sums = sum(bundle.rows.by_layer(rows, self._layers) for bundle, rows in zip(self.bundles, products, strict=True))
+        if self._shared_out:
+            dist.all_reduce(sums)
+        of_layers = Products(*sums)
         if not self.recipe.reshapes:
             return {"figures": of_layers.figures()}
         a, b = coefficients(of_layers, self.recipe)
