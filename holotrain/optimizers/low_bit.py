@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from holotrain.optimizers.plain_state import is_sharded, whole_blocks, with_plain_state
 from holotrain.optimizers.standing_in import standing_in
@@ -41,6 +42,10 @@ def low_bit(name: str, params: Any, **options: Any) -> Optimizer:
 
 @cache
 def _adapted(base: type[Optimizer]) -> type[Optimizer]:
+    with _disable_current_modes():  # torchao computes once what codes stand for, which a plan's fake tensors could not
+        for signed in (True, False):
+            base._subclass_zeros(torch.empty(LEAST), signed, LEAST)
+
     def new_buffer(self: Any, share: Tensor, signed: bool) -> Tensor:
         parameter = self.of_shares[share]
         if is_sharded(parameter) and not whole_blocks(parameter, self.block_size, LEAST):

@@ -1,6 +1,6 @@
 """The state of an optimizer as plain tensors, where it holds tensors of a library's own class.
 
-torchao keeps averages as tensors of 8 or 4 bits: codes, the scale of each block of entries, and the values that codes stand for.
+torchao keeps averages as tensors of 8 or 4 bits: codes, a scale for each block of entries, and the values that codes stand for.
 A checkpoint is data, so it holds these parts. The state is rebuilt from them when it is loaded, with no bit changed. Of a
 parameter that FSDP2 shards, the optimizer holds the state of its share. In a checkpoint parts are sharded as the parameter is,
 so that it is the same for any number of processes.
@@ -34,6 +34,11 @@ def with_plain_state(optimizer: Optimizer) -> Optimizer:
     optimizer.register_state_dict_post_hook(_plain_state)
     optimizer.register_load_state_dict_pre_hook(_rebuilt_state)
     return optimizer
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the memory of a tensor: its parts, or itself."""
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if is_traceable_wrapper_subclass(tensor) else [tensor]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -89,10 +94,9 @@ def _plain(value: Any, parameter: Tensor) -> Any:
     parts = {name: getattr(value, name) for name in names}
     floats = {name: str(part.dtype) for name, part in parts.items() if part.is_floating_point() and part.itemsize == 1}
     parts |= {name: parts[name].view(torch.uint8) for name in floats}
-    divided = {
-        name: _as_sharded(_by_rows(part, value.shape), parameter) for name, part in parts.items() if name not in UNDIVIDED
-    }
-    return {CLASS: type(value).__name__, CONTEXT: said, FLOATS: floats, **parts, **divided}
+    for name in parts.keys() - {*UNDIVIDED}:
+        parts[name] = _as_sharded(_by_rows(parts[name], value.shape), parameter)
+    return {CLASS: type(value).__name__, CONTEXT: said, FLOATS: floats, **parts}
 
 
 def _share(parameter: Tensor) -> Tensor:
