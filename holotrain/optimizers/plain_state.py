@@ -38,7 +38,11 @@ def with_plain_state(optimizer: Optimizer) -> Optimizer:
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the memory of a tensor: its parts, or itself."""
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if is_traceable_wrapper_subclass(tensor) else [tensor]
+    return (
+        [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        if is_traceable_wrapper_subclass(tensor)
+        else [tensor]
+    )
 
 
 def is_sharded(tensor: Tensor) -> bool:

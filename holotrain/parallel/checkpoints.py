@@ -128,16 +128,14 @@ class ShardedCheckpoints(ModelParallelStrategy):
             optimizer.load_state_dict(sharded_like(state_of(optimizer, self.lightning_module), state))
 
 
-def _of_all(callbacks: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _of_all(callbacks: Mapping[str, Any]) -> dict[str, Any]:
     """States of callbacks with what differs between processes as a list of all of them, in the first process."""
-    first = dist.get_rank() == 0
-    states = {}
+    states = dict(callbacks)
     for name, state in callbacks.items():
-        states[name] = dict(state)
-        if EACH in state:
-            gathered = [None] * dist.get_world_size() if first else None
+        if isinstance(state, Mapping) and EACH in state:
+            gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(tree_map_only(Tensor, Tensor.cpu, state[EACH]), gathered)
-            states[name][EACH] = gathered
+            states[name] = {**state, EACH: gathered}
     return states
 
 

@@ -61,7 +61,7 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in named:
         if type(parameter).__name__ == "FlatParameter" or not _in_rows(parameter):
             raise ValueError(
-                f"{name} is sharded by FSDP1 or tensor parallel; synthesis needs whole parameters, or fully_shard over all processes"
+                f"{name} is sharded by FSDP1 or tensor parallel; synthesis needs whole ones, or fully_shard over all processes"
             )
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is of {parameter.dtype}; synthesis needs real floating parameters")

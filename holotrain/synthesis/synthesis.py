@@ -45,8 +45,8 @@ class HolographicSynthesis:
             update) of the last step, over the covered entries, on the model's device; else None.
 
     In distributed training the gradients must already be reduced (DDP and FSDP2 do so in the backward). The keys are reduced
-    here, so all processes hold the same holograms. Under FSDP2 each process holds those of its own rows of the parameters, which
-    it takes for the layers: blocks of entries, and the blocks that share a hologram, are then others than in one process.
+    here, so all processes hold the same holograms. Under FSDP2 each process holds those of its own rows of the
+    parameters: the entries of a block, and the blocks that share a hologram, are then others than in one process.
 
     Raises:
         ValueError: options out of range, parameters that cannot be covered.
@@ -146,13 +146,12 @@ class HolographicSynthesis:
 
         Where FSDP2 shards parameters, the tensors are those of this process, under :data:`EACH`.
         """
+        tensors = {name: tensor.detach().clone() for name, tensor in self._weaver.state().items()}
         return {
             "geometry": self._geometry(),
             "steps": self.steps,
             "skipped": self.skipped,
-            EACH if self._processes > 1 else "tensors": {
-                name: tensor.detach().clone() for name, tensor in self._weaver.state().items()
-            },
+            EACH if self._processes > 1 else "tensors": tensors,
         }
 
     def check_state(self, state: dict[str, Any], processes: int) -> None:

@@ -12,8 +12,8 @@ from holotrain.optimizers.standing_in import standing_in
 class ShardedAdafactor(Adafactor):
     """torch's Adafactor, which also steps sharded parameters (FSDP2, tensor parallel), each as a whole.
 
-    Its update depends on means over rows and over columns and on norms of the whole parameter, which torch (2.15) cannot compute
-    in place on shards. Here every process gathers one parameter and its gradient at a time and computes what a single process
+    Its update depends on means over rows and columns and on norms of the whole parameter, which torch (2.15) cannot compute in
+    place on shards. Here every process gathers one parameter and its gradient at a time and computes what a single process
     would. Its state is small and stays whole.
     """
 

@@ -128,7 +128,7 @@ def beside_each_other(kind: str) -> list[str]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).double()
         net, optimizer = wrap(model), OPTIMIZERS[kind](model, lr=0.01)
-        for step in range(3):
+        for _ in range(3):
             optimizer.zero_grad()
             net(torch.randn(8, 64, dtype=torch.float64)).square().sum().backward()
             optimizer.step()

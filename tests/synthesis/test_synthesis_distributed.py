@@ -19,7 +19,7 @@ def found(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_two_processes_train_as_one_does(found, case):
-    """Under FSDP2 as one does whose layers are the rows of each process; where no block has rows of both, simply as one does."""
+    """Under FSDP2 as one does whose layers are the rows of each process; as one does, where no block has rows of both."""
     assert found.keys() == {*CASES, *SHARDED}
     assert found[case]["error"] <= 1e-10
     skipped = 1 if "NaN" in case else 0
