@@ -46,8 +46,8 @@ def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
 def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
     """The bound in bytes over the three phases, each as on one device except for what is sharded.
 
-    Parameters, gradients, optimizer state, the average of weights, holograms and the temporary memory of an update are divided by
-    the number of devices. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one gathered
+    Parameters, gradients, optimizer state, averaged weights, holograms and the temporary memory of an update are divided by the
+    number of devices. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one gathered
     ahead. The backward also holds their gradients until they are reduced. Activations, buffers and batch stay whole.
     """
     if devices == 1:

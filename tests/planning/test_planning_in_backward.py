@@ -57,11 +57,10 @@ def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(back
         (lambda: vit("pareprop", 2), sgd),
         (lambda: vit("checkpoint", 2), muon),
         (lambda: vit("reversible", 2), adamw_8bit),
-        (lambda: vit("reversible", 2), adamw_4bit),
         (lambda: vit("reversible", 2), adafactor),
         (lambda: RevGPT(vocab=260, context=64, dim=64, depth=2, heads=4, backward="reversible"), adamw),
     ],
-    ids=["sgd", "muon", "8 bits", "4 bits", "adafactor", "tied"],
+    ids=["sgd", "muon", "8 bits", "adafactor", "tied"],
 )
 def test_a_plan_is_what_the_tensors_take(make, optimizer):
     with imagined():
