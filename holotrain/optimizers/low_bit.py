@@ -42,7 +42,7 @@ def low_bit(name: str, params: Any, **options: Any) -> Optimizer:
 
 @cache
 def _adapted(base: type[Optimizer]) -> type[Optimizer]:
-    with _disable_current_modes():  # torchao computes once what codes stand for, which a plan's fake tensors could not
+    with _disable_current_modes(), torch.device("cpu"):  # torchao computes once what codes stand for; not from fake tensors
         for signed in (True, False):
             base._subclass_zeros(torch.empty(LEAST), signed, LEAST)
 
