@@ -119,11 +119,15 @@ MORE_WORK = {
     **begun_and_continued("", "ddp,fsdp"),
     **begun_and_continued("_sharded", "ddp,fsdp", SHARDED),
     "muon": ["-m", *MUON, "trainer=tp"],
+}
+"""The same for the slow tests."""
+
+FEW_BITS_WORK = {
     "few_bits": FEW_BITS,
     "few_bits_begun": [*FEW_BITS, "trainer.max_epochs=1"],
     "few_bits_continued": ["ckpt_path=did_few_bits_begun/checkpoints/last.ckpt", "trainer.max_epochs=2"],
 }
-"""The same for the slow tests."""
+"""A training and the same one, resumed."""
 
 LIMITS = {"images": f"trainer.limit_train_batches={LONG}", "text": f"trainer.limit_train_batches={2 * LONG}"}
 EVERYTHING = {
@@ -238,8 +242,9 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
 
 
 @pytest.mark.slow
-def test_states_of_few_bits_and_holograms_are_resumed_to_the_bit(left_by_more):
-    assert_same_weights(*(left_by_more / f"did_few_bits{which}/checkpoints/last.ckpt" for which in ("", "_continued")))
+def test_states_of_few_bits_and_holograms_are_resumed_to_the_bit(tmp_path):
+    done_by_two_ranks(tmp_path, FEW_BITS_WORK, [0, 0])
+    assert_same_weights(*(tmp_path / f"did_few_bits{which}/checkpoints/last.ckpt" for which in ("", "_continued")))
 
 
 def test_muon_orthogonalises_whole_matrices(holotrain, folder):
