@@ -39,6 +39,8 @@ class TrackedMemory(TorchDispatchMode):
             self._count(tensor.untyped_storage())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # it comes again, as operations of the parts of these tensors
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

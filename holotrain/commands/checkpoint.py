@@ -181,8 +181,11 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
     task.load_state_dict(weights)
 
 
-def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -> None:
+def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, processes: int = 1) -> None:
     """
+    Args:
+        processes: their number, if FSDP2 shards the model.
+
     Raises:
         UserError: training cannot continue from the checkpoint: it cannot be read, or holds another model or optimizer.
     """
@@ -211,7 +214,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path) -
         with described_by("synthesis"):
             for name, state in checkpoint["callbacks"].items():
                 if name.startswith(config.synthesis.name):
-                    synthesis.load_state_dict(state)
+                    synthesis.load_state_dict(state) if processes == 1 else synthesis.check_state(state, processes)
         synthesis.remove()
     if checkpoint["epoch"] > (config.trainer.max_epochs or -1) > 0:
         raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is already at epoch {checkpoint['epoch']}")

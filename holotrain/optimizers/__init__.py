@@ -1,10 +1,14 @@
-"""Optimizers around optimizers: one that steps within the backward, and several that step as one. They need only torch.
+"""Optimizers around optimizers. They need only torch; low_bit also needs torchao.
 
 in_backward   each parameter is stepped as soon as its gradient is complete
 combined      several optimizers, over different parameters, that step as one
+low_bit       torchao's optimizers, whose state has 8 or 4 bits an entry
+standing_in   a step on other tensors than the parameters
+plain_state   states of a library's own classes of tensors, as plain tensors in a checkpoint
 """
 
 from holotrain.optimizers.combined import CombinedOptimizer
 from holotrain.optimizers.in_backward import InBackward
+from holotrain.optimizers.low_bit import low_bit
 
-__all__ = ["CombinedOptimizer", "InBackward"]
+__all__ = ["CombinedOptimizer", "InBackward", "low_bit"]

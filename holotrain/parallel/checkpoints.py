@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_with_path
+from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
 from holotrain.checks import described_by
 from holotrain.errors import UserError
@@ -52,6 +52,7 @@ from holotrain.models.checkpoint_files import (
     remove_tensors,
 )
 from holotrain.optimizers import CombinedOptimizer
+from holotrain.synthesis import EACH
 
 IN_PARTS = ("state_dict", "optimizer_states")
 """Entries of a checkpoint whose tensors all processes write together."""
@@ -102,6 +103,7 @@ class ShardedCheckpoints(ModelParallelStrategy):
         return StateDictOptions(full_state_dict=whole, cpu_offload=whole)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint = checkpoint | {"callbacks": _of_all(checkpoint.get("callbacks", {}))}
         if self.sharded_checkpoints:
             save_in_parts(checkpoint, Path(filepath))
         else:
@@ -124,6 +126,17 @@ class ShardedCheckpoints(ModelParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             # torch's set_optimizer_state_dict (2.15) refuses several groups without parameters.
             optimizer.load_state_dict(sharded_like(state_of(optimizer, self.lightning_module), state))
+
+
+def _of_all(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """States of callbacks with what differs between processes as a list of all of them, in the first process."""
+    states = dict(callbacks)
+    for name, state in callbacks.items():
+        if isinstance(state, Mapping) and EACH in state:
+            gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(tree_map_only(Tensor, Tensor.cpu, state[EACH]), gathered)
+            states[name] = {**state, EACH: gathered}
+    return states
 
 
 def state_of(optimizer: Optimizer, model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -86,6 +86,25 @@ class selecting(TorchDispatchMode):
             return [index]
         selected = round(self._share * index.numel())
         return [torch.empty(selected, dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
+
+
+class supposing(TorchDispatchMode):
+    """Inside the context a number whose value is not known is 1, such as a norm by which an optimizer divides an update."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if of_parts(types):
+            return NotImplemented
+        try:
+            return function(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if function is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+                return 1.0
+            raise
+
+
+def of_parts(types: Iterable[type]) -> bool:
+    """Whether an operation is one of tensors that are made of others, so that it comes again as operations of these."""
+    return any(hasattr(each, "__tensor_flatten__") for each in types)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.allocators import ALLOCATORS, Allocator
+from holotrain.planning.imagination import of_parts
 
 
 @dataclass(eq=False)
@@ -141,6 +142,8 @@ class _Watch(TorchDispatchMode):
         self._ledger = ledger
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if of_parts(types):
+            return NotImplemented
         ledger = self._ledger
         if function is torch.ops.aten.add.Tensor and _engine_adds() and ledger.owns(args[0]):
             # With real tensors autograd accumulates gradients in place; with fake ones it does not.

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from holotrain.planning.footprint import Footprint
 
-SHARED_OUT = ("parameters", "gradients", "optimizer", "average")
+SHARED_OUT = ("parameters", "gradients", "optimizer", "average", "hologram")
 """Kinds of memory that FSDP2 shards over the ranks."""
 
 
@@ -46,9 +46,9 @@ def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
 def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
     """The bound in bytes over the three phases, each as on one device except for what is sharded.
 
-    Parameters, gradients, optimizer state, the average of weights and the temporary memory of an update are divided by the
+    Parameters, gradients, optimizer state, averaged weights, holograms and the temporary memory of an update are divided by the
     number of devices. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one gathered
-    ahead. The backward also holds their gradients until they are reduced. Activations, buffers, batch and hologram stay whole.
+    ahead. The backward also holds their gradients until they are reduced. Activations, buffers and batch stay whole.
     """
     if devices == 1:
         return footprint.bound

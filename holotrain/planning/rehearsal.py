@@ -13,8 +13,10 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from holotrain.optimizers import InBackward
+from holotrain.optimizers.plain_state import parts_of
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.footprint import Footprint
+from holotrain.planning.imagination import supposing
 from holotrain.planning.ledger import Ledger
 
 CPU = ALLOCATORS["cpu"]
@@ -107,7 +109,8 @@ class TrainingStep:
 
     @property
     def optimizer_state(self) -> list[Tensor]:
-        return [kept for state in self.optimizer.state.values() for kept in state.values() if isinstance(kept, Tensor)]
+        kept = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        return [part for tensor in kept for part in parts_of(tensor)]
 
 
 @dataclass(frozen=True)
@@ -128,16 +131,17 @@ class Update:
 def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
     """Rehearses an update in the middle of a training, when the optimizer state exists; one in the backward has no update."""
     ledger = Ledger(allocator)
-    step.begin()
-    if not step.in_backward:
-        step.update()
+    with supposing():
+        step.begin()
+        if not step.in_backward:
+            step.update()
     ledger.label("optimizer", step.optimizer_state)
     state = ledger.alive
     if step.in_backward:
         return Update(state, 0, 0)
     _label(ledger, step)
     before = ledger.alive
-    with ledger.watching():
+    with supposing(), ledger.watching():
         step.update()
     return Update(state, max(ledger.peak() - before, 0), max(ledger.bound() - before, 0))
 
@@ -150,14 +154,16 @@ def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | No
     """
     update = update or rehearse_update(step, allocator)
     ledger = Ledger(allocator)
-    step.begin()
+    numbers = supposing() if step.in_backward else nullcontext()  # of the optimizer, not of the model
+    with numbers:
+        step.begin()
     _label(ledger, step)
     if step.in_backward:
         ledger.label("optimizer", step.optimizer_state)  # the updates of the backward change it
         step.optimizer.observe(lambda parameter: ledger.label("gradients", [parameter.grad]))
     else:
         ledger.add("optimizer", update.state)
-    with ledger.watching():
+    with numbers, ledger.watching():
         step.differentiate(ledger.enter)
     ledger.label("gradients", _gradients(step))
     ledger.enter("update")

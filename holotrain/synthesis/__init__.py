@@ -15,6 +15,6 @@ synthesis   HolographicSynthesis: the hook between backward and optimizer step
 
 from holotrain.synthesis.binding import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
 from holotrain.synthesis.recipe import Recipe
-from holotrain.synthesis.synthesis import HolographicSynthesis
+from holotrain.synthesis.synthesis import EACH, HolographicSynthesis
 
-__all__ = ["HolographicSynthesis", "Recipe", "hadamard_bind", "hadamard_unbind", "phasor_bind", "phasor_unbind"]
+__all__ = ["EACH", "HolographicSynthesis", "Recipe", "hadamard_bind", "hadamard_unbind", "phasor_bind", "phasor_unbind"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.synthesis.hologram import narrowed, widened
-from holotrain.synthesis.layers import Layer
+from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.updates import Updates, arriving, figures, total
 
@@ -30,6 +30,8 @@ class Delayed:
     """
 
     def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
+        if shares_of(layers) > 1:
+            raise ValueError("split=cpu: FSDP2 shards the gradients; use split=none")
         self._device, self._dtype = like.device, like.dtype
         self._parameters = {name: parameter for layer in layers for name, parameter in layer.parameters.items()}
         # They stand for the parameters in the memory of one entry, since only their gradients are used.

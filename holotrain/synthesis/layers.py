@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 Covers = Callable[[str, nn.Parameter], bool]
@@ -27,7 +27,8 @@ def layers_of(model: nn.Module, covers: Covers | None = None) -> list[Layer]:
         covers: whether a parameter is covered, given its full name and the parameter; None: all that require grad.
 
     Raises:
-        ValueError: no parameter is covered; a parameter is sharded or complex; parameters are on several devices.
+        ValueError: no parameter is covered; a parameter is complex, or sharded otherwise than FSDP2 does over all processes;
+            parameters are on several devices.
     """
     taken: set[int] = set()
     layers = []
@@ -58,9 +59,9 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
         raise ValueError("no parameter is covered: none requires grad, or covers selects none")
     first, device = named[0][0], named[0][1].device
     for name, parameter in named:
-        if _is_sharded(parameter):
+        if type(parameter).__name__ == "FlatParameter" or not _in_rows(parameter):
             raise ValueError(
-                f"{name} is sharded over several processes (fully_shard, tensor parallel); synthesis needs whole parameters"
+                f"{name} is sharded by FSDP1 or tensor parallel; synthesis needs whole ones, or fully_shard over all processes"
             )
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is of {parameter.dtype}; synthesis needs real floating parameters")
@@ -70,9 +71,26 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
             raise ValueError(f"{name} is on the meta device; allocate it before it is covered")
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    sharding = sys.modules.get("torch.distributed.tensor")  # do not import it just to ask
-    return type(parameter).__name__ == "FlatParameter" or (sharding is not None and isinstance(parameter, sharding.DTensor))
+def shares_of(layers: list[Layer]) -> int:
+    """The number of processes over which the rows of parameters are divided."""
+    return max(parameter.device_mesh.size() if is_sharded(parameter) else 1 for _, parameter in _pairs(layers))
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's rows of a DTensor; any other tensor itself."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor
+
+
+def _in_rows(parameter: nn.Parameter) -> bool:
+    """Whether it is whole, or its rows are divided over all processes."""
+    if not is_sharded(parameter):
+        return True
+    return parameter.device_mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard(0)
 
 
 def working_dtype(layers: list[Layer]) -> torch.dtype:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from holotrain.synthesis.delayed import Delayed
 from holotrain.synthesis.keys import Keys
-from holotrain.synthesis.layers import Covers, as_one, layers_of, working_dtype
+from holotrain.synthesis.layers import Covers, as_one, layers_of, share, shares_of, working_dtype
 from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.updates import Updates
+
+EACH = "of_each_process"
+"""Key of tensors in a state that differ between processes; in a checkpoint it has a list, with those of each process."""
 
 TOLD = {1, 2, 5, *(10**power for power in range(1, 10))}
 """Counts of skipped steps at which a warning is issued."""
@@ -42,8 +47,9 @@ class HolographicSynthesis:
         measuring: whether a step also measures; measured: then a tensor (cosine of the update and the gradient, norm of the
             update) of the last step, over the covered entries, on the model's device; else None.
 
-    In distributed training the gradients must already be reduced (DDP does so in the backward). The keys are reduced here, so
-    all processes hold the same holograms.
+    In distributed training the gradients must already be reduced (DDP and FSDP2 do so in the backward). The keys are reduced
+    here, so all processes hold the same holograms. Under FSDP2 each process holds those of its own rows of the
+    parameters: the entries of a block, and the blocks that share a hologram, are then others than in one process.
 
     Raises:
         ValueError: options out of range, parameters that cannot be covered.
@@ -53,6 +59,8 @@ class HolographicSynthesis:
         self.recipe = Recipe(mode=mode, **options)
         layers = layers_of(model, covers)
         if mode == "bind":
+            if shares_of(layers) > 1:
+                raise ValueError("mode='bind' needs the whole gradient, and FSDP2 shards it; use 'shared' or 'associative'")
             layers = as_one(model, layers)
             if not self.recipe.mix and self.recipe.cosine_floor is None:
                 warnings.warn(
@@ -64,6 +72,7 @@ class HolographicSynthesis:
         self.skipped = 0
         self.measuring = False
         self.measured: Tensor | None = None
+        self._processes = shares_of(layers)
         self._named = dict(model.named_parameters())
         self._names = [name for layer in layers for name in layer.parameters]
         like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
@@ -107,9 +116,9 @@ class HolographicSynthesis:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs dense gradients (sparse=False)")
         for parameter in self.parameters:
-            if parameter.grad is not None and not parameter.grad.is_contiguous():
+            if parameter.grad is not None and not share(parameter.grad).is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        grads = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
+        grads = [share(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
         with record_function("synthesis"), torch.no_grad():
             finite, measured = self._updates.step(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
@@ -138,27 +147,40 @@ class HolographicSynthesis:
         return differentiate_and_synthesise
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers: the tensors kept between steps, counts, and a description of the covered parameters."""
+        """Plain containers and tensors: holograms, running means, counts, and a description of the covered parameters.
+
+        Where FSDP2 shards parameters, the tensors are those of this process, under :data:`EACH`.
+        """
+        tensors = {name: tensor.detach().clone() for name, tensor in self._updates.state().items()}
         return {
             "geometry": self._geometry(),
             "steps": self.steps,
             "skipped": self.skipped,
-            "tensors": {name: tensor.detach().clone() for name, tensor in self._updates.state().items()},
+            EACH if self._processes > 1 else "tensors": tensors,
         }
+
+    def check_state(self, state: dict[str, Any], processes: int) -> None:
+        """
+        Raises:
+            ValueError: the state belongs to other parameters, to other options, or to another number of processes under FSDP2.
+        """
+        if not isinstance(state.get("geometry"), dict):
+            raise ValueError("this is not the state of a HolographicSynthesis")
+        earlier = {"processes": 1} | {field.name: field.default for field in fields(Recipe)}  # states that lack newer options
+        for name, value in (self._geometry() | {"processes": processes}).items():
+            other = state["geometry"].get(name, earlier.get(name))
+            if other != value:
+                there, here = (shorten(repr(each), 80) for each in (other, value))
+                raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: the state belongs to other parameters or to other options.
+            ValueError: as :meth:`check_state`.
         """
-        if not isinstance(state.get("geometry"), dict):
-            raise ValueError("this is not the state of a HolographicSynthesis")
-        for name, value in self._geometry().items():
-            other = state["geometry"].get(name, getattr(Recipe, name, None))  # older states lack newer options
-            if other != value:
-                there, here = (shorten(repr(each), 80) for each in (other, value))
-                raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
-        self._updates.load(state["tensors"])
+        self.check_state(state, self._processes)
+        tensors = state["tensors"] if self._processes == 1 else state[EACH]
+        self._updates.load(tensors[dist.get_rank()] if isinstance(tensors, list) else tensors)
         self.steps, self.skipped = state["steps"], state["skipped"]
 
     def remove(self) -> None:
@@ -176,4 +198,5 @@ class HolographicSynthesis:
             "superpose": recipe.slots,
             "ema": recipe.ema > 0,
             "parameters": shapes,
+            "processes": self._processes,
         }

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.linalg import vecdot as dot
 
 from holotrain.synthesis.association import Association
 from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
-from holotrain.synthesis.layers import Layer
+from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
 from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import Fourier, Hadamard, folded, next_power_of_two, units
@@ -135,6 +136,11 @@ class Updates:
         self._parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
         if recipe.cuda_graph and like.device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {like.device}")
+        self._sharded = shares_of(layers) > 1
+        if self._sharded and recipe.entries_a_block == 0:
+            raise ValueError("block_length=0: whole layers are transformed, and FSDP2 shards them; give a block length")
+        if self._sharded and recipe.cuda_graph:
+            raise ValueError("cuda_graph: gradients that FSDP2 shards cannot be captured; use cuda_graph=false")
         generator = torch.Generator().manual_seed(recipe.seed)
         run = min(RUN, recipe.entries_a_block or RUN)
         chosen = choose(layers, recipe.subsample, run, generator)
@@ -176,7 +182,10 @@ class Updates:
         Args:
             grads: of the whole model, covered or not; covered ones must be contiguous.
         """
-        finite = total([*grads, keys]).isfinite()
+        checked = total([*grads, keys])
+        if self._sharded:
+            dist.all_reduce(checked)
+        finite = checked.isfinite()
         if self._told_at_once and not finite:
             return lambda: False, None
         arrived = arriving(finite)
@@ -223,6 +232,8 @@ class Updates:
         a = b = measured = None
         if measure:
             products = sum(group.rows.by_layer(rows, self._layers) for group, rows in zip(self._groups, of_rows, strict=True))
+            if self._sharded:
+                dist.all_reduce(products)
             if self.recipe.reshapes:
                 a, b = coefficients(products, self.recipe)
                 products = combined(products, a, b)

@@ -8,8 +8,8 @@ classification   what all classification tasks share
 language_modelling   what causal and masked modelling share
 masking          which tokens are masked, and what replaces them
 padding          which tokens of a batch are real
-optimizers       AdamW, SGD and Muon over parameters with and without weight decay
-sharded_muon     Muon for matrices that are sharded among processes
+optimizers       AdamW, SGD, Muon and others over parameters with and without weight decay
+sharded_adafactor, sharded_muon   Adafactor and Muon for parameters that are sharded among processes
 in_backward      what an optimizer that steps in the backward needs of a trainer
 schedules        cosine, multi-step and constant, after a warm-up
 """

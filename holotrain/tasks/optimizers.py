@@ -1,12 +1,13 @@
 """Optimizers with two parameter groups: with weight decay and without."""
 
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from holotrain.models.layers.residual import ResidualBlock
-from holotrain.optimizers import CombinedOptimizer
+from holotrain.optimizers import CombinedOptimizer, low_bit
 from holotrain.ranges import require_within
 from holotrain.reversible import ReversibleBlock
+from holotrain.tasks.sharded_adafactor import ShardedAdafactor
 from holotrain.tasks.sharded_muon import ShardedMuon
 
 
@@ -35,6 +36,69 @@ def adamw(
         weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
     """
     return AdamW(decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def adafactor(
+    model: nn.Module,
+    lr: float = 1e-2,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+) -> Adafactor:
+    """torch's Adafactor (Shazeer and Stern, 2018): of a matrix it keeps one number a row and one a column, and no momentum.
+
+    Args:
+        lr: peak learning rate, as a share of a parameter's root mean square, and at most 1 / sqrt(step)
+        beta2_decay: the squares of gradients are averaged with the decay rate 1 - step ** beta2_decay
+        eps: added to squares (null: the smallest difference of the dtype), and the least root mean square of a parameter
+        d: the largest root mean square of an update before lr
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
+    groups = decay_groups(model, weight_decay)
+    return ShardedAdafactor(groups, lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d)
+
+
+def adamw_8bit(
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+) -> Optimizer:
+    """AdamW with averages in 8 bits (Dettmers et al., 2022), of torchao.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the running averages of the gradient and its square
+        eps: term added to the denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
+    return low_bit("AdamW8bit", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def adamw_4bit(
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+) -> Optimizer:
+    """AdamW with averages in 4 bits (Li et al., 2023), of torchao.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the running averages of the gradient and its square
+        eps: term added to the denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
+    return low_bit("AdamW4bit", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+
+
+def adamw_fp8(
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+) -> Optimizer:
+    """AdamW with averages in FP8 (E4M3), of torchao.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the running averages of the gradient and its square
+        eps: term added to the denominator
+        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
+    """
+    return low_bit("AdamWFp8", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
 
 
 def muon(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from compared import assert_close, assert_equal
 from forked import Forked
-from left_by_runs import only, summary, weights
+from left_by_runs import assert_same_weights, only, summary, weights
 from made_once import made_once
 from torch.nn import functional
 
@@ -94,6 +94,7 @@ def begun_and_continued(kind: str, strategies: str, *words: str) -> dict[str, li
 
 
 SHARDED = "trainer.sharded_checkpoints=true"
+FEW_BITS = [*CONTINUED, "trainer=fsdp", SHARDED, "optimizer=adamw_8bit", "synthesis=shared", "model.dim=128"]
 WORK = {
     **{
         f"{kind}_{strategy}_{backward}": [*KINDS[kind], *SHARED, f"trainer={strategy}", f"backward={backward}"]
@@ -120,6 +121,13 @@ MORE_WORK = {
     "muon": ["-m", *MUON, "trainer=tp"],
 }
 """The same for the slow tests."""
+
+FEW_BITS_WORK = {
+    "few_bits": FEW_BITS,
+    "few_bits_begun": [*FEW_BITS, "trainer.max_epochs=1"],
+    "few_bits_continued": ["ckpt_path=did_few_bits_begun/checkpoints/last.ckpt", "trainer.max_epochs=2"],
+}
+"""A training and the same one, resumed."""
 
 LIMITS = {"images": f"trainer.limit_train_batches={LONG}", "text": f"trainer.limit_train_batches={2 * LONG}"}
 EVERYTHING = {
@@ -231,6 +239,12 @@ def alone_in(holotrain, name: str, *words: str) -> Path:
     status, _, err = holotrain("fit", *words, f"hydra.run.dir={name}")
     assert (status, err) == (0, "")
     return Path(name)
+
+
+@pytest.mark.slow
+def test_states_of_few_bits_and_holograms_are_resumed_to_the_bit(tmp_path):
+    done_by_two_ranks(tmp_path, FEW_BITS_WORK, [0, 0])
+    assert_same_weights(*(tmp_path / f"did_few_bits{which}/checkpoints/last.ckpt" for which in ("", "_continued")))
 
 
 def test_muon_orthogonalises_whole_matrices(holotrain, folder):
@@ -469,7 +483,9 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
             ["trainer=ddp", "trainer.sharded_checkpoints=true"],
             "trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp",
         ),
-        (["trainer=fsdp", "synthesis=associative"], "synthesis: needs whole gradients"),
+        (["trainer=fsdp", "synthesis=bind"], "synthesis: needs whole gradients, and trainer=fsdp shards them"),
+        (["trainer=fsdp", "synthesis=associative", "synthesis.block_length=0"], "or synthesis=shared with a block length"),
+        (["trainer=tp", "optimizer=adamw_8bit"], "optimizer=adamw_8bit: trainer=tp does not support it; use trainer=fsdp"),
         (["trainer=tp", "callbacks=ema"], "callbacks.ema: needs whole weights"),
         (["trainer=fsdp", "backward=auto"], "set backward and the batch size yourself"),
         (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),

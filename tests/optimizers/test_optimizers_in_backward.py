@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from holotrain.optimizers import CombinedOptimizer, InBackward
+from holotrain.optimizers import CombinedOptimizer, InBackward, low_bit
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation
+from holotrain.tasks.sharded_adafactor import ShardedAdafactor
 
 BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
 WIDTH = 8
@@ -88,6 +89,8 @@ OPTIMIZERS = {
     "foreach": lambda net: adamw(net, foreach=True),
     "fused": lambda net: adamw(net, fused=True),
     "muon": muon,
+    "8 bits": lambda net: low_bit("AdamW8bit", net.parameters(), lr=0.01),
+    "adafactor": lambda net: ShardedAdafactor(net.parameters()),
 }
 
 
@@ -116,7 +119,7 @@ QUICK += [
     ("sgd", "autograd", True),
     ("adamw", "checkpoint", False),
     ("fused", "pareprop", False),
-    ("muon", "reversible", False),
+    *((name, "reversible", False) for name in ("muon", "8 bits", "adafactor")),
 ]
 
 
@@ -182,7 +185,7 @@ def test_the_schedule_drives_all_parameters_and_no_gradient_is_left(schedules_in
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
-@pytest.mark.parametrize("make", [sgd, adamw, muon])
+@pytest.mark.parametrize("make", [sgd, adamw, muon, OPTIMIZERS["8 bits"]])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_training_resumes_to_the_bit_with_it_and_without_it(make, first):
     def optimizer_of(net, in_backward):

@@ -1,4 +1,4 @@
-"""Synthesis under DDP on two gloo processes against one process: figures from two_ranks.py."""
+"""Synthesis under DDP and FSDP2 on two gloo processes against one process: figures from two_ranks.py."""
 
 from pathlib import Path
 
@@ -19,6 +19,7 @@ CASES = [
     "accumulation 4",
     "NaN on one rank",
 ]
+SHARDED = [f"FSDP2, {which}" for which in ("shared", "shared, every option", "blocks within shares", "NaN on one rank")]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,10 @@ def found(tmp_path_factory) -> dict:
     return found_by_processes(Path(__file__).with_name("two_ranks.py"), tmp_path_factory.mktemp("two_ranks"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_two_processes_train_as_one_does(found, case):
-    assert found.keys() == set(CASES)
+    """Under FSDP2 as one does whose layers are the rows of each process; as one does, where no block has rows of both."""
+    assert found.keys() == {*CASES, *SHARDED}
     assert found[case]["error"] <= 1e-10
     skipped = 1 if "NaN" in case else 0
     assert found[case]["skipped"] == [skipped] * 2 and found[case]["steps"] == [5 - skipped] * 2
@@ -37,3 +39,8 @@ def test_two_processes_train_as_one_does(found, case):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_holograms_are_the_same_on_both(found, case):
     assert found[case]["same on both"]
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_resumed_training_under_fsdp2_is_the_uninterrupted_one_to_the_bit(found, case):
+    assert found[case]["same resumed"]

@@ -5,6 +5,7 @@
 Not a test by itself: test_synthesis_distributed.py starts it twice and reads what rank 0 wrote.
 """
 
+import copy
 import warnings
 from contextlib import nullcontext
 
@@ -12,10 +13,14 @@ import torch
 import torch.distributed as dist
 from gloo_pair import find_as_one_of_them
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.layers import Layer, layers_of
+from holotrain.synthesis.updates import Updates
 
 BATCH, STEPS = 8, 5
 CASES = {
@@ -48,22 +53,41 @@ class Model(nn.Module):
 
 
 def trained(
-    options: dict, rank: int | None, accumulate: int = 1, spoiled: bool = False
+    options: dict,
+    rank: int | None,
+    accumulate: int = 1,
+    spoiled: bool = False,
+    sharded: bool = False,
+    stop: int | None = None,
+    kind: type[HolographicSynthesis] = HolographicSynthesis,
 ) -> tuple[nn.Module, HolographicSynthesis]:
-    """A model and its synthesis after training on full batches, or on this rank's half of each batch."""
+    """A model and its synthesis after training on full batches, or on this rank's half of each batch.
+
+    Args:
+        sharded: under FSDP2; otherwise under DDP.
+        stop: a step before which a synthesis of a new state takes over, with the state of the one before.
+        kind: of the synthesis.
+    """
     torch.manual_seed(0)
     model = Model().double()
-    net = model if rank is None else DistributedDataParallel(model)
-    synthesis = HolographicSynthesis(model, **{"block_length": 32} | options)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    net = model if rank is None or sharded else DistributedDataParallel(model)
+    synthesis = kind(model, **{"block_length": 32} | options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
+        if step == stop:
+            kept = copy.deepcopy(synthesis.state_dict())
+            synthesis.remove()
+            synthesis = kind(model, block_length=32, **options)
+            synthesis.load_state_dict(kept)
         optimizer.zero_grad()
         for part in range(accumulate):
             x = torch.randn(BATCH, 16, dtype=torch.float64, generator=generator) + 0.3
             mine = x if rank is None else x.chunk(2)[rank]
             last = part == accumulate - 1
-            with nullcontext() if rank is None or last else net.no_sync():
+            with nullcontext() if rank is None or sharded or last else net.no_sync():
                 loss = net(mine).square().mean() / accumulate
                 (loss * torch.nan if spoiled and step == 2 and rank in (None, 1) else loss).backward()
         with warnings.catch_warnings():
@@ -98,8 +122,74 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
 
 
+SHARDED = {
+    "FSDP2, shared": {"mode": "shared", "superpose": 4},
+    "FSDP2, shared, every option": {**CASES["every option"], "match_norm": False, "cosine_floor": None},
+    "FSDP2, blocks within shares": {"decay": 0.8, "match_norm": True, "mix": 0.1, "cosine_floor": 0.3},
+    "FSDP2, NaN on one rank": {"mode": "shared"},
+}
+"""Where it says so, of weights alone, whose blocks of entries each lie within the share of one process."""
+
+
+class ByShares(HolographicSynthesis):
+    """In one process: what each process does with its rows of the parameters, as those of a smaller model."""
+
+    def __init__(self, model: nn.Module, **options) -> None:
+        super().__init__(model, **options)
+        self._parts = []
+        for rank in range(2):
+            layers = [
+                Layer(layer.module, {name: nn.Parameter(p.detach()[own(p, rank)]) for name, p in layer.parameters.items()})
+                for layer in layers_of(model)
+            ]
+            of = [p for layer in layers_of(model) for p in layer.parameters.values()]
+            shares = [p for layer in layers for p in layer.parameters.values()]
+            self._parts.append((rank, of, shares, Updates(layers, self.recipe, torch.empty(0, dtype=torch.float64))))
+
+    def step(self) -> bool:
+        keys = self._keys.take()
+        if not sum(p.grad.sum() for p in self.parameters).isfinite():
+            self.skipped += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+            return False
+        for rank, of, shares, updates in self._parts:
+            for parameter, share in zip(of, shares, strict=True):
+                share.grad = parameter.grad[own(parameter, rank)]  # a view
+            updates.step([share.grad for share in shares], keys, self.steps, False)
+        self.steps += 1
+        return True
+
+
+def own(parameter: torch.Tensor, rank: int) -> slice:
+    """The rows of a process."""
+    most = -(-len(parameter) // 2)
+    return slice(rank * most, (rank + 1) * most)
+
+
+def compared_in_shares(name: str, options: dict) -> dict:
+    how = {"spoiled": "NaN" in name}
+    if "within" in name:
+        options = {**options, "covers": lambda _, parameter: parameter.ndim > 1}
+    model, synthesis = trained(options, dist.get_rank(), sharded=True, **how)
+    again, other = trained(options, dist.get_rank(), sharded=True, stop=3, **how)
+    processes = dist.is_initialized
+    dist.is_initialized = lambda: False  # a single process
+    alone, reference = trained(options, None, kind=HolographicSynthesis if "within" in name else ByShares, **how)
+    dist.is_initialized = processes
+    whole, resumed = ([p.full_tensor() for p in of.parameters()] for of in (model, again))
+    differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(whole, alone.parameters(), strict=True)]
+    return {
+        "same resumed": all(map(torch.equal, whole, resumed)),
+        "error": max(differences).item(),
+        "steps": [synthesis.steps, reference.steps],
+        "skipped": [synthesis.skipped, reference.skipped],
+    }
+
+
 def find(rank: int) -> dict:
     found = {name: compared(options, rank) for name, options in CASES.items()}
+    found |= {name: compared_in_shares(name, options) for name, options in SHARDED.items()}
     found["accumulation 4"] = compared({}, rank, accumulate=4)
     found["NaN on one rank"] = compared({}, rank, spoiled=True)
     return found

@@ -56,6 +56,8 @@ NAMED = {
 
 GROUPS = (*OPEN, *NAMED, "backward")
 
+LOW_BIT = tuple(f"holotrain.tasks.optimizers.adamw_{bits}" for bits in ("8bit", "4bit", "fp8"))
+
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 """The base class of callbacks that average the weights."""
 
@@ -180,8 +182,7 @@ class RunConfig:
         if is_a(self.task, ERROR_DIFFUSION):
             raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
         parts = f"trainer={strategy} {'divides' if strategy == 'pipeline' else 'shards'} them"
-        if self.synthesis is not None:
-            raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp")
+        self._check_shared_out(parts)
         if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
             raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
         if strategy == "pipeline" and getattr(self.model, "trained", "all") != "all":
@@ -195,6 +196,16 @@ class RunConfig:
             raise UserError(f"callbacks.{self.average}: needs whole weights, and {parts}; use trainer=ddp")
         if self.backward.open or self.batch_is_open:
             raise UserError(f"auto: planning needs whole parameters, and {parts}; set backward and the batch size yourself")
+
+    def _check_shared_out(self, parts: str) -> None:
+        """What works under FSDP2, but not where layers are divided, too."""
+        strategy = self.trainer.strategy
+        whole = getattr(self.synthesis, "mode", None) == "bind" or getattr(self.synthesis, "block_length", None) == 0
+        if self.synthesis is not None and (strategy != "fsdp" or whole):
+            also = ", or synthesis=shared with a block length under trainer=fsdp"
+            raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
+        if strategy != "fsdp" and self.optimizer is not None and self.optimizer.target in LOW_BIT:
+            raise UserError(f"optimizer={self.optimizer.name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
 
     def _check_backward(self) -> None:
         backward, rebuilds = self.backward, reversible(self.model)

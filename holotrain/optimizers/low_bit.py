@@ -1,0 +1,71 @@
+"""torchao's optimizers with averages of few bits, for any device, for shards and for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from holotrain.optimizers.plain_state import is_sharded, whole_blocks, with_plain_state
+from holotrain.optimizers.standing_in import standing_in
+
+LEAST = 4096
+"""torchao keeps the averages of parameters with fewer entries in full precision."""
+
+
+def low_bit(name: str, params: Any, **options: Any) -> Optimizer:
+    """An optimizer of torchao, such as AdamW8bit, whose ``state_dict`` holds plain tensors.
+
+    On the CPU its step is not compiled, which would take longer than hundreds of steps. Of a parameter that FSDP2 shards, the
+    averages have few bits if the share of each process consists of whole blocks (of 128 or 256 entries, as in one process).
+
+    Args:
+        name: of the class in ``torchao.optim``.
+        params: the parameters or parameter groups.
+        options: of the class.
+
+    Raises:
+        ValueError: torchao is not installed.
+    """
+    try:
+        import torchao.optim
+    except ImportError as error:
+        raise ValueError(f"{name} needs torchao: pip install 'holotrain[torchao]'") from error
+    return with_plain_state(_adapted(getattr(torchao.optim, name))(params, **options))
+
+
+@cache
+def _adapted(base: type[Optimizer]) -> type[Optimizer]:
+    with _disable_current_modes(), torch.device("cpu"):  # torchao computes once what codes stand for; not from fake tensors
+        for signed in (True, False):
+            base._subclass_zeros(torch.empty(LEAST), signed, LEAST)
+
+    def new_buffer(self: Any, share: Tensor, signed: bool) -> Tensor:
+        parameter = self.of_shares[share]
+        if is_sharded(parameter) and not whole_blocks(parameter, self.block_size, LEAST):
+            return torch.zeros_like(share)  # torchao asks the share alone, so those of one parameter could differ
+        return base._new_buffer(self, share, signed)
+
+    def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
+        """Steps the shares of parameters (which torchao, 0.18, does only in fp32)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        shares = {p: p.detach().to_local() if is_sharded(p) else p for p in parameters}
+        for parameter, share in shares.items():
+            share.grad = parameter.grad.to_local() if is_sharded(parameter) else parameter.grad
+        self.of_shares = {share: parameter for parameter, share in shares.items()}
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        with standing_in(self, shares), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            base.step(self)
+        return loss
+
+    return type(base.__name__, (base,), {"_new_buffer": new_buffer, "step": step, "__module__": __name__})

@@ -1,0 +1,35 @@
+"""Adafactor for parameters that are sharded among processes."""
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Adafactor
+
+from holotrain.optimizers.standing_in import standing_in
+
+
+class ShardedAdafactor(Adafactor):
+    """torch's Adafactor, which also steps sharded parameters (FSDP2, tensor parallel), each as a whole.
+
+    Its update depends on means over rows and columns and on norms of the whole parameter, which torch (2.15) cannot compute in
+    place on shards. Here every process gathers one parameter and its gradient at a time and computes what a single process
+    would. Its state is small and stays whole.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter in (p for p in parameters if isinstance(p, DTensor)):
+            whole = parameter.full_tensor()
+            whole.grad = parameter.grad.full_tensor()
+            with standing_in(self, {parameter: whole}):
+                super().step()
+            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        with standing_in(self, {p: p for p in parameters if not isinstance(p, DTensor)}):
+            super().step()
+        return loss

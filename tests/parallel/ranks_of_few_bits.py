@@ -1,0 +1,145 @@
+"""One of two gloo processes: optimizers that need little memory, under DDP and FSDP2, with checkpoints, against one process.
+
+    python ranks_of_few_bits.py RANK STORE RESULTS
+
+Not a test by itself: test_parallel_few_bits.py starts it twice and reads what rank 0 wrote.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from gloo_pair import find_as_one_of_them
+from ranks_that_save import Trained, load, save
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from holotrain.models.checkpoint_files import read
+from holotrain.optimizers import CombinedOptimizer
+from holotrain.tasks.optimizers import adafactor, adamw_4bit, adamw_8bit, adamw_fp8
+from holotrain.tasks.sharded_muon import ShardedMuon
+
+SHAPES = {
+    "rows of whole blocks": (64, 256),
+    "blocks across rows": (96, 192),
+    "more rows on one": (33, 256),
+    "vector": (8192,),
+    "broken blocks": (65, 66),
+    "small": (3, 5),
+    "small shares": (50, 128),
+}
+OTHERWISE = "small shares"
+"""Has few bits in one process alone: half of it is less than what torchao shortens."""
+
+
+def muon(model: nn.Module, lr: float) -> CombinedOptimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return CombinedOptimizer([torch.optim.AdamW(rest, lr=lr), ShardedMuon(matrices, lr=lr)])
+
+
+OPTIMIZERS = {
+    "adamw_8bit": adamw_8bit,
+    "adamw_4bit": adamw_4bit,
+    "adamw_fp8": adamw_fp8,
+    "adafactor": adafactor,
+    "muon": muon,
+}
+
+
+class Weights(Trained):
+    """Parameters of many shapes, with their optimizer, sharded over two processes or whole."""
+
+    def __init__(self, kind: str, data: int) -> None:
+        super(Trained, self).__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.model = nn.Module()
+        for name, shape in SHAPES.items():
+            weight = torch.randn(shape, generator=generator, dtype=torch.float64)
+            self.model.register_parameter(name, nn.Parameter(weight))
+        if data > 1:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (data,), mesh_dim_names=("data",)))
+        self.optimizer = OPTIMIZERS[kind](self.model, lr=0.1)
+        self.generator = torch.Generator().manual_seed(1)
+
+
+def values(module: Weights) -> dict[str, torch.Tensor]:
+    """Weights and states as whole tensors of numbers: those of few bits as the numbers that they stand for."""
+    found = {}
+    for name, parameter in module.model.named_parameters():
+        held = {"": parameter.detach()} | module.optimizer.state[parameter]
+        for key, x in held.items():
+            if isinstance(parameter, DTensor) and key.startswith("exp") and not isinstance(x, DTensor):  # of a share
+                x = torch.empty(x.shape, dtype=torch.float64).copy_(x)
+                shape, stride = parameter.shape, parameter.stride()
+                x = DTensor.from_local(x, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            found[f"{name} {key}"] = torch.empty(x.shape, dtype=torch.float64).copy_(x)
+    return found
+
+
+def differences(module: Weights, expected: dict[str, torch.Tensor], exact: bool, but: str = "none") -> list[str]:
+    close = torch.equal if exact else lambda a, b: torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    found = values(module)
+    assert found.keys() == expected.keys()
+    return [name for name in found if not name.startswith(but) and not close(found[name], expected[name])]
+
+
+def moved(kind: str, folder: Path) -> dict[str, list[str]]:
+    """What differs between one process and two that share the parameters, then and after the checkpoints of each."""
+    found, early, late = {}, {}, {}
+    exact, otherwise = "adamw" in kind, OTHERWISE if "adamw" in kind else "none"
+    for count in (1, 2):
+        module = Weights(kind, count)
+        module.step(2)
+        early[count], position = values(module), module.generator.get_state()
+        if count == 2:
+            found["in two processes"] = differences(module, early[1], exact, otherwise)
+        for way in ("whole", "parts")[:count]:
+            save(module, folder / f"{kind}-{count}-{way}.ckpt", way == "parts")
+        module.step(2)
+        late[count] = values(module)
+    for path in sorted(folder.glob(f"{kind}-*.ckpt")):
+        saved_by = int(path.name.split("-")[1])
+        leaves = tree_leaves(read(path))
+        found[f"{path.name}, classes"] = [*map(str, {*map(type, leaves)} - {torch.Tensor, int, float, str, bool, type(None)})]
+        for count in (1, 2):
+            other = Weights(kind, count)
+            other.step(1)  # another state
+            load(other, path)
+            found[f"{path.name}, loaded by {count}"] = differences(other, early[saved_by], True)
+            other.generator.set_state(position)
+            other.step(2)
+            same = count == saved_by
+            found[f"{path.name}, continued by {count}"] = differences(
+                other, late[saved_by], exact or same, "none" if same else otherwise
+            )
+    return found
+
+
+def beside_each_other(kind: str) -> list[str]:
+    """What differs between DDP and one process, when both processes have the same batch, so that no sum is rounded."""
+    found = []
+    for wrap in (DistributedDataParallel, nn.Sequential):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).double()
+        net, optimizer = wrap(model), OPTIMIZERS[kind](model, lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(8, 64, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        found.append(model.state_dict())
+    return [name for name, x in found[0].items() if not torch.equal(x, found[1][name])]
+
+
+def find(rank: int) -> dict:
+    folder = Path(sys.argv[3]).parent
+    return {kind: moved(kind, folder) | {"DDP": beside_each_other(kind)} for kind in OPTIMIZERS}
+
+
+if __name__ == "__main__":
+    find_as_one_of_them(find)
