@@ -26,10 +26,10 @@ from holotrain.commands.predict import PREDICTIONS
 from holotrain.commands.quiet import quietly
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
-from holotrain.commands.summary import SUMMARY, read
+from holotrain.commands.summary import read
 from holotrain.commands.together import Together
 from holotrain.config import checkpointed
-from holotrain.config.folders import LAST_CHECKPOINT, checkpoint_path, from_here, run_folder
+from holotrain.config.folders import checkpoint_path, from_here, run_folder
 from holotrain.config.given import GIVEN, Given, full_name
 from holotrain.config.schema.beside import BEGINNING
 from holotrain.config.schema.classes import default_backward
@@ -267,8 +267,6 @@ def _run(
             f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
         )
     folder = from_here(Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute())
-    if command == "fit" and not config.resume and ((folder / SUMMARY).exists() or (folder / LAST_CHECKPOINT).exists()):
-        raise UserError(f"folder: {folder} already holds a run; give another folder, or continue that run with resume=true")
     run = Run(command, folder, list(config.overrides), dict(config.choices))
     status = None
     try:

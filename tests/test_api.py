@@ -177,7 +177,7 @@ def test_a_folder_takes_one_run(here, run):
     for config, words in ((holotrain.compose("fit", [*SMALL, "hydra.run.dir=run"]), []), (None, SMALL)):
         folder = None if config else "run"
         said = refusal(holotrain.fit, config, overrides=words, folder=folder, quiet=True)
-        assert said == "folder: run already holds a run; give another folder, or continue that run with resume=true"
+        assert said == "run already holds a run; give another folder, or continue that run with resume=true"
     assert (here / "run/checkpoints/last.ckpt").read_bytes() == (run / "checkpoints/last.ckpt").read_bytes()
     resumed = holotrain.fit(overrides=["resume=true", "trainer.max_epochs=3"], folder="run", quiet=True)
     assert resumed.folder == Path("run")

@@ -20,14 +20,14 @@ from holotrain.commands.files import alone_in
 from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
-from holotrain.commands.summary import ended
+from holotrain.commands.summary import SUMMARY, ended
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
 from holotrain.config.checkpointed import restore
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
 from holotrain.data.share import set_share
 from holotrain.errors import UserError
-from holotrain.models.checkpoint_files import recover, written
+from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
 from holotrain.parallel.place import Place, found
 from holotrain.parallel.world import World, destroy_group, worlds
@@ -65,6 +65,8 @@ class Together:
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if command == "fit":
             recover(run.last_checkpoint)
+            if not config.resume and (run.last_checkpoint.exists() or (run.folder / SUMMARY).exists()):
+                raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
             if config.resume and (words := ended(config.trainer, run.folder)):
                 console.print(words)
                 return 0
@@ -90,7 +92,7 @@ class Together:
         job = {"command": command, "config": container(config), "run": posted}
         if self.place is not None:
             return self._with_others(job, command, config, run)
-        job |= {"quiet": self.quiet, "before": written(run.last_checkpoint)}
+        job |= {"quiet": self.quiet}
         try:
             trainer = config.trainer
             return launch(__name__, job, processes_of(trainer), trainer.max_restarts, trainer.timeout)
@@ -151,8 +153,7 @@ def work(job: dict[str, Any]) -> int:
     if attempt and command == "fit":
         if place.is_main:
             recover(run.last_checkpoint)
-        # Not from one that was in the folder before, which may be of another run.
-        continues = config.resume or written(run.last_checkpoint) not in (None, job["before"])
+        continues = config.resume or run.last_checkpoint.exists()
         if continues and place.is_main:
             restore(run.last_checkpoint)
         if world.agreed("continues", continues):

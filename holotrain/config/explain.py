@@ -96,7 +96,9 @@ def _unknown_key(key: str, arguments: Arguments) -> UserError:
     """The nearest valid key is one beside it, under the other group choices of the command line; at the top also an option of a
     group: ``lr`` is ``optimizer.lr``."""
     parent, _, name = key.rpartition(".")
-    valid = _keys_beside(parent, key, arguments)
+    valid, first = _keys_beside(parent, key, arguments), key.partition(".")[0]
+    if parent and not valid and first not in _keys_beside("", first, arguments):
+        return _unknown_key(first, arguments)
     where = f"in {parent}" if parent else "among the options"
     below = _of_this_name(name, valid)
     near = f" Did you mean {below!r}?" if below and name not in valid else did_you_mean(name, valid)

@@ -34,8 +34,9 @@ class OwnGenerator(DataLoader):
             yield from super().__iter__()
             return
         except UserError as error:
-            # The text of a worker's exception is the worker's whole traceback.
-            line = str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)
+            # What a worker's exception was given is the worker's whole traceback; str() would make it one line.
+            given = str(*error.args)
+            line = given.strip().splitlines()[-1].partition("UserError: ")[2] or given
             traceback.clear_frames(error.__traceback__)  # they hold the iterator, and each other
         # Its workers end now. If the garbage collector finds them, it closes their queues first and waits 5 seconds for each.
         self._iterator = None

@@ -191,6 +191,15 @@ def test_images_that_are_none_are_refused(tmp_path):
         read_image(path)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_is_named_in_a_line(tmp_path, workers):
+    write_folder(tmp_path)
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"GIF89a")
+    with pytest.raises(UserError, match=r"^data: \S+\.png is not a readable image \(.*\); data.on_corrupt=skip [\w ]+$"):
+        next(iter(ready(ImageFolder(str(tmp_path), num_workers=workers)).train_dataloader()))
+
+
 def test_fake_images_have_the_shape_asked_for():
     data = ready(Fake(image_size=20, channels=2, num_classes=3, train_size=10, val_size=4, test_size=2, batch_size=4))
     sizes = [sum(len(y) for _, y in loader) for loader in (data.train_dataloader(), data.val_dataloader())]

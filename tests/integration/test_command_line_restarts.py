@@ -74,14 +74,6 @@ def test_kill_9_ends_a_run_with_one_line(holotrain):
 
 
 @pytest.mark.slow
-def test_a_restart_does_not_continue_from_what_another_run_has_left(holotrain):
-    status, _, err = holotrain("fit", *WORDS)
-    assert (status, err) == (0, "")
-    status, _, err = holotrain("fit", *WORDS, "trainer.max_restarts=1", *incident("SIGKILL", step=1))
-    assert (status, err) == (0, "holotrain: a process failed; restart 1 of 1, from the start\n")
-
-
-@pytest.mark.slow
 def test_the_error_of_the_process_that_failed_is_what_is_said(holotrain):
     status, _, err = holotrain("fit", *WORDS, *incident("error"))
     assert status == 1 and err.startswith("Traceback") and err.count("Traceback") == 1, err
