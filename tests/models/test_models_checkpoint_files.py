@@ -127,7 +127,7 @@ def test_a_file_that_says_it_holds_more_than_its_size_is_not_unpacked(tmp_path):
         {CHECKSUMS: {"1.safetensors": torch.ones(2)}},
         {CHECKSUMS: {"x" * 300: 0}},
     ],
-    ids=str,
+    ids=["another folder", "list", "tensor", "none", "tensor as a checksum", "long name"],
 )
 @pytest.mark.parametrize("meta", [True, False])
 def test_a_crafted_folder_is_refused(folder, changes, meta):
