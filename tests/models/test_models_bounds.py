@@ -61,6 +61,9 @@ def test_a_larger_machine_may_be_planned_for(monkeypatch):
     monkeypatch.setattr(bounds, "free_memory", lambda device: 100)
     with bounded(any_machine=True):
         Made(100)
+    monkeypatch.setattr(bounds, "MOST_TENSORS", 100)
+    with pytest.raises(ValueError, match="tensors of parameters"), bounded(any_machine=True):
+        Made(101)
 
 
 def test_a_tied_tensor_counts_once(monkeypatch):
