@@ -22,6 +22,8 @@ def read_json(path: Path) -> Any:
         OSError: it cannot be read.
         ValueError: it is no JSON, or no JSON of ours: too large, nested too deep, or with text that is not Unicode.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file")  # a pipe would wait for a writer
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:

@@ -20,24 +20,6 @@ def require_at_least(least: float, **arguments: float | Sequence[float] | None) 
                 raise ValueError(f"{name} must be at least {least}, not {number}")
 
 
-MOST_BLOCKS = 10_000
-"""More than any model has, and few enough that they are built before somebody asks what takes so long."""
-
-
-def require_blocks(**arguments: int | Sequence[int]) -> None:
-    """
-    Args:
-        arguments: numbers of blocks by name, or lists of those of each stage.
-
-    Raises:
-        ValueError: one of them is below 1, or they are more than ``MOST_BLOCKS``.
-    """
-    require_at_least(1, **arguments)
-    for name, value in arguments.items():
-        if (total := sum(value) if isinstance(value, Sequence) else value) > MOST_BLOCKS:
-            raise ValueError(f"{name} must be at most {MOST_BLOCKS} blocks, not {total}")
-
-
 def require_within(low: float, high: float, closed: bool = False, **arguments: float) -> None:
     """
     Args:

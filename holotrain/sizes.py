@@ -7,7 +7,7 @@ import re
 
 UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
+    for power, prefix in enumerate("KMGTPE", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
 }
 
@@ -27,8 +27,8 @@ def parse_bytes(text: str) -> int:
 
 def unit_of(size: float) -> tuple[str, int]:
     """The unit to print a size in, and its number of bytes."""
-    power = max(0, min(int(math.log2(max(abs(size), 1)) // 10), 4))
-    return ("bytes", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
+    power = max(0, min(int(math.log2(max(abs(size), 1)) // 10), 6))
+    return ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[power], 1024**power
 
 
 def in_words(size: float, up: bool = False) -> str:

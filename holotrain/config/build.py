@@ -1,7 +1,5 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +146,7 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     if (
         not begin and config.model.target != GIVEN and is_of(config.model.target, ["holotrain"])
     ):  # what a checkpoint names has not been checked
-        _on_meta(config, described["facts"], bounded)
+        _on_meta(config, described["facts"])
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)
     if config.compile:
@@ -191,8 +189,7 @@ def check_values(config: RunConfig) -> None:
     facts = {"vocab": 2**10, "context": data.context} if text else facts_of(data)
     if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
-    larger = isinstance(config, PlanConfig)  # which may be of a larger machine
-    model = _on_meta(config, facts, nullcontext if larger else bounded)
+    model = _on_meta(config, facts)
     if config.synthesis is not None:
         model.to_empty(device="cpu")  # it does not cover parameters without memory, which is only reserved here
     described = {"facts": facts} | ({"tokenizer": ByteTokenizer().to_json()} if text else {})
@@ -201,16 +198,13 @@ def check_values(config: RunConfig) -> None:
         synthesis_of(config.synthesis, task).remove()
 
 
-def _on_meta(config: RunConfig, facts: dict[str, Any], bound: Callable[[], AbstractContextManager]) -> nn.Module:
+def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     """The model, without memory for its weights.
 
-    Args:
-        bound: :func:`~holotrain.models.bounds.bounded`, if this machine must be able to hold them.
-
     Raises:
-        UserError: it cannot.
+        UserError: it is too large for this machine, or, if a larger one is planned for, for any.
     """
-    with torch.device("meta"), described_by("model"), bound():
+    with torch.device("meta"), described_by("model"), bounded(any_machine=isinstance(config, PlanConfig)):
         return build_model(config, facts)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from holotrain.error_diffusion.diffusion import Diffusion
 from holotrain.error_diffusion.layers import propagate, record
 from holotrain.error_diffusion.rules import BACKPROPAGATION, PUBLISHED, RULES
-from holotrain.ranges import require_at_least, require_blocks, require_one_of
+from holotrain.ranges import require_at_least, require_one_of
 
 
 class ErrorDiffusionNetwork(nn.Module):
@@ -68,8 +68,7 @@ class ErrorDiffusionNetwork(nn.Module):
         output_rate: float | None = 1.0,
     ) -> None:
         super().__init__()
-        require_at_least(1, inputs=inputs, outputs=outputs, width=width)
-        require_blocks(depth=depth)
+        require_at_least(1, inputs=inputs, outputs=outputs, width=width, depth=depth)
         require_at_least(1e-6, u0=u0)
         require_one_of((*RULES, BACKPROPAGATION), rule=rule)
         published = PUBLISHED[rule]

@@ -79,13 +79,20 @@ def copy(path: Path, to: Path) -> None:
     """
     if path.is_dir():
         shutil.rmtree(begun(to), ignore_errors=True)
-        shutil.copytree(path, begun(to))
+        try:
+            shutil.copytree(path, begun(to))
+        except OSError:
+            shutil.rmtree(begun(to), ignore_errors=True)
+            raise
         shutil.rmtree(to) if to.is_dir() else to.unlink(missing_ok=True)
         recover(to)
         return
     file = to / CHECKPOINT if to.is_dir() else to
-    shutil.copyfile(path, partial(file))
-    partial(file).replace(file)
+    try:
+        shutil.copyfile(path, partial(file))
+        partial(file).replace(file)
+    finally:
+        partial(file).unlink(missing_ok=True)
     if to.is_dir():
         remove_tensors(to)
 
@@ -108,12 +115,12 @@ def load(path: str | Path) -> Any:
     if path.is_dir() and not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint is incomplete")
     try:
-        intact = _unchanged(_intact, file)
-        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if intact else None
+        flaw = _unchanged(_flaw, file)
+        held = None if flaw else torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
-    if not intact:
-        raise damaged(file)
+    if flaw:
+        raise damaged(file, flaw)
     try:
         require_shallow(held)
     except ValueError as error:
@@ -121,10 +128,14 @@ def load(path: str | Path) -> Any:
     folder, earlier = (held.get(key) if isinstance(held, dict) else None for key in (TENSORS, "shards"))
     if earlier is not None:
         raise ValueError(f"{path} is a sharded checkpoint of an earlier version: export it there, then use model.pretrained=")
-    if any(map(_is_meta, tree_leaves(held))) and folder not in [found.name for found in numbered(path).values()]:
-        raise ValueError(f"{file} needs the folder {folder!r} of its tensors, which is missing")
-    if isinstance(held, dict) and CHECKSUMS in held:
-        _check_parts(path / folder, held[CHECKSUMS])
+    checked = isinstance(held, dict) and CHECKSUMS in held
+    if (checked or any(map(_is_meta, tree_leaves(held)))) and folder not in [found.name for found in numbered(path).values()]:
+        raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")
+    if checked:
+        try:
+            _check_parts(path / folder, held[CHECKSUMS])
+        except OSError as error:
+            raise ValueError(f"cannot read {path / folder} ({error.strerror or error})") from error
     return held
 
 
@@ -133,12 +144,12 @@ def check_records(file: Path) -> None:
     Raises:
         ValueError: the checksum of a record in a file of torch.save differs.
     """
-    if zipfile.is_zipfile(file) and not _unchanged(_intact, file):
-        raise damaged(file)
+    if zipfile.is_zipfile(file) and (flaw := _unchanged(_flaw, file)):
+        raise damaged(file, flaw)
 
 
-def damaged(file: Path) -> ValueError:
-    return ValueError(f"{file} is damaged (its checksum differs)")
+def damaged(file: Path, flaw: str = "its checksum differs") -> ValueError:
+    return ValueError(f"{file} is damaged ({flaw})")
 
 
 def checksum(file: Path) -> int:
@@ -150,17 +161,19 @@ def checksum(file: Path) -> int:
     return total
 
 
-def _intact(file: Path) -> bool:
+def _flaw(file: Path) -> str | None:
     with zipfile.ZipFile(file) as held:
         records = held.infolist()
         if sum(record.file_size for record in records) > file.stat().st_size:
-            return False  # torch compresses nothing; what a forged file says it holds could be without end
+            return "it claims to hold more than its size"  # torch compresses nothing; this could be without end
         without = not any(record.CRC for record in records)  # set_crc32_options(False)
-        return without or held.testzip() is None
+        return None if without or held.testzip() is None else "its checksum differs"
 
 
 def _check_parts(folder: Path, checksums: Any) -> None:
-    if not isinstance(checksums, dict) or any(not isinstance(name, str) or Path(name).name != name for name in checksums):
+    if not isinstance(checksums, dict) or not all(
+        isinstance(name, str) and Path(name).name == name and isinstance(value, int) for name, value in checksums.items()
+    ):
         raise ValueError(f"{folder.parent / CHECKPOINT} is damaged: it has no names of files where their checksums are")
     names = sorted(checksums)
     if dist.is_available() and dist.is_initialized():

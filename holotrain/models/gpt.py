@@ -17,7 +17,7 @@ from holotrain.models.layers.kv_cache import KVCache
 from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.rotary import RotaryPositions
 from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
-from holotrain.ranges import require_at_least, require_blocks, require_one_of, require_within
+from holotrain.ranges import require_at_least, require_one_of, require_within
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.
 GPT_SIZES: dict[str, dict[str, int]] = {
@@ -65,8 +65,7 @@ class GPT(nn.Module):
         backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        require_at_least(1, dim=dim, heads=heads)
-        require_blocks(depth=depth)
+        require_at_least(1, dim=dim, heads=heads, depth=depth)
         require_at_least(0.01, mlp_ratio=mlp_ratio)
         require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
         require_one_of(("rotary", "learned"), positions=positions)

@@ -25,7 +25,7 @@ from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
 from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.stages import stored_by_stage
 from holotrain.models.layers.streams import AveragedStreams, ConcatenatedStreams
-from holotrain.ranges import require_at_least, require_blocks, require_within
+from holotrain.ranges import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, checkpointed
 from holotrain.reversible.schedules import stores_everything
 
@@ -84,8 +84,7 @@ class MViT(nn.Module):
         super().__init__()
         if not depths:
             raise ValueError("depths needs one number for each stage")
-        require_at_least(1, dim=dim, heads=heads, kv_stride=kv_stride)
-        require_blocks(depths=depths)
+        require_at_least(1, dim=dim, heads=heads, kv_stride=kv_stride, depths=depths)
         require_at_least(0.01, mlp_ratio=mlp_ratio)
         require_within(0, 1, dropout=dropout, drop_path=drop_path)
         reduction = OverlappingPatches.STRIDE * 2 ** (len(depths) - 1)
@@ -97,7 +96,7 @@ class MViT(nn.Module):
         self.embedding = OverlappingPatches(image_size, channels, dim, positions=not relative)
         fuses = self.TWO_STREAMS and not relative
         total = sum(depths)
-        rates = iter([drop_path * i / max(total - 1, 1) for i in range(total)])
+        rates = (drop_path * i / max(total - 1, 1) for i in range(total))
         size = image_size // OverlappingPatches.STRIDE
         stages: list[tuple[nn.Module, Branches]] = []
         for i, depth in enumerate(depths):

@@ -113,14 +113,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = read_json(path)
         version = config["format"]
-        if version == FORMAT:
-            for key, kinds in PARTS.items():
-                if not isinstance(config[key], kinds):
-                    raise ValueError(f"{key} is of another type")
-            return config
-    except (ValueError, KeyError, TypeError) as error:
+        wrong = [key for key, kinds in PARTS.items() if version == FORMAT and not isinstance(config[key], kinds)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or of another program") from error
-    raise ValueError(f"{path} is of format {version!r}; this version of holotrain reads format {FORMAT}")
+    if version != FORMAT:
+        raise ValueError(f"{path} is of format {version!r}; this version of holotrain reads format {FORMAT}")
+    if wrong:
+        raise ValueError(f"{path} is damaged, or of another program: {wrong[0]} is of another type")
+    return config
 
 
 def _check(expected: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> None:

@@ -4,8 +4,8 @@ Blocks attend within windows of a feature map, every second block within shifted
 its channels are doubled. Halving cannot be inverted, so each stage is reversible by itself (PaReprop, arXiv 2306.09342).
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
 from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.stages import stored_by_stage
 from holotrain.models.layers.windows import RelativePositionBias, WindowAttention
-from holotrain.ranges import require_at_least, require_blocks, require_within
+from holotrain.ranges import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 # Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
@@ -74,21 +74,21 @@ class Swin(nn.Module):
         super().__init__()
         if not depths or len(depths) != len(heads):
             raise ValueError(f"depths and heads need one number for each stage, not {list(depths)} and {list(heads)}")
-        require_at_least(1, dim=dim, heads=heads, window=window)
-        require_blocks(depths=depths)
+        require_at_least(1, dim=dim, heads=heads, window=window, depths=depths)
         require_at_least(0.01, mlp_ratio=mlp_ratio)
         require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
         if patch_size is None:  # the published size, and less for small images, so that they have tens of tokens
             patch_size = 4 if image_size >= 64 else 2
         require_at_least(1, patch_size=patch_size)
         widths = [dim * 2**stage for stage in range(len(depths))]
-        rates = [drop_path * block / max(sum(depths) - 1, 1) for block in range(sum(depths))]
+        total = sum(depths)
+        rates = (drop_path * block / max(total - 1, 1) for block in range(total))
         self.embedding = PatchMap(image_size, patch_size, channels, dim, dropout)
         size = image_size // patch_size
         branches = []
-        for width, depth, stage_heads, end in zip(widths, depths, heads, accumulate(depths), strict=True):
+        for width, depth, stage_heads in zip(widths, depths, heads, strict=True):
             attention = {"heads": stage_heads, "size": size, "window": window, "attention_dropout": attention_dropout}
-            branches.append(_stage_branches(width, rates[end - depth : end], int(width * mlp_ratio), dropout, attention))
+            branches.append(_stage_branches(width, islice(rates, depth), int(width * mlp_ratio), dropout, attention))
             size = -(-size // 2)
         self._assemble(branches, widths, classes, backward)
         self.apply(_initialise)
@@ -161,7 +161,7 @@ def _mergings(widths: list[int]) -> list[nn.Module]:
     return [nn.Identity(), *map(PatchMerging, widths[:-1])]
 
 
-def _stage_branches(dim: int, rates: list[float], hidden: int, dropout: float, attention: dict[str, Any]) -> Branches:
+def _stage_branches(dim: int, rates: Iterable[float], hidden: int, dropout: float, attention: dict[str, Any]) -> Branches:
     """The branches of a stage's blocks; every second block shifts its windows. ``rates`` are their drop-paths."""
     return [
         (

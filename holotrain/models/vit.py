@@ -16,7 +16,7 @@ from holotrain.models.layers.fusion import TwoStreamFusion
 from holotrain.models.layers.patches import PatchEmbedding
 from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
 from holotrain.models.layers.reversible import Reversible
-from holotrain.ranges import require_at_least, require_blocks, require_one_of, require_within
+from holotrain.ranges import require_at_least, require_one_of, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 # Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.
@@ -71,8 +71,7 @@ class ViT(nn.Module):
         backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        require_at_least(1, dim=dim, heads=heads)
-        require_blocks(depth=depth)
+        require_at_least(1, dim=dim, heads=heads, depth=depth)
         require_at_least(0.01, mlp_ratio=mlp_ratio)
         require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
         require_one_of(("mean", "class"), pool=pool)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import torch
 
 MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
-"""Memory limit and use of a container (cgroup v2)."""
+"""Memory limit and use of a container (cgroup v2). The use includes cached files, whose memory is free when it is needed."""
 
 
 def free_memory(device: str) -> int | None:
@@ -23,11 +22,15 @@ def free_memory(device: str) -> int | None:
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else None
     if not MEMINFO.is_file():
         return None
+    import resource  # not at the top, because Windows has none
+
     line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
     left = [int(line.split()[1]) * 1024]
-    most, taken = CONTAINER / "memory.max", CONTAINER / "memory.current"
+    most, taken, parts = (CONTAINER / f"memory.{name}" for name in ("max", "current", "stat"))
     if most.is_file() and taken.is_file() and (limit := most.read_text().strip()).isdigit():
-        left.append(int(limit) - int(taken.read_text()))
+        lines = parts.read_text().splitlines() if parts.is_file() else []
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+        left.append(int(limit) - int(taken.read_text()) + cached)
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

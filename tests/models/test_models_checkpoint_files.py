@@ -2,6 +2,7 @@
 
 import random
 import zipfile
+from errno import EIO
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from compared import assert_equal
 from safetensors.torch import save_file
 
+from holotrain.models import checkpoint_files
 from holotrain.models.checkpoint_files import CHECKPOINT, CHECKSUMS, TENSORS, checksum, copy, load, read
 from holotrain.models.pretrained.files import read_weights
 
@@ -17,6 +19,10 @@ HELD = {
     "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}],
     "loops": {"epoch": 3, "name": "some text", "none": None},
 }
+
+
+def failing(*given, **options):
+    raise OSError(EIO, "Input/output error")
 
 
 def flipped(file: Path, bit: int, to: Path) -> Path:
@@ -107,7 +113,40 @@ def test_a_file_without_checksums_is_read(tmp_path):
 def test_a_file_that_says_it_holds_more_than_its_size_is_not_unpacked(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.ckpt", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("x/data.pkl", bytes(10**7))
-    assert refused(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"x.ckpt is damaged \(it claims to hold more than its size\)$"):
+        read(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {TENSORS: "../sound.ckpt/tensors-1"},
+        {TENSORS: [1]},
+        {TENSORS: torch.ones(2, 2)},
+        {TENSORS: None},
+        {CHECKSUMS: {"1.safetensors": torch.ones(2)}},
+        {CHECKSUMS: {"x" * 300: 0}},
+    ],
+    ids=["another folder", "list", "tensor", "none", "tensor as a checksum", "long name"],
+)
+@pytest.mark.parametrize("meta", [True, False])
+def test_a_crafted_folder_is_refused(folder, changes, meta):
+    held = torch.load(folder / CHECKPOINT, weights_only=True)
+    torch.save(held | changes | ({} if meta else {"state_dict": {}}), folder / CHECKPOINT)
+    with pytest.raises(ValueError, match=r"^[^\n]*(which is missing|are|File name too long\))$"):
+        load(folder)
+
+
+def test_checksums_of_files_beside_a_plain_file_are_refused(tmp_path):
+    torch.save({"state_dict": {}, CHECKSUMS: {}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="x.ckpt needs the folder 'None' of its tensors, which is missing"):
+        load(tmp_path / "x.ckpt")
+
+
+def test_a_part_that_cannot_be_read_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "checksum", failing)
+    with pytest.raises(ValueError, match=r"cannot read .*tensors-1 \(Input/output error\)"):
+        load(folder)
 
 
 def test_weights_to_begin_with_are_refused_too(tmp_path):
@@ -128,4 +167,20 @@ def test_a_copy_takes_the_place_of_another(folder, tmp_path, kind, replaced):
     )
     copy(of[kind], there)
     assert_equal(read(there, ["state_dict"]), read(of[kind], ["state_dict"]))
+    assert not [*tmp_path.glob(".*")]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_copy_that_fails_leaves_what_was_there(folder, tmp_path, kind, monkeypatch):
+    torch.save(HELD, tmp_path / "file.ckpt")
+    copy(tmp_path / "file.ckpt", there := tmp_path / "last.ckpt")
+
+    def full(source, to, **options):
+        Path(to).write_bytes(b"some")
+        failing()
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(OSError, match="Input/output error"):
+        copy(tmp_path / "file.ckpt" if kind == "file" else folder, there)
+    assert not refused(there)
     assert not [*tmp_path.glob(".*")]

@@ -1,6 +1,7 @@
 """Published weights: outputs against the libraries they come from, and what a model of another form takes over."""
 
 import json
+import os
 
 import pytest
 import timm
@@ -275,6 +276,30 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, shard):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(ValueError, match="which is not in the same folder"):
         read_weights(folder)
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    path = written(tmp_path, {"a": torch.ones(2)}, "safetensors")
+    os.mkfifo(tmp_path / "config.json")
+    assert read_weights(path)["a"].tolist() == [1, 1]
+    path.unlink()
+    os.mkfifo(tmp_path / "model-0.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-0.safetensors"}}))
+    with pytest.raises(ValueError, match="which is not in the same folder"):
+        read_weights(tmp_path)
+
+
+def test_the_checksum_is_computed_if_one_is_recorded(tmp_path, monkeypatch):
+    path = written(tmp_path, {"a": torch.ones(2)}, "safetensors")
+
+    def failing(file):
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr("holotrain.models.pretrained.files.checksum", failing)
+    assert read_weights(path)["a"].tolist() == [1, 1]
+    (tmp_path / "config.json").write_text('{"crc32": "00000000"}')
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
+        read_weights(path)
 
 
 class Program:

@@ -137,6 +137,7 @@ def cut(name, length):
         (cut("model.safetensors", 5000), r"model.safetensors is damaged \(its checksum differs\)"),
         (cut("config.json", 30), "config.json is damaged, or of another program"),
         (lambda folder: (folder / "config.json").write_text('{"format": 2}'), "damaged, or of another program"),
+        (changed_config(arguments=[3]), "damaged, or of another program: arguments is of another type"),
         (changed_config(format=1), "is of format 1; this version of holotrain reads format 2"),
         (changed_config(target="cnn.Net"), "describes no model that can be built: cnn.Net is needed, .* no package 'cnn' here"),
         (changed_config(arguments={"depht": 3}), "describes no model that can be built: .*depht"),

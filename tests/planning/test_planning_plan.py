@@ -1,5 +1,8 @@
 """What fits, and the largest that does, for plain models."""
 
+import runpy
+import sys
+
 import pytest
 from small_models import IMAGE
 from small_planners import planner
@@ -65,7 +68,15 @@ def test_the_free_memory_is_that_of_the_tightest_limit(monkeypatch, tmp_path):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (-1, -1))
     assert free_memory("cpu") == 7 * 1024
     (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("2000\n")
+    (tmp_path / "memory.current").write_text("4500\n")
+    (tmp_path / "memory.stat").write_text("anon 1500\nfile 3000\ninactive_file 2000\nactive_file 500\n")
     assert free_memory("cpu") == 3000
     (tmp_path / "meminfo").unlink()
     assert free_memory("cpu") is None
+
+
+def test_a_system_that_tells_nothing_has_no_known_memory(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    found = runpy.run_path(sys.modules["holotrain.planning.budget"].__file__)["free_memory"]
+    monkeypatch.setitem(found.__globals__, "MEMINFO", tmp_path / "meminfo")
+    assert found("cpu") is None

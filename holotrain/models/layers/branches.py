@@ -122,7 +122,7 @@ def transformer_branches(
     gelu: str = "none",
 ) -> Branches:
     """The branches of ``depth`` blocks; drop-path grows linearly from 0 at the first to ``drop_path`` at the last."""
-    rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
+    rates = (drop_path * i / max(depth - 1, 1) for i in range(depth))
     return [
         (
             AttentionBranch(nn.LayerNorm(dim, eps=eps), Attention(dim, heads, dropout, attention_dropout, causal, layer), rate),

@@ -54,15 +54,18 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError  # here, so that models need torch alone
     from safetensors.torch import load_file
 
-    if _said_beside(path) not in (None, f"{checksum(path):08x}"):
-        raise damaged(path)
     try:
-        return load_file(path)
+        recorded = _recorded_checksum(path)
+        sound = recorded is None or recorded == f"{checksum(path):08x}"
+        weights = load_file(path) if sound else {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file; it is damaged, truncated or of another kind") from error
+    if not sound:
+        raise damaged(path)
+    return weights
 
 
-def _said_beside(path: Path) -> Any:
+def _recorded_checksum(path: Path) -> Any:
     """The checksum of the weights in a folder; None: there is none."""
     try:
         config = read_json(path.parent / CONFIG) if path.name == IN_A_FOLDER[0] else None
@@ -77,7 +80,7 @@ def _sharded(path: Path) -> dict[str, Tensor]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not an index of weights: it does not map names to files") from error
     weights = {}
-    beside = {each.name for each in path.parent.iterdir()}
+    beside = {each.name for each in path.parent.iterdir() if each.is_file()}
     for shard in sorted(shards, key=str):
         if shard not in beside:
             raise ValueError(f"{path} names {shard!r}, which is not in the same folder")
