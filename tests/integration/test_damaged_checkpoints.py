@@ -24,6 +24,7 @@ def trained(tmp_path_factory):
 def run(trained, holotrain):
     shutil.copytree(trained, "run")
     os.mkfifo("run/checkpoints/pipe.ckpt")  # from which nobody may read
+    os.utime(BEST, (0, 0))  # as a clock that is set back, or a copy, leaves it
     return Path("run")
 
 
