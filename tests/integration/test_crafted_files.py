@@ -464,3 +464,6 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     average = composed("callbacks=ema", "callbacks.drift.threshold=0.5")["callbacks"]
     assert average.keys() - kept["callbacks"].keys() == {"ema"} and average["drift"]["threshold"] == 0.5
     assert composed("experiment=cifar10_rev_vit_tiny")["data"]["_target_"] == "holotrain.data.CIFAR10"
+    for option in ("data.batch_size", "seed"):  # a class in the place of a number
+        status, _, err = holotrain("fit", checkpoint, f"{option}._target_=x")
+        assert status == 2 and err.startswith(f"holotrain: {option}") and err.count("\n") == 1
