@@ -337,16 +337,24 @@ def test_callbacks_of_others(tmp_path):
     assert typed("fit", container(config)) == config
 
 
-class Bounded(pl.Callback):
+BOUNDED = """
+import math
+from lightning.pytorch import Callback
+
+class Bounded(Callback):
     def __init__(self, most: float = float("inf"), least: float = -math.inf, worst: float = 1e999):
         self.bounds = most, least, worst
+"""
 
 
-def test_an_infinite_default_may_be_given_too(tmp_path):
-    mine = f"callbacks.mine._target_={__name__}.Bounded"
+def test_an_infinite_default_may_be_given_too(tmp_path, monkeypatch):
+    (tmp_path / "of_bounds.py").write_text(BOUNDED)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = "callbacks.mine._target_=of_bounds.Bounded"
     given = configuration("fit", mine, "callbacks.mine.most=inf", "callbacks.mine.least=-inf", "callbacks.mine.worst=inf")
     assert given == configuration("fit", mine) == typed("fit", container(given))
-    assert one(built(tmp_path, given), Bounded).bounds == (math.inf, -math.inf, math.inf)
+    (made,) = [callback for callback in built(tmp_path, given) if hasattr(callback, "bounds")]
+    assert made.bounds == (math.inf, -math.inf, math.inf)
     with pytest.raises(UserError, match=r"callbacks\.mine\.most: -inf is not finite"):
         configuration("fit", mine, "callbacks.mine.most=-inf")
 
