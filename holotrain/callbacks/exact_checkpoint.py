@@ -34,9 +34,13 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.best_k_models = {path: score for path, score in self.best_k_models.items() if self._is_own(path)}
-        if self.kth_best_model_path not in self.best_k_models:
-            self.kth_best_model_path, self.kth_value = "", None
+        best = {path: score for path, score in self.best_k_models.items() if self._is_own(path)}
+        worst = max if self.mode == "min" else min
+        while len(best) > self.save_top_k >= 0:  # save_top_k may be another than before
+            del best[worst(best, key=best.get)]
+        full = best and self.save_top_k in (-1, len(best))
+        self.best_k_models, self.kth_best_model_path = best, worst(best, key=best.get) if full else ""
+        self.kth_value = best.get(self.kth_best_model_path)
 
     def _is_own(self, path: str) -> bool:
         within = "://" not in path and Path(path).suffix == ".ckpt" and self.dirpath is not None

@@ -192,6 +192,8 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, p
     if checkpointed.is_exported(path):
         raise UserError(f"ckpt_path: {path} holds only weights; start from them with model.pretrained={path}")
     checkpoint = checkpointed.load(path)
+    if missing := sorted(checkpointed.STATE.keys() - checkpoint.keys()):
+        raise UserError(f"ckpt_path: {path} has no {', '.join(missing)}; training cannot continue from it")
     model = checkpoint[checkpointed.KEY]["config"]["model"]
     for option in ("trained", "adapters") if model and config.model else ():
         kept, wanted = model[option], getattr(config.model, option)
@@ -218,8 +220,6 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, p
         synthesis.remove()
     if checkpoint["epoch"] > (config.trainer.max_epochs or -1) > 0:
         raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is already at epoch {checkpoint['epoch']}")
-    if "optimizer_states" not in checkpoint:
-        raise UserError(f"ckpt_path: {path} holds only weights; training cannot continue from it")
 
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:

@@ -16,20 +16,29 @@ except ImportError:  # Windows
     fcntl = None
 
 
+HELD: set[Path] = set()
+"""The folders that runs of this process are in: to the system, whose locks are a process's, they are one."""
+
+
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keeps runs of other processes out of a folder. If this process dies, the system lets them in.
+    """Keeps other runs out of a folder. If this process dies, the system lets them in.
 
     Raises:
-        UserError: a run of another process is in it.
+        UserError: another run is in it.
     """
-    path = folder / ".lock"
+    path, place = folder / ".lock", folder.resolve()
+    refused = UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
+    if place in HELD:
+        raise refused
     with ExitStack() as stack:
+        HELD.add(place)
+        stack.callback(HELD.discard, place)
         if fcntl is not None:
             with suppress(OSError):  # a folder that cannot be written, a file system without locks
                 file = stack.enter_context(path.open("w"))
                 if not _locked(file, path):
-                    raise UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
+                    raise refused
                 stack.callback(path.unlink, missing_ok=True)
         yield
 

@@ -18,6 +18,9 @@ from holotrain.dashboard.table import Reported
 from holotrain.errors import UserError
 from holotrain.outside import require_shallow
 
+LARGEST = 2**20
+"""Bytes of a config.yaml. Those of a run have some thousand; PyYAML reads about 100 KiB a second."""
+
 LEFT_BY_RUNS = ("config.yaml", summary.SUMMARY, "tensorboard", "csv")
 
 
@@ -99,7 +102,11 @@ def _read(folder: Path) -> Reported:
 
 def _config(path: Path) -> dict:
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST} bytes")
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
         require_shallow(options)
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:  # TypeError: of a list as a key
         raise UserError(f"{path} is not a readable configuration") from error

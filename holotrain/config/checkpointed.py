@@ -5,6 +5,7 @@ A checkpoint is a file that anybody may have written, so all of it is checked be
 
 import re
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,13 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"ckpt_path: {error}" + (f"; {other} is sound" if other else "")) from error
     if not isinstance(checkpoint, dict) or KEY not in checkpoint:
         raise UserError(f"ckpt_path: {path} was not written by holotrain: it holds no configuration of a run")
+    if "state_dict" not in checkpoint:
+        raise UserError(f"ckpt_path: {path} holds no weights")
     return _described(checkpoint, path)
 
 
 def sound(path: Path) -> Path:
-    """The checkpoint from which the run of this one continues: the newest sound one beside it, if it is damaged itself."""
+    """The checkpoint from which the run of this one continues: the furthest sound one beside it, if it is damaged itself."""
     from holotrain.models import checkpoint_files
 
     try:
@@ -99,7 +102,7 @@ def sound(path: Path) -> Path:
 
 
 def restore(path: Path) -> None:
-    """Replaces the last checkpoint of a run, if it is damaged, by a copy of the newest sound one beside it, and says so.
+    """Replaces the last checkpoint of a run, if it is damaged, by a copy of the furthest sound one beside it, and says so.
 
     Raises:
         UserError: it cannot be written.
@@ -121,18 +124,16 @@ def restore(path: Path) -> None:
 
 
 def _sound_beside(path: Path) -> Path | None:
-    """The newest checkpoint in the same folder from which a training can continue."""
+    """The furthest checkpoint in the same folder from which a training can continue; a copy may have any time."""
     from holotrain.models import checkpoint_files
 
-    others = [other for other in path.parent.glob("*.ckpt") if other != path and (other.is_file() or other.is_dir())]
-    for other in sorted(others, key=lambda each: checkpoint_files.written(each) or 0, reverse=True):
-        try:
-            held = checkpoint_files.load(other)
-        except ValueError:
-            continue
-        if isinstance(held, dict) and {KEY, "optimizer_states"} <= held.keys():
-            return other
-    return None
+    steps = {}
+    for other in sorted(other for other in path.parent.glob("*.ckpt") if other.is_file() or other.is_dir()):
+        with suppress(ValueError):
+            held = checkpoint_files.load(other) if other != path else None
+            if isinstance(held, dict) and {KEY, *STATE} <= held.keys() and type(held["global_step"]) is int:
+                steps[other] = held["global_step"]
+    return max(steps, key=steps.get, default=None)
 
 
 def weights(path: Path) -> dict[str, Any]:

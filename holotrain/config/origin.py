@@ -118,14 +118,15 @@ def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]
 
 def _checkpoint_path(arguments: Arguments) -> Path | None:
     if arguments.resume:
-        from holotrain.models.checkpoint_files import recover
+        from holotrain.models.checkpoint_files import CHECKPOINT, begun
 
         folder = arguments.value("hydra.run.dir")
         if folder is None:
             folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
             _tell_of_later(Path(folder))
         path = Path(folder).expanduser() / LAST_CHECKPOINT
-        recover(path)
+        if not path.exists() and (begun(path) / CHECKPOINT).is_file():
+            path = begun(path)  # which the run renames as soon as it is alone in its folder
         if not path.exists():
             words = f"{folder} has no checkpoint, because the run ended before it saved one"
             words = words if Path(folder).expanduser().is_dir() else f"there is no folder {folder}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -30,6 +32,9 @@ REQUIRED = object()
 
 UNKNOWN = object()
 """A default that is no literal."""
+
+INFINITE = re.compile(r"-?(((math|np|numpy|torch)\.)?inf|float\('-?inf'\))")
+"""A default that is infinite, which has no literal; griffe writes 1e999 as ``inf``."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,8 @@ def _text(docstring: griffe.Docstring | None) -> str:
 def _literal(default: str | griffe.Expr | None) -> Any:
     if default is None:
         return REQUIRED
+    if INFINITE.fullmatch(str(default)):
+        return -math.inf if "-" in str(default) else math.inf
     try:
         value = ast.literal_eval(str(default))
     except (ValueError, SyntaxError):
@@ -249,6 +256,8 @@ def checked(where: str, annotation: str, value: Any) -> Any:
     said = repr(value) if len(repr(value)) <= SAID else f"{repr(value)[:SAID]}..."
     if type(value) is int and abs(value) >= 2**63:
         raise UserError(f"{where}: {said} is too large")
+    if type(value) is float and math.isinf(value):
+        raise UserError(f"{where}: {said} is not finite")
     kinds = get_args(hint) if get_origin(hint) is Union else (hint,)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):

@@ -85,7 +85,8 @@ def with_own_options(plain: dict[str, Any], overrides: Iterable[str], kept: dict
         group, _, name = where.partition(".")
         node, name, before = (result.get(group), name, (kept or {}).get(group)) if name else (result, group, kept)
         if isinstance(node, dict) and isinstance(options := node.get(name), dict):
-            if ((before or {}).get(name) or {}).get(TARGET) == options.get(TARGET):
+            was = before.get(name) if isinstance(before, dict) else None
+            if isinstance(was, dict) and was.get(TARGET) == options.get(TARGET):
                 continue
             is_given = {option: any(f"{key}.".startswith(f"{where}.{option}.") for key in given) for option in options}
             node[name] = {option: value for option, value in options.items() if is_given[option]}

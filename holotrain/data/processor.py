@@ -3,12 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holotrain.data.augment import Statistics
 from holotrain.errors import UserError
 from holotrain.outside import read_json
 
 FILES = ("preprocessor_config.json", "config.json")
 """Of Hugging Face, and of timm."""
+
+SINGLE = torch.finfo(torch.float32)
+"""The numbers with which images are normalised."""
 
 
 def statistics_of(processor: str) -> Statistics:
@@ -23,11 +28,14 @@ def statistics_of(processor: str) -> Statistics:
     folder = Path(processor).expanduser()
     found = _of_folder(folder) if folder.is_dir() else _of_timm(processor)
     mean, std = (found.get(name) or found.get(f"image_{name}") for name in ("mean", "std"))
-    if not all(
-        isinstance(each, list | tuple) and {*map(type, each)} <= {int, float} and len(each) == 3 for each in (mean, std)
-    ):
-        raise UserError(f"data.processor: {processor} does not say mean and deviation of three channels")
+    if not (_three(mean) and _three(std) and min(std) >= SINGLE.tiny):
+        raise UserError(f"data.processor: {processor} does not say a mean and a deviation above 0 for three channels")
     return tuple(map(float, mean)), tuple(map(float, std))
+
+
+def _three(values: Any) -> bool:
+    numbers = isinstance(values, list | tuple) and {*map(type, values)} <= {int, float} and len(values) == 3
+    return numbers and all(abs(value) <= SINGLE.max for value in values)
 
 
 def _of_folder(folder: Path) -> dict[str, Any]:

@@ -341,6 +341,13 @@ def test_a_killed_training_leaves_as_many_best_files_as_another(tmp_path, monkey
     assert best_in(folder) == best_in(whole) and (folder / "best-of-mine.ckpt").exists()
 
 
+@pytest.mark.parametrize(("before", "now", "kept"), [(3, 2, [8, 12]), (2, 1, [12]), (1, 3, [8, 12])])
+def test_a_resumed_training_keeps_as_many_best_files_as_it_is_told_now(tmp_path, before, now, kept):
+    fit(best_and_last(tmp_path, before), max_steps=8)
+    fit(best_and_last(tmp_path, now), tmp_path / "last.ckpt")
+    assert best_in(tmp_path) == [f"best-epoch{step // 4 - 1}-step{step}.ckpt" for step in kept]
+
+
 def test_a_training_that_begins_from_a_best_file_removes_no_later_ones(tmp_path):
     fit(best_and_last(tmp_path, save_top_k=3))
     first, *later = best_in(tmp_path)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 from functools import cache
 from pathlib import Path
 
@@ -238,6 +239,7 @@ def test_values_out_of_range_are_named(overrides, words):
     ("overrides", "words"),
     [
         (["optimizer.lr=nan"], "optimizer.lr: nan is not a number"),
+        (["optimizer.lr=inf"], "optimizer.lr: inf is not finite"),
         (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
         (["optimizer.model=1"], "optimizer.model: there is no 'model' in optimizer."),
         (["optimizer.betas=[0.9]"], "optimizer.betas: [0.9] is not a list of 2 values"),
@@ -334,6 +336,28 @@ def test_callbacks_of_others(tmp_path):
     (swa,) = [callback for callback in made if isinstance(callback, StochasticWeightAveraging)]
     assert swa._swa_lrs == 0.1 and not any(isinstance(callback, MemoryMonitor) for callback in made)
     assert typed("fit", container(config)) == config
+
+
+BOUNDED = """
+import math
+from lightning.pytorch import Callback
+
+class Bounded(Callback):
+    def __init__(self, most: float = float("inf"), least: float = -math.inf, worst: float = 1e999):
+        self.bounds = most, least, worst
+"""
+
+
+def test_an_infinite_default_may_be_given_too(tmp_path, monkeypatch):
+    (tmp_path / "of_bounds.py").write_text(BOUNDED)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = "callbacks.mine._target_=of_bounds.Bounded"
+    given = configuration("fit", mine, "callbacks.mine.most=inf", "callbacks.mine.least=-inf", "callbacks.mine.worst=inf")
+    assert given == configuration("fit", mine) == typed("fit", container(given))
+    (made,) = [callback for callback in built(tmp_path, given) if hasattr(callback, "bounds")]
+    assert made.bounds == (math.inf, -math.inf, math.inf)
+    with pytest.raises(UserError, match=r"callbacks\.mine\.most: -inf is not finite"):
+        configuration("fit", mine, "callbacks.mine.most=-inf")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """Arguments that no data set can be made from, each refused by name; and what is known of a data set before it is read."""
 
+import json
+
 import pytest
 
 from holotrain.data import CIFAR10, MNIST, Digits, Fake, ImageFolder, StdlibText, TextFiles
+from holotrain.data.processor import statistics_of
+from holotrain.errors import UserError
 
 IMAGES = [
     ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
@@ -86,3 +90,11 @@ def test_what_is_known_of_images_before_they_are_read(data, classes, shape):
 )
 def test_what_a_document_is_follows_from_the_layout_and_the_labels(data, unit, max_tokens):
     assert (data.unit, data.max_tokens, data.vocab_size) == (unit, max_tokens, 260)
+
+
+@pytest.mark.parametrize(("name", "value"), [("mean", 1e39), ("mean", float("nan")), ("std", 10**400), ("std", 0), ("std", -1)])
+def test_statistics_that_nothing_can_be_normalised_with_are_refused(tmp_path, name, value):
+    said = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} | {f"image_{name}": [0.5, value, 0.5]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="does not say a mean and a deviation above 0 for three channels"):
+        statistics_of(str(tmp_path))

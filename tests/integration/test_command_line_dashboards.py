@@ -191,6 +191,7 @@ MISTAKES = [
     (["report", "spoilt"], "spoilt/summary.json is not a readable summary"),
     (["report", "foreign"], "foreign/summary.json is not the summary of a run"),
     (["report", "crooked"], "crooked/config.yaml is not a readable configuration"),
+    (["report", "endless"], "endless/config.yaml is not a readable configuration"),
     (["report", "good", "to=occupied/report.html"], "cannot write occupied/report.html"),
     (["reprot", "good"], "Did you mean 'report'?"),
 ]
@@ -205,6 +206,7 @@ def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
         ("spoilt", "summary.json", "{"),
         ("foreign", "summary.json", "[1]"),
         ("crooked", "config.yaml", "a: [\n"),
+        ("endless", "config.yaml", "# as many bytes as one likes\n" * 2**16),
         ("good/csv/version_0", "metrics.csv", "step,train/loss\n0,1.5\n"),
     ]:
         Path(folder).mkdir(parents=True)

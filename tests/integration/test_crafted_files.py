@@ -153,6 +153,11 @@ def tensor_in_place_of_a_number(path: Path, checkpoint: dict) -> None:
     torch.save(checkpoint, path)
 
 
+def without_weights(path: Path, checkpoint: dict) -> None:
+    del checkpoint["state_dict"]
+    torch.save(checkpoint, path)
+
+
 def another_lightning(path: Path, checkpoint: dict) -> None:
     torch.save(checkpoint | {"pytorch-lightning_version": "zzz"}, path)
 
@@ -161,6 +166,7 @@ FILES = [
     *(zipped_pickle, bare_pickle, legacy_pickle, tensors_elsewhere, tensors_nowhere),
     *(folder_with_a_pickle, folder_of_an_earlier_version),
     *(state_of_another_type, weights_of_another_type, tensor_in_place_of_a_number, another_lightning),
+    without_weights,
 ]
 """Checkpoints that are crafted as files."""
 
@@ -289,6 +295,14 @@ def test_a_crafted_description_is_refused_by_every_command(refused, change):
 def test_a_crafted_checkpoint_is_refused(refused, write):
     write(Path("crafted.ckpt"), torch.load("image.ckpt", weights_only=True))
     refused("crafted.ckpt", ALL)
+
+
+@pytest.mark.parametrize("lacking", ["loops", "optimizer_states", "epoch, lr_schedulers, pytorch-lightning_version"])
+def test_no_training_continues_from_a_part_of_a_checkpoint(holotrain, honest, lacking):
+    crafted = torch.load(honest / "image.ckpt", weights_only=True)
+    torch.save({key: value for key, value in crafted.items() if key not in lacking.split(", ")}, "crafted.ckpt")
+    said = f"holotrain: ckpt_path: crafted.ckpt has no {lacking}; training cannot continue from it\n"
+    assert holotrain("fit", "ckpt_path=crafted.ckpt")[::2] == (2, said)
 
 
 @pytest.mark.parametrize("damage", EXPORTS, ids=lambda damage: damage.__name__)
@@ -450,3 +464,6 @@ def test_the_command_line_is_laid_over_a_checkpoint(holotrain, honest):
     average = composed("callbacks=ema", "callbacks.drift.threshold=0.5")["callbacks"]
     assert average.keys() - kept["callbacks"].keys() == {"ema"} and average["drift"]["threshold"] == 0.5
     assert composed("experiment=cifar10_rev_vit_tiny")["data"]["_target_"] == "holotrain.data.CIFAR10"
+    for option in ("data.batch_size", "seed"):  # a class in the place of a number
+        status, _, err = holotrain("fit", checkpoint, f"{option}._target_=x")
+        assert status == 2 and err.startswith(f"holotrain: {option}") and err.count("\n") == 1

@@ -8,6 +8,9 @@ import pytest
 from left_by_runs import assert_same_weights, summary
 from small_run import SMALL, fit_in
 
+from holotrain.commands.files import alone_in
+from holotrain.models.checkpoint_files import CHECKPOINT, begun
+
 WORDS = [*SMALL, "test=false", "logger=none", "callbacks.checkpoint.save_top_k=2"]
 LAST, BEST = (Path("run/checkpoints") / name for name in ("last.ckpt", "best-epoch1-step6.ckpt"))
 SAID = f"{LAST} is damaged (its checksum differs)"
@@ -24,6 +27,7 @@ def trained(tmp_path_factory):
 def run(trained, holotrain):
     shutil.copytree(trained, "run")
     os.mkfifo("run/checkpoints/pipe.ckpt")  # from which nobody may read
+    os.utime(BEST, (0, 0))  # as a clock that is set back, or a copy, leaves it
     return Path("run")
 
 
@@ -73,6 +77,20 @@ def test_jobs_of_a_sweep_fall_back_too(holotrain):
     status, _, err = holotrain("fit", "-m", *words, "resume=true", "trainer.max_epochs=3")
     said = f"holotrain: {last} is damaged (its checksum differs); continuing from {last.with_name(BEST.name)}\n"
     assert (status, err) == (0, said)
+
+
+def test_a_folder_has_its_name_only_where_no_other_run_is(holotrain, run):
+    """The run that is about to rename it may live."""
+    temporary, more = begun(LAST), ["resume=true", "hydra.run.dir=run", "trainer.max_epochs=3"]
+    temporary.mkdir()
+    LAST.rename(temporary / CHECKPOINT)
+    with alone_in(run):
+        for words, expected in ((["--cfg", "job"], 0), ([], 2)):
+            status, _, err = holotrain("fit", *more, *words)
+            assert status == expected and ("another run is writing into it" in err) == bool(status)
+            assert temporary.exists() and not LAST.exists()
+    assert holotrain("fit", *more)[::2] == (0, "")
+    assert summary(run)["steps"] == 9 and LAST.exists() and not temporary.exists()
 
 
 @pytest.mark.parametrize("command", ["fit", "test", "predict", "export"])

@@ -116,7 +116,7 @@ def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
     known = cache / f"damaged-{stamp_of(file.path for file in there)}.json"
     try:
         damaged = {int(number) for number in read_json(known)}
-    except (OSError, ValueError, TypeError):  # not there, or no list of numbers
+    except (OSError, ValueError, TypeError, OverflowError):  # not there, or no list of whole numbers
         errors = {number: error for number, file in enumerate(there) if (error := _error_in(file, cache))}
         damaged = {*errors}
         if not any(isinstance(error.__cause__, OSError) for error in errors.values()):  # which may pass

@@ -147,7 +147,7 @@ def _remove_damaged(paths: Iterable[Path], tokenizer: Tokenizer) -> None:
             if {column.name: column.type for column in kept.schema} != kinds:
                 raise ValueError("other columns")
             kept.validate(full=True)
-        except (OSError, ValueError):  # as those of Arrow are
+        except (OSError, ValueError, pa.ArrowException):
             path.unlink(missing_ok=True)
 
 
