@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import time
@@ -115,8 +114,6 @@ def recipes(options) -> dict[str, dict]:
         "associative, hadamard": {"transform": "hadamard", "block_length": 256},
         "shared by 8": {"mode": "shared"},
     }
-    if shutil.which("g++") or options.device == "cuda":
-        made["associative, fused"] = {"compile": True}
     if options.device == "cuda":
         made["associative, graphed"] = {"cuda_graph": True}
     return {name: recipe for name, recipe in made.items() if not options.recipes or name in options.recipes}

@@ -52,7 +52,6 @@ class SynthesisCallback(pl.Callback):
         cosine_floor: minimum cosine between a layer's update and its gradient, reached by adding gradient; null: none.
         dtype: data type of the hologram (bind: of the bound vector): fp32, bf16 or fp16.
         split: cpu: compute on the CPU while the GPU goes on; updates are applied one step late.
-        compile: compile the arithmetic on spectra with torch.compile (associative only).
         cuda_graph: run the synthesis as a CUDA graph (GPU only).
         cover: name patterns of the parameters to synthesize.
         exclude: name patterns of parameters to leave out.
@@ -95,7 +94,6 @@ class SynthesisCallback(pl.Callback):
         cosine_floor: float | None = None,
         dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
         split: Literal["none", "cpu"] = "none",
-        compile: bool = False,
         cuda_graph: bool = False,
         cover: Sequence[str] = ("*",),
         exclude: Sequence[str] = (),

@@ -30,7 +30,7 @@ COMMAND_LINE_ONLY = (
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
-FORMER = ("synthesis.offload",)
+FORMER = ("synthesis.offload", "synthesis.compile")
 """Options of earlier versions that changed no result, which a file may have."""
 
 KEPT = [field.name for field in fields(RunConfig) if field.name not in NEVER_KEPT]

@@ -45,7 +45,6 @@ class Recipe:
             or ``"fp16"``.
         split: ``"cpu"``: a thread computes on the CPU, where the hologram is, while the GPU goes on; each update is applied one
             step late. All options refer to the gradient that the update was made of. ``"none"``: no split.
-        compile: fuse the arithmetic on spectra with torch.compile; for ``associative``.
         cuda_graph: capture the synthesis once and replay it (CUDA only). Gradients stay in the same memory.
         seed: of the random choices: signs of the Hadamard transform, subsample, the keys of rows in ``shared``.
 
@@ -69,7 +68,6 @@ class Recipe:
     cosine_floor: float | None = None
     dtype: str = "fp32"
     split: str = "none"
-    compile: bool = False
     cuda_graph: bool = False
     seed: int = 0
 
@@ -129,8 +127,8 @@ CHOICES = {
 
 UNUSED = {
     "associative": ("superpose", "feedback", "representation"),
-    "shared": ("compile", "representation"),
-    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only", "compile"),
+    "shared": ("representation",),
+    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only"),
 }
 """Options that have no effect in a mode."""
 

@@ -55,9 +55,9 @@ class RowGroup:
         if recipe.mode != "bind":
             dtype = like.dtype.to_complex() if recipe.transform == "fft" else like.dtype
             self.hologram = Hologram(rows.count, self.transform.bins, dtype, HALVES.get(recipe.dtype), like.device)
-            self._associate = Association(self.hologram, slots, recipe.feedback, recipe.compile)
+            self._associate = Association(self.hologram, slots, recipe.feedback)
         # On a GPU one launch per layer would cost more than copying the keys to rows.
-        self._by_layers = recipe.mode == "associative" and like.device.type == "cpu" and not recipe.compile
+        self._by_layers = recipe.mode == "associative" and like.device.type == "cpu"
         self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
 
     def update(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:

@@ -434,7 +434,7 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"mode": "shared", "block_length": 0}, "cannot share a hologram"),
         ({"subsample": 0.001}, "selects nothing of these parameters"),
         ({"block_length": 4096}, "longer than all 363 covered entries"),
-        ({"mode": "bind", "compile": True}, "compile has no effect with mode='bind'"),
+        ({"mode": "bind", "decay": 0.5}, "decay has no effect with mode='bind'"),
         ({"representation": "flattened"}, "representation has no effect with mode='associative'"),
         ({"mode": "associative", "superpose": 2}, "superpose has no effect with mode='associative'"),
     ],
@@ -533,13 +533,12 @@ def test_a_graph_gathers_and_scatters_where_gradients_are(options, monkeypatch):
         {"split": "cpu"},
         {"split": "cpu", "mode": "shared", "dtype": "fp16"},
         {"split": "cpu", **PUBLISHED, "dtype": "fp16"},
-        {"compile": True},
     ],
 )
-def test_on_cuda_graphs_splits_and_fusion_give_the_same(options, monkeypatch):
+def test_on_cuda_graphs_and_splits_give_the_same(options, monkeypatch):
     """As without them, and as on the CPU."""
     monkeypatch.setitem(updates.MOST, "cuda", 256)
-    plain = {name: value for name, value in options.items() if name not in ("cuda_graph", "compile")}
+    plain = {name: value for name, value in options.items() if name != "cuda_graph"}
     expected = stepped("cpu", torch.float32, plain)
     for chosen in (plain, options):
         assert_close(stepped("cuda", torch.float32, chosen), expected, rtol=1e-4, atol=1e-5)

@@ -467,14 +467,6 @@ def test_chunks_make_no_difference(monkeypatch):
         assert_close([update for _, update in parts], [update for _, update in whole], rtol=1e-12)
 
 
-@pytest.mark.parametrize("transform", ["fft", "hadamard"])
-def test_fused_arithmetic_gives_the_same(transform, compiler):
-    plain, fused = (
-        [update for _, update in updates(3, block_length=32, transform=transform, compile=fused)[2]] for fused in (False, True)
-    )
-    assert_close(fused, plain, rtol=1e-10, atol=1e-12)
-
-
 def test_a_decay_that_changes():
     model, x = network(), batches(1)[0]
     asked = []
