@@ -325,7 +325,6 @@ RECALL = ("SGD with momentum", "SGD", "associative", *list(METHODS)[list(METHODS
 STUDIES: dict[str, tuple[tuple[str, ...], list[tuple[str, int]], int]] = {
     "momentum": (MOMENTUM, [(task, batch) for batch in (8, 64, 512) for task in ("digits", "causal", "masked")], 3),
     "recall": (RECALL, [("digits", 16), ("causal", 8)], 5),
-    "recall": (RECALL, [("digits", 16), ("causal", 8)], 5),
     "optimizers": (OPTIMIZERS, [("causal", 64), ("digits", 16)], 3),
 }
 """Methods, tasks with batch sizes, seeds."""
