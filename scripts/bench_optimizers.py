@@ -318,14 +318,14 @@ METHODS = {
     "fixed random keys": recalled(keys="random"),
 }
 
-MOMENTUM = ("AdamW", "Adafactor", "factored")
+MOMENTUM = ("AdamW", "Adafactor", "factored, first moment", "factored")
 AVAILABLE = ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adafactor", "Muon")
 OPTIMIZERS = (*AVAILABLE, "SGD with momentum", "SGD", "shared")
 RECALL = ("SGD with momentum", "SGD", "associative", *list(METHODS)[list(METHODS).index("mean input") + 1 :])
 STUDIES: dict[str, tuple[tuple[str, ...], list[tuple[str, int]], int]] = {
-    "momentum": (MOMENTUM, [(task, batch) for batch in (8, 64, 512) for task in ("digits", "causal", "masked")], 3),
     "recall": (RECALL, [("digits", 16), ("causal", 8)], 5),
-    "optimizers": (OPTIMIZERS, [("causal", 64), ("digits", 16)], 3),
+    "momentum": (MOMENTUM, [(task, batch) for batch in (8, 64, 512) for task in ("digits", "causal", "masked")], 3),
+    "optimizers": (OPTIMIZERS, [("causal", 8), ("digits", 16)], 3),
 }
 """Methods, tasks with batch sizes, seeds."""
 
