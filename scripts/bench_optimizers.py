@@ -174,9 +174,8 @@ class Recall:
         self.keys, self.smoothing, self.whole, self.block, self.decay = keys, smoothing, whole, block, 0.9
         self.layers = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
         self.inputs: dict[nn.Module, Tensor] = {}
-        self.kept: dict[tuple[nn.Module, str], Tensor] = {}
-        self.agreement: list[float] = []
-        self.generator = torch.Generator().manual_seed(0)
+        self.kept: dict[object, Tensor] = {}
+        self.steps, self.agreement = 0, []
         for layer in self.layers:
             layer.register_forward_hook(self._see)
 
@@ -186,65 +185,63 @@ class Recall:
             return
         x = next(x for x in (*given, returned) if x.is_floating_point())
         x = x.movedim(1, -1) if isinstance(layer, nn.Conv2d) else x
-        parts = x.chunk(4) if self.keys == "several" else [x]
-        self.inputs[layer] = torch.stack([part.flatten(0, -2).sum(0) for part in parts])
+        sums = torch.stack([part.flatten(0, -2).sum(0) for part in x.chunk(4 if self.keys == "several" else 1)])
+        if self.keys == "head" and sums.shape[-1] % self.block == 0:
+            sums = sums.view(-1, self.block)
+        self.inputs[layer] = folded(sums, self.block)
 
     @torch.no_grad()
     def step(self) -> None:
-        products = torch.zeros(3)
-        for layer in self.layers:
-            parameters = [p for p in layer.parameters(recurse=False) if p.grad is not None]
-            flat = torch.cat([p.grad.flatten() for p in parameters])
+        self.steps += 1
+        parameters = {layer: [p for p in layer.parameters(recurse=False) if p.grad is not None] for layer in self.layers}
+        gradients = [p.grad for mine in parameters.values() for p in mine]
+        velocity = self.kept.setdefault("velocity", [torch.zeros_like(gradient) for gradient in gradients])
+        torch._foreach_mul_(velocity, self.decay)
+        torch._foreach_add_(velocity, gradients)
+        for (layer, mine), keys in zip(parameters.items(), self._keys_of_layers(), strict=True):
+            flat = torch.cat([p.grad.flatten() for p in mine])
             blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
-            spectrum = torch.fft.rfft(blocks, norm="ortho")
-            read = self._recalled(layer, spectrum, self._key(layer, len(blocks)))
+            keys = keys[torch.arange(len(blocks)) % len(keys)] if len(keys) > 1 else keys
+            read = self._recalled(layer, torch.fft.rfft(blocks, norm="ortho"), keys)
             update = torch.fft.irfft(read, n=self.block, norm="ortho").flatten()[: len(flat)]
-            velocity = self._kept(layer, "velocity", flat).mul_(self.decay).add_(flat)
-            products += torch.stack((update @ velocity, update @ update, velocity @ velocity))
-            for p, part in zip(parameters, update.split([p.numel() for p in parameters]), strict=True):
-                p.grad.copy_(part.view_as(p))
-        self.agreement.append((products[0] / (products[1] * products[2]).sqrt()).item())
+            torch._foreach_copy_([p.grad.view(-1) for p in mine], list(update.split([p.numel() for p in mine])))
+        if self.steps % 10 == 0:
+            update, momentum = (torch.cat([part.flatten() for part in parts]) for parts in (gradients, velocity))
+            self.agreement.append(torch.cosine_similarity(update, momentum, dim=0).item())
 
-    def _kept(self, layer: nn.Module, name: str, like: Tensor) -> Tensor:
-        if (layer, name) not in self.kept:
-            self.kept[layer, name] = torch.zeros_like(like)
-        return self.kept[layer, name]
+    def _kept(self, name: object, like: Tensor) -> Tensor:
+        if name not in self.kept:
+            self.kept[name] = torch.zeros_like(like)
+        return self.kept[name]
 
-    def _recalled(self, layer: nn.Module, spectrum: Tensor, key: Tensor) -> Tensor:
-        memory = self._kept(layer, "memory", spectrum).mul_(self.decay)
+    def _recalled(self, layer: nn.Module, spectrum: Tensor, keys: Tensor) -> Tensor:
+        memory = self._kept(layer, spectrum).mul_(self.decay)
         if self.keys == "last":
-            before = self._kept(layer, "last", key)
+            before = self._kept((layer, "key"), keys)
             read = memory * before + spectrum
-            memory.add_(spectrum * key.conj())
-            before.copy_(key)
+            memory.addcmul_(spectrum, keys.conj())
+            before.copy_(keys)
             return read
-        memory.add_(spectrum * key.conj())
-        read = memory * key
-        return read if self.whole else read + (1 - key.abs().square()) * spectrum
+        memory.addcmul_(spectrum, keys.conj())
+        read = memory * keys
+        return read if self.whole else read + (1 - keys.abs().square()) * spectrum
 
-    def _key(self, layer: nn.Module, blocks: int) -> Tensor:
-        """Of all blocks, (bins,), or of each, (blocks, bins)."""
-        seen = self.inputs[layer]
+    def _keys_of_layers(self) -> list[Tensor]:
+        """(1, bins) for all blocks of a layer, or more for its blocks in turn."""
+        seen = [self.inputs[layer] for layer in self.layers]
+        together = torch.cat(seen)
         if self.keys == "random":
-            if (layer, "random") not in self.kept:
-                self.kept[layer, "random"] = self._phasors(torch.randn(1, self.block, generator=self.generator))[0]
-            return self.kept[layer, "random"]
-        if self.keys == "head":
-            if seen.shape[-1] % self.block == 0:
-                parts = self._phasors(seen.view(-1, self.block))
-                return parts[torch.arange(blocks) % len(parts)]
-            return self._phasors(seen)[0]
+            if "random" not in self.kept:
+                self.kept["random"] = torch.randn(together.shape, generator=torch.Generator().manual_seed(0))
+            together = self.kept["random"]
         if self.keys == "mean":
-            return self._phasors(self._kept(layer, "input", seen).mul_(self.smoothing).add_(seen))[0]
-        key = self._phasors(seen).mean(0)
-        if self.smoothing:
-            running = self._kept(layer, "phase", key).mul_(self.smoothing).add_((1 - self.smoothing) * key)
-            self.kept[layer, "weight"] = 1 + self.smoothing * (self.kept.get((layer, "weight"), 0.0) - 1)
-            key = running / self.kept[layer, "weight"]
-        return units(key, empty=1) if self.whole else key
-
-    def _phasors(self, vectors: Tensor) -> Tensor:
-        return units(torch.fft.rfft(folded(vectors, self.block), norm="ortho"), empty=1, noise=2**-11.5)
+            together = self._kept("mean", together).mul_(self.smoothing).add_(together)
+        keys = units(torch.fft.rfft(together, norm="ortho"), empty=1, noise=2**-11.5)
+        if self.keys == "phase":
+            keys = self._kept("mean", keys).mul_(self.smoothing).add_((1 - self.smoothing) * keys)
+            keys = units(keys, empty=1) if self.whole else keys / (1 - self.smoothing**self.steps)
+        of_layers = list(keys.split([len(rows) for rows in seen]))
+        return [mine.mean(0, keepdim=True) for mine in of_layers] if self.keys == "several" else of_layers
 
 
 @dataclass(frozen=True)
@@ -291,7 +288,7 @@ def associated(mode: str, **options: object) -> Callable[[nn.Module], Holographi
 
 
 def recalled(**options: object) -> Method:
-    return Method(of_parameters(torch.optim.SGD), (0.1, 0.4), lambda model: Recall(model, **options), 2)
+    return Method(of_parameters(torch.optim.SGD), (0.4, 0.4), lambda model: Recall(model, **options), 2)
 
 
 ADAM = (3e-3, 1e-2)
@@ -307,11 +304,11 @@ METHODS = {
     "AdamW4bit": Method(torchao("AdamW4bit"), ADAM),
     "AdamWFp8": Method(torchao("AdamWFp8"), ADAM),
     "Muon": Method(muon, ADAM),
-    "SGD": Method(of_parameters(torch.optim.SGD), (0.4, 3.2), None, 2),
-    "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), (0.05, 0.4), None, 2),
-    "shared": Method(of_parameters(torch.optim.SGD), (0.4, 3.2), associated("shared"), 2),
+    "SGD": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), None, 2),
+    "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), (0.4, 0.4), None, 2),
+    "shared": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), associated("shared"), 2),
     "shared, bf16": Method(of_parameters(torch.optim.SGD), (0.4, 3.2), associated("shared", dtype="bf16"), 2),
-    "associative": Method(of_parameters(torch.optim.SGD), (0.1, 0.4), associated("associative"), 2),
+    "associative": Method(of_parameters(torch.optim.SGD), (0.4, 0.4), associated("associative"), 2),
     "mean input": recalled(),
     "mean input over 10 steps": recalled(smoothing=0.9),
     "mean input over 100 steps": recalled(smoothing=0.99),
