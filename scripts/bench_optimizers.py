@@ -4,14 +4,14 @@
     python scripts/bench_optimizers.py --study momentum --seeds 1
     python scripts/bench_optimizers.py --study recall --tasks rev_vit_tiny --methods "SGD with momentum" associative
 
-momentum     AdamW against optimizers without a first moment, at batches of 8 to 512
+momentum     AdamW against Adafactor, which has no first moment, at batches of 8 to 512
+control      the same second moment with and without a first moment
 optimizers   AdamW, the optimizers of torch and torchao with less state, SGD and holograms: score, state, time of a step
 recall       keys of an associative memory, in the place of momentum
 
-Tasks: ``digits``, a small reversible vision transformer on scikit-learn's digits in 16 patches (accuracy in per cent), and
-``coarse digits``, in 4; ``causal`` and
-``masked``, byte-level language models on the source of Python's standard library (bits per byte; of the 15 % hidden bytes);
-``rev_vit_tiny``, that of bench_training.py. Needs torch, scikit-learn, and torchao for its optimizers.
+Tasks: a small reversible vision transformer on scikit-learn's digits in 16 patches (``digits``) or 4 (``coarse digits``), per cent
+right; byte-level language models on the source of Python's standard library (``causal``, ``masked``), bits per byte, or
+per hidden byte; ``rev_vit_tiny``, that of bench_training.py. Needs torch, scikit-learn, and torchao for its optimizers.
 
 Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. The
 other seeds train with the chosen rate. The rate warms up over a tenth of the steps and follows a cosine to zero; gradients
@@ -320,16 +320,20 @@ METHODS = {
     "fixed random keys": recalled(keys="random"),
 }
 
-MOMENTUM = ("AdamW", "Adafactor", "factored, first moment", "factored")
-AVAILABLE = ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adafactor", "Muon")
-OPTIMIZERS = (*AVAILABLE, "SGD with momentum", "SGD", "shared")
+OPTIMIZERS = (
+    "AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adafactor", "Muon", "SGD with momentum", "SGD", "shared"
+)  # fmt: skip
 RECALL = ("SGD with momentum", "SGD", "associative", *list(METHODS)[list(METHODS).index("mean input") + 1 :])
-STUDIES: dict[str, tuple[tuple[str, ...], list[tuple[str, int]], int]] = {
-    "recall": (RECALL, [("coarse digits", 32), ("causal", 8)], 5),
-    "momentum": (MOMENTUM, [(task, batch) for batch in (8, 64, 512) for task in ("digits", "causal", "masked")], 3),
-    "optimizers": (OPTIMIZERS, [("causal", 8), ("coarse digits", 32)], 3),
+STUDIES: dict[str, tuple[tuple[str, ...], dict[tuple[str, int], int]]] = {
+    "recall": (RECALL, {("coarse digits", 32): 5, ("causal", 8): 3}),
+    "momentum": (
+        ("AdamW", "Adafactor"),
+        {(task, batch): 3 for batch in (8, 64, 512) for task in ("digits", "causal", "masked")},
+    ),
+    "control": (("factored, first moment", "factored"), {("causal", 8): 3, ("digits", 512): 3, ("causal", 512): 3}),
+    "optimizers": (OPTIMIZERS, {("causal", 8): 3}),
 }
-"""Methods, tasks with batch sizes, seeds."""
+"""Methods, and seeds at each task and batch size."""
 
 
 @dataclass(frozen=True)
@@ -520,7 +524,7 @@ def main() -> None:
     parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="in the place of the study's own, at their first batch size")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="in the place of the study's own")
-    parser.add_argument("--seeds", type=int, help="3; 5 for recall")
+    parser.add_argument("--seeds", type=int, help="in the place of the study's own")
     parser.add_argument("--rounds", type=int, default=15, help="of the timing")
     parser.add_argument("--steps", type=int, help="the most that a training takes")
     parser.add_argument("--json", type=Path)
@@ -533,23 +537,24 @@ def main() -> None:
         steps.update({batch: min(number, options.steps or number) for batch, number in steps.items()})
     studies = {}
     for name in options.study:
-        methods, cells, seeds = STUDIES[name]
-        cells = [(task, min(TASKS[task][1])) for task in options.tasks] if options.tasks else cells
-        studies[name] = tuple(options.methods or methods), cells, options.seeds or seeds
-    for seeds in range(1, max(seeds for _, _, seeds in studies.values()) + 1):
-        for name, (methods, cells, most) in studies.items():
-            if seeds > most:
+        methods, cells = STUDIES[name]
+        if options.tasks:
+            cells = {(task, min(TASKS[task][1])): 3 for task in options.tasks}
+        studies[name] = options.methods or methods, {cell: options.seeds or seeds for cell, seeds in cells.items()}
+    for seeds in range(1, max(seeds for _, cells in studies.values() for seeds in cells.values()) + 1):
+        for name, (methods, cells) in studies.items():
+            if seeds > max(cells.values()):
                 continue
             if name == "optimizers" and not set(methods) <= set(measurement.found["costs"]):
                 measurement.found["costs"] = costs(methods, options.rounds)
-            rows = {}
-            for task, batch in cells:
-                for method in methods:
-                    cell = Cell(task, batch, method)
-                    rows[cell] = measurement.row(cell, seeds)
+            rows = {
+                Cell(*cell, method): measurement.row(Cell(*cell, method), min(seeds, most))
+                for cell, most in cells.items()
+                for method in methods
+            }
             measurement.save()
-            print(f"\n{name}, {seeds} seed{'s' * (seeds > 1)}")
-            show(cells, methods, rows, measurement.found["costs"] if name == "optimizers" else {})
+            print(f"\n{name}, up to {seeds} seed{'s' * (seeds > 1)}")
+            show(list(cells), methods, rows, measurement.found["costs"] if name == "optimizers" else {})
 
 
 if __name__ == "__main__":
