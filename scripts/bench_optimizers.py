@@ -444,7 +444,7 @@ class Measurement:
             "at the edge": at_edge,
             "diverged": len(of_seeds) - len(tests),
             "mean": statistics.mean(tests) if tests else None,
-            "deviation": statistics.stdev(tests) if len(tests) > 1 else 0.0,
+            "deviation": statistics.stdev(tests) if len(tests) > 1 else None,
             "loss": statistics.mean(p["loss"] for p in of_seeds if p["loss"] is not None) if tests else None,
             "agreement": statistics.mean(agreements) if agreements else None,
         }
@@ -482,9 +482,9 @@ def stepped(name: str, model: nn.Module, gradients: list[Tensor]) -> tuple[Calla
 
 
 def costs(methods: Iterable[str], rounds: int) -> dict[str, dict[str, float]]:
-    """State and time of a step of each, for a byte model of four blocks of width 256."""
+    """State and time of a step of each, for a byte model of 24 blocks of width 64."""
     torch.manual_seed(0)
-    model = ByteModel(64, dim=256, depth=4)
+    model = ByteModel(32, depth=24)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model.parameters()]
     steppers = {name: stepped(name, model, gradients) for name in methods}
     seconds = alternating({name: run for name, (run, _) in steppers.items()}, rounds)
@@ -510,7 +510,8 @@ def show(cells: list[tuple[str, int]], methods: Iterable[str], rows: dict[Cell, 
         for (task, _), row in zip(cells, mine, strict=True):
             digits = 1 if task_of(task).better is max else 3
             star = "*" * row["at the edge"] + f" ({row['diverged']} diverged)" * bool(row["diverged"])
-            score = "diverged" if row["mean"] is None else f"{row['mean']:.{digits}f} ± {row['deviation']:.{digits}f}"
+            score = "diverged" if row["mean"] is None else f"{row['mean']:.{digits}f}"
+            score += f" ± {row['deviation']:.{digits}f}" if row["deviation"] is not None else ""
             shown.append(f"{score}{star}")
         if "agreement" in heads:
             shown.append(" / ".join("-" if row["agreement"] is None else f"{row['agreement']:.2f}" for row in mine))
