@@ -102,14 +102,10 @@ class Factored(torch.optim.Optimizer):
 
     Args:
         beta: decay of the first moment of the scaled gradient; 0: none.
-        superpose: with a value above 1 that many rows share one of the first moment, kept in bf16: each row is multiplied by
-            random signs of its own and added. Sign and mean over the rows project onto a subspace, in which it is momentum.
-        direct: factor of what lies outside this subspace.
     """
 
-    def __init__(self, parameters: Iterable, lr: float, beta: float = 0.0, superpose: int = 1, direct: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr, "beta": beta, "superpose": superpose, "direct": direct})
-        self.signs = torch.Generator().manual_seed(0)
+    def __init__(self, parameters: Iterable, lr: float, beta: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -120,8 +116,10 @@ class Factored(torch.optim.Optimizer):
                 decay = 1 - state["step"] ** -0.8
                 scaled = gradient / self._root(state, gradient.square() + 1e-30, decay)
                 scaled /= max(1.0, scaled.square().mean().sqrt().item())
-                update = self._averaged(state, scaled, group)
-                parameter.mul_(1 - 0.01 * group["lr"]).sub_(group["lr"] * update)
+                if beta := group["beta"]:
+                    state.setdefault("mean", torch.zeros_like(scaled)).lerp_(scaled, 1 - beta)
+                    scaled = state["mean"] / (1 - beta ** state["step"])
+                parameter.mul_(1 - 0.01 * group["lr"]).sub_(group["lr"] * scaled)
 
     def _root(self, state: dict, squares: Tensor, decay: float) -> Tensor:
         if squares.ndim < 2:
@@ -132,24 +130,6 @@ class Factored(torch.optim.Optimizer):
         columns = state.setdefault("columns", squares.new_zeros(1, squares.shape[1]))
         columns.lerp_(squares.mean(0, True), 1 - decay)
         return (rows * columns / rows.mean()).sqrt().view(shape)
-
-    def _averaged(self, state: dict, scaled: Tensor, group: dict) -> Tensor:
-        beta, superpose = group["beta"], group["superpose"]
-        if not beta:
-            return scaled
-        if superpose == 1:
-            state.setdefault("mean", torch.zeros_like(scaled)).lerp_(scaled, 1 - beta)
-            return state["mean"] / (1 - beta ** state["step"])
-        flat = F.pad(scaled.flatten(), (0, -scaled.numel() % superpose)).view(superpose, -1)
-        if "mean" not in state:
-            state["mean"] = torch.zeros_like(flat[0], dtype=torch.bfloat16)
-            state["signs"] = torch.randint(0, 2, flat.shape, generator=self.signs, dtype=torch.int8) * 2 - 1
-        signs = state["signs"]  # a hash of the position would give them without memory
-        bound = (flat * signs).mean(0)
-        mean = state["mean"].float().lerp_(bound, 1 - beta)
-        state["mean"].copy_(mean)
-        update = signs * (mean / (1 - beta ** state["step"])) + group["direct"] * (flat - signs * bound)
-        return update.flatten()[: scaled.numel()].view_as(scaled)
 
 
 class Recall:
@@ -294,11 +274,8 @@ def recalled(**options: object) -> Method:
 ADAM = (3e-3, 1e-2)
 METHODS = {
     "AdamW": Method(of_parameters(torch.optim.AdamW), ADAM),
-    "AdamW, beta1 = 0": Method(of_parameters(torch.optim.AdamW, betas=(0.0, 0.999)), ADAM),
     "factored, first moment": Method(of_parameters(Factored, beta=0.9), ADAM),
     "factored": Method(of_parameters(Factored), ADAM),
-    "factored, 8 rows share": Method(of_parameters(Factored, beta=0.9, superpose=8), ADAM),
-    "factored, 8 rows share, direct 1": Method(of_parameters(Factored, beta=0.9, superpose=8, direct=1.0), ADAM),
     "Adafactor": Method(of_parameters(torch.optim.Adafactor), (3e-2, 1e-1)),
     "AdamW8bit": Method(torchao("AdamW8bit"), ADAM),
     "AdamW4bit": Method(torchao("AdamW4bit"), ADAM),
@@ -307,7 +284,6 @@ METHODS = {
     "SGD": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), None, 2),
     "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), (0.4, 0.8), None, 2),
     "shared": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), associated("shared"), 2),
-    "shared, bf16": Method(of_parameters(torch.optim.SGD), (0.4, 3.2), associated("shared", dtype="bf16"), 2),
     "associative": Method(of_parameters(torch.optim.SGD), (0.4, 0.8), associated("associative"), 2),
     "mean input": recalled(),
     "mean input over 10 steps": recalled(smoothing=0.9),
@@ -458,7 +434,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, synthesis: HolographicSynthesis | None) -> int:
-    kept = [t for state in optimizer.state.values() for name, t in state.items() if isinstance(t, Tensor) and name != "signs"]
+    kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     return sum(bytes_of(tensor) for tensor in [*kept, *(synthesis.state_tensors if synthesis else [])])
 
 
