@@ -433,9 +433,9 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-def state_bytes(optimizer: torch.optim.Optimizer, synthesis: HolographicSynthesis | None) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer, synthesis: HolographicSynthesis | Recall | None) -> int:
     kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    return sum(bytes_of(tensor) for tensor in [*kept, *(synthesis.state_tensors if synthesis else [])])
+    return sum(bytes_of(tensor) for tensor in [*kept, *getattr(synthesis, "state_tensors", [])])
 
 
 def stepped(name: str, model: nn.Module, gradients: list[Tensor]) -> tuple[Callable[[], float], Callable[[], float]]:
@@ -523,7 +523,7 @@ def main() -> None:
             if seeds > max(cells.values()):
                 continue
             if name == "optimizers" and not set(methods) <= set(measurement.found["costs"]):
-                measurement.found["costs"] = costs(methods, options.rounds)
+                measurement.found["costs"] = costs(dict.fromkeys(("AdamW", *methods)), options.rounds)
             rows = {
                 Cell(*cell, method): measurement.row(Cell(*cell, method), min(seeds, most))
                 for cell, most in cells.items()
