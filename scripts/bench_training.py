@@ -129,24 +129,25 @@ class Bytes:
         return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-class CausalAttention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads, self.norm, self.qkv, self.project = heads, nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.heads, self.causal, self.norm = heads, causal, nn.LayerNorm(dim)
+        self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
 
 
 class ByteModel(nn.Module):
     """Two pre-norm blocks of width 64 over bytes and positions."""
 
-    def __init__(self, window: int, dim: int = 64, depth: int = 2) -> None:
+    def __init__(self, window: int, dim: int = 64, depth: int = 2, causal: bool = True) -> None:
         super().__init__()
         self.bytes, self.positions = nn.Embedding(256, dim), nn.Embedding(window, dim)
         self.branches = nn.ModuleList(
-            branch for _ in range(depth) for branch in (CausalAttention(dim, 4), MLPBranch(dim, 4 * dim))
+            branch for _ in range(depth) for branch in (Attention(dim, 4, causal), MLPBranch(dim, 4 * dim))
         )
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256)
 

@@ -1,0 +1,538 @@
+"""Where a first moment matters, what each optimizer costs, and what an associative memory recalls.
+
+    python scripts/bench_optimizers.py --json scripts/results/optimizers_cpu.json   # all; over an hour on one core
+    python scripts/bench_optimizers.py --study momentum --seeds 1
+    python scripts/bench_optimizers.py --study recall --tasks rev_vit_tiny --methods "SGD with momentum" associative
+
+momentum     AdamW against Adafactor, which has no first moment, at batches of 8 to 512
+control      the same second moment with and without a first moment
+optimizers   AdamW, the optimizers of torch and torchao with less state, SGD and holograms: score, state, time of a step
+recall       keys of an associative memory, in the place of momentum
+
+Tasks: a small reversible vision transformer on scikit-learn's digits in 16 patches (``digits``) or 4 (``coarse digits``),
+scored by accuracy in per cent; byte-level language models on the source of Python's standard library (``causal``, ``masked``),
+by bits per (hidden) byte; ``rev_vit_tiny`` of bench_training.py. Needs torch, scikit-learn, and torchao for its optimizers.
+
+Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. The
+other seeds train with the chosen rate. The rate warms up over a tenth of the steps and follows a cosine to zero; gradients
+are clipped to norm 1. Each training is a piece of the JSON and is not run again, so a stopped measurement goes on; seed 0 of
+everything comes first, so a stopped one has a table too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from bench_common import alternating, machine, median_ratio, timed
+from bench_training import ByteModel, Bytes, Digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.models import RevViT
+from holotrain.optimizers import CombinedOptimizer
+from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.transforms import folded, units
+
+MOST_RATES = 6
+
+
+class SmallDigits(Digits):
+    """Two blocks of width 64, on patches of 2 x 2 or 4 x 4 pixels."""
+
+    def __init__(self, patch: int) -> None:
+        super().__init__(flat=False)
+        self.patch = patch
+
+    def model(self) -> nn.Module:
+        return RevViT(
+            image_size=8, patch_size=self.patch, channels=1, classes=10, dim=64, depth=2, heads=2, backward="autograd"
+        )
+
+
+class Causal(Bytes):
+    window = 32
+
+
+class Masked(Bytes):
+    """15 % of the bytes are hidden behind a byte 0, which no source file has."""
+
+    window = 32
+
+    def model(self) -> nn.Module:
+        return ByteModel(self.window, causal=False)
+
+    def _loss(self, model: nn.Module, part: str, starts: Tensor) -> Tensor:
+        rows = self.text[part][starts[:, None] + torch.arange(self.window)]
+        always = torch.Generator().manual_seed(0)
+        hidden = torch.rand(rows.shape, generator=None if part == "train" else always) < 0.15
+        return F.cross_entropy(model(rows.masked_fill(hidden, 0))[hidden], rows[hidden])
+
+
+TASKS: dict[str, tuple[Callable, dict[int, int]]] = {
+    "digits": (partial(SmallDigits, 2), {8: 800, 64: 300, 512: 40}),
+    "coarse digits": (partial(SmallDigits, 4), {32: 600}),
+    "causal": (Causal, {8: 400, 64: 250, 512: 40}),
+    "masked": (Masked, {8: 400, 64: 250, 512: 40}),
+    "rev_vit_tiny": (partial(Digits, flat=False), {32: 1600}),
+}
+"""Each with the steps that a training takes at a batch size."""
+
+
+@cache
+def task_of(name: str) -> Digits | Bytes:
+    return TASKS[name][0]()
+
+
+class Factored(torch.optim.Optimizer):
+    """AdamW whose second moment of a matrix is kept as means over rows and columns (Adafactor, Shazeer and Stern 2018).
+
+    Args:
+        beta: decay of the first moment of the scaled gradient; 0: none.
+    """
+
+    def __init__(self, parameters: Iterable, lr: float, beta: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                state["step"] = state.get("step", 0) + 1
+                decay = 1 - state["step"] ** -0.8
+                scaled = gradient / self._root(state, gradient.square() + 1e-30, decay)
+                scaled /= max(1.0, scaled.square().mean().sqrt().item())
+                if beta := group["beta"]:
+                    state.setdefault("mean", torch.zeros_like(scaled)).lerp_(scaled, 1 - beta)
+                    scaled = state["mean"] / (1 - beta ** state["step"])
+                parameter.mul_(1 - 0.01 * group["lr"]).sub_(group["lr"] * scaled)
+
+    def _root(self, state: dict, squares: Tensor, decay: float) -> Tensor:
+        if squares.ndim < 2:
+            mean = state.setdefault("squares", torch.zeros_like(squares)).lerp_(squares, 1 - decay)
+            return mean.sqrt()
+        shape, squares = squares.shape, squares.flatten(1)
+        rows = state.setdefault("rows", squares.new_zeros(len(squares), 1)).lerp_(squares.mean(1, True), 1 - decay)
+        columns = state.setdefault("columns", squares.new_zeros(1, squares.shape[1]))
+        columns.lerp_(squares.mean(0, True), 1 - decay)
+        return (rows * columns / rows.mean()).sqrt().view(shape)
+
+
+class Recall:
+    """The mode ``associative``, with other keys. A hologram for each layer, transformed in blocks.
+
+    Args:
+        keys: ``mean``: of the layer's input, as in the product; ``phase``: the running mean of that key's phasors;
+            ``random``: fixed; ``several``: the mean of four phasors, each of a quarter of the batch; ``last``: the memory is
+            read through the key of the batch before, which bound what it got last; ``head``: a block has the key of the inputs
+            that it multiplies.
+        smoothing: decay of a running mean of the key.
+        whole: scale the mean of phasors to magnitude 1. Otherwise the memory weakens where phases disagree, and what it does
+            not hold of a gradient goes into the update directly.
+
+    Attributes:
+        agreement: cosines of the update and momentum's.
+    """
+
+    def __init__(
+        self, model: nn.Module, keys: str = "mean", smoothing: float = 0.0, whole: bool = True, block: int = 1024
+    ) -> None:
+        self.keys, self.smoothing, self.whole, self.block, self.decay = keys, smoothing, whole, block, 0.9
+        self.layers = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+        self.inputs: dict[nn.Module, Tensor] = {}
+        self.kept: dict[object, Tensor] = {}
+        self.steps, self.agreement = 0, []
+        for layer in self.layers:
+            layer.register_forward_hook(self._see)
+
+    @torch.no_grad()
+    def _see(self, layer: nn.Module, given: tuple, returned: Tensor) -> None:
+        if not layer.training:
+            return
+        x = next(x for x in (*given, returned) if x.is_floating_point())
+        x = x.movedim(1, -1) if isinstance(layer, nn.Conv2d) else x
+        sums = torch.stack([part.flatten(0, -2).sum(0) for part in x.chunk(4 if self.keys == "several" else 1)])
+        if self.keys == "head" and sums.shape[-1] % self.block == 0:
+            sums = sums.view(-1, self.block)
+        self.inputs[layer] = folded(sums, self.block)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        parameters = {layer: [p for p in layer.parameters(recurse=False) if p.grad is not None] for layer in self.layers}
+        gradients = [p.grad for mine in parameters.values() for p in mine]
+        velocity = self.kept.setdefault("velocity", [torch.zeros_like(gradient) for gradient in gradients])
+        torch._foreach_mul_(velocity, self.decay)
+        torch._foreach_add_(velocity, gradients)
+        for (layer, mine), keys in zip(parameters.items(), self._keys_of_layers(), strict=True):
+            flat = torch.cat([p.grad.flatten() for p in mine])
+            blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
+            keys = keys[torch.arange(len(blocks)) % len(keys)] if len(keys) > 1 else keys
+            read = self._recalled(layer, torch.fft.rfft(blocks, norm="ortho"), keys)
+            update = torch.fft.irfft(read, n=self.block, norm="ortho").flatten()[: len(flat)]
+            torch._foreach_copy_([p.grad.view(-1) for p in mine], list(update.split([p.numel() for p in mine])))
+        if self.steps % 10 == 0:
+            update, momentum = (torch.cat([part.flatten() for part in parts]) for parts in (gradients, velocity))
+            self.agreement.append(torch.cosine_similarity(update, momentum, dim=0).item())
+
+    def _kept(self, name: object, like: Tensor) -> Tensor:
+        if name not in self.kept:
+            self.kept[name] = torch.zeros_like(like)
+        return self.kept[name]
+
+    def _recalled(self, layer: nn.Module, spectrum: Tensor, keys: Tensor) -> Tensor:
+        memory = self._kept(layer, spectrum).mul_(self.decay)
+        if self.keys == "last":
+            before = self._kept((layer, "key"), keys)
+            read = memory * before + spectrum
+            memory.addcmul_(spectrum, keys.conj())
+            before.copy_(keys)
+            return read
+        memory.addcmul_(spectrum, keys.conj())
+        read = memory * keys
+        return read if self.whole else read + (1 - keys.abs().square()) * spectrum
+
+    def _keys_of_layers(self) -> list[Tensor]:
+        """(1, bins) for all blocks of a layer, or more for its blocks in turn."""
+        seen = [self.inputs[layer] for layer in self.layers]
+        together = torch.cat(seen)
+        if self.keys == "random":
+            if "random" not in self.kept:
+                self.kept["random"] = torch.randn(together.shape, generator=torch.Generator().manual_seed(0))
+            together = self.kept["random"]
+        if self.keys == "mean":
+            together = self._kept("mean", together).mul_(self.smoothing).add_(together)
+        keys = units(torch.fft.rfft(together, norm="ortho"), empty=1, noise=2**-11.5)
+        if self.keys == "phase":
+            keys = self._kept("mean", keys).mul_(self.smoothing).add_((1 - self.smoothing) * keys)
+            keys = units(keys, empty=1) if self.whole else keys / (1 - self.smoothing**self.steps)
+        of_layers = list(keys.split([len(rows) for rows in seen]))
+        return [mine.mean(0, keepdim=True) for mine in of_layers] if self.keys == "several" else of_layers
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method trains.
+
+    Args:
+        optimizer: of a model and a rate.
+        rates: the middle of the grid for digits and for text.
+        synthesis: of a model; rewrites the gradients.
+        factor: between the rates of the grid.
+    """
+
+    optimizer: Callable[[nn.Module, float], torch.optim.Optimizer]
+    rates: tuple[float, float]
+    synthesis: Callable[[nn.Module], HolographicSynthesis | Recall] | None = None
+    factor: float = 3
+
+
+def of_parameters(kind: Callable, **options: object) -> Callable[[nn.Module, float], torch.optim.Optimizer]:
+    return lambda model, rate: kind(model.parameters(), lr=rate, **options)
+
+
+def torchao(name: str) -> Callable[[nn.Module, float], torch.optim.Optimizer]:
+    def made(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+        import torchao.optim
+
+        return getattr(torchao.optim, name)(model.parameters(), lr=rate, weight_decay=0.01)
+
+    return made
+
+
+def muon(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Muon for the Linear layers of the blocks, AdamW for the rest."""
+    inside = (m for name, m in model.named_modules() if "blocks" in name or "branches" in name)
+    linear = {module.weight for module in inside if isinstance(module, nn.Linear)}
+    rest = [p for p in model.parameters() if p not in linear]
+    matrices = torch.optim.Muon(list(linear), lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return CombinedOptimizer([matrices, torch.optim.AdamW(rest, lr=rate)])
+
+
+def associated(mode: str, **options: object) -> Callable[[nn.Module], HolographicSynthesis]:
+    return lambda model: HolographicSynthesis(model, mode, **options)
+
+
+def recalled(**options: object) -> Method:
+    return Method(of_parameters(torch.optim.SGD), (0.4, 0.8), lambda model: Recall(model, **options), 2)
+
+
+ADAM = (3e-3, 1e-2)
+METHODS = {
+    "AdamW": Method(of_parameters(torch.optim.AdamW), ADAM),
+    "factored, first moment": Method(of_parameters(Factored, beta=0.9), ADAM),
+    "factored": Method(of_parameters(Factored), ADAM),
+    "Adafactor": Method(of_parameters(torch.optim.Adafactor), (3e-2, 1e-1)),
+    "AdamW8bit": Method(torchao("AdamW8bit"), ADAM),
+    "AdamW4bit": Method(torchao("AdamW4bit"), ADAM),
+    "AdamWFp8": Method(torchao("AdamWFp8"), ADAM),
+    "Muon": Method(muon, ADAM),
+    "SGD": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), None, 2),
+    "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), (0.4, 0.8), None, 2),
+    "shared": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), associated("shared"), 2),
+    "associative": Method(of_parameters(torch.optim.SGD), (0.4, 0.8), associated("associative"), 2),
+    "mean input": recalled(),
+    "mean input over 10 steps": recalled(smoothing=0.9),
+    "mean input over 100 steps": recalled(smoothing=0.99),
+    "mean phase over 10 steps": recalled(keys="phase", smoothing=0.9),
+    "mean phase over 10 steps, magnitude kept": recalled(keys="phase", smoothing=0.9, whole=False),
+    "four keys": recalled(keys="several", whole=False),
+    "key of the batch before": recalled(keys="last"),
+    "key of each head": recalled(keys="head", block=16),
+    "fixed random keys": recalled(keys="random"),
+}
+
+OPTIMIZERS = (
+    "AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adafactor", "Muon", "SGD with momentum", "SGD", "shared"
+)  # fmt: skip
+RECALL = ("SGD with momentum", "SGD", "associative", *list(METHODS)[list(METHODS).index("mean input") + 1 :])
+STUDIES: dict[str, tuple[tuple[str, ...], dict[tuple[str, int], int]]] = {
+    "recall": (RECALL, {("coarse digits", 32): 5, ("causal", 8): 3}),
+    "momentum": (
+        ("AdamW", "Adafactor"),
+        {(task, batch): 3 for batch in (8, 64, 512) for task in ("digits", "causal", "masked")},
+    ),
+    "control": (("factored, first moment", "factored"), {("causal", 8): 3, ("digits", 512): 3, ("causal", 512): 3}),
+    "optimizers": (OPTIMIZERS, {("causal", 8): 3}),
+}
+"""Methods, and seeds at each task and batch size."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of a table at one task."""
+
+    task: str
+    batch: int
+    method: str
+
+    @property
+    def steps(self) -> int:
+        return TASKS[self.task][1][self.batch]
+
+    def key(self, rate: float, seed: int) -> str:
+        return f"{self.task} {self.batch} x {self.steps} | {self.method} | {rate:.3g} | {seed}"
+
+
+def train(cell: Cell, rate: float, seed: int) -> dict:
+    """One training: scores on validation and test data, the loss of the last tenth, seconds."""
+    task, method, steps = task_of(cell.task), METHODS[cell.method], cell.steps
+    task.batch = cell.batch
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = method.optimizer(model, rate)
+    synthesis = method.synthesis(model) if method.synthesis else None
+    losses, begun = [], time.perf_counter()
+    for step in range(steps):
+        scale = min(1.0, (step + 1) / (0.1 * steps), (1 + math.cos(math.pi * step / steps)) / 2)
+        for group in optimizer.param_groups:  # torchao keeps rates as tensors
+            group["lr"].fill_(rate * scale) if isinstance(group["lr"], Tensor) else group.update(lr=rate * scale)
+        optimizer.zero_grad()
+        loss = task.loss(model)
+        loss.backward()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            return {"val": None, "test": None, "loss": None, "seconds": time.perf_counter() - begun}
+        if synthesis is not None:
+            synthesis.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        val, test = (task.score(model, part) * (100 if task.better is max else 1) for part in ("val", "test"))
+    tail = statistics.mean(losses[-max(1, steps // 10) :])
+    found = {"val": val, "test": test, "loss": tail, "seconds": time.perf_counter() - begun}
+    if isinstance(synthesis, Recall):
+        found["agreement"] = statistics.mean(synthesis.agreement)
+    return found
+
+
+def quality(cell: Cell, piece: dict) -> tuple[float, float]:
+    """Larger is better; equal accuracies are told apart by the loss."""
+    if piece["val"] is None or not math.isfinite(piece["val"]):
+        return -math.inf, -math.inf
+    return piece["val"] * (1 if task_of(cell.task).better is max else -1), -piece["loss"]
+
+
+class Measurement:
+    """The pieces measured so far, kept in a JSON file.
+
+    Args:
+        path: of the file; None: pieces are not kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.found = path, {"machine": machine(), "costs": {}, "pieces": {}}
+        if path is not None and path.exists():
+            self.found = json.loads(path.read_text())
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(self.found, indent=1) + "\n")
+        os.replace(unfinished, self.path)
+
+    def piece(self, cell: Cell, rate: float, seed: int) -> dict:
+        key = cell.key(rate, seed)
+        if key not in self.found["pieces"]:
+            found = self.found["pieces"][key] = train(cell, rate, seed)
+            self.save()
+            test = "diverged" if found["test"] is None else f"{found['test']:.4f}"
+            print(f"  {time.strftime('%H:%M:%S')} {key}: {test}, {found['seconds']:.1f} s", file=sys.stderr, flush=True)
+        return self.found["pieces"][key]
+
+    def rate(self, cell: Cell) -> tuple[float, bool]:
+        """The best rate of seed 0, and whether it is at the edge of the rates tried."""
+        method = METHODS[cell.method]
+        middle = method.rates[0 if isinstance(task_of(cell.task), Digits) else 1]
+        powers = [0, -1, 1]
+        while True:
+            tried = {power: quality(cell, self.piece(cell, middle * method.factor**power, 0)) for power in powers}
+            best = max(tried, key=tried.get)
+            at_edge = best in (min(powers), max(powers))
+            if not at_edge or len(powers) == MOST_RATES:
+                return middle * method.factor**best, at_edge
+            powers.append(best + (1 if best == max(powers) else -1))
+
+    def row(self, cell: Cell, seeds: int) -> dict:
+        rate, at_edge = self.rate(cell)
+        of_seeds = [self.piece(cell, rate, seed) for seed in range(seeds)]
+        tests = [piece["test"] for piece in of_seeds if piece["test"] is not None]
+        agreements = [piece["agreement"] for piece in of_seeds if "agreement" in piece]
+        return {
+            "rate": rate,
+            "at the edge": at_edge,
+            "diverged": len(of_seeds) - len(tests),
+            "mean": statistics.mean(tests) if tests else None,
+            "deviation": statistics.stdev(tests) if len(tests) > 1 else None,
+            "loss": statistics.mean(p["loss"] for p in of_seeds if p["loss"] is not None) if tests else None,
+            "agreement": statistics.mean(agreements) if agreements else None,
+        }
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """torchao's quantized tensors consist of plain ones."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, synthesis: HolographicSynthesis | Recall | None) -> int:
+    kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return sum(bytes_of(tensor) for tensor in [*kept, *getattr(synthesis, "state_tensors", [])])
+
+
+def stepped(name: str, model: nn.Module, gradients: list[Tensor]) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Runs a step and returns its seconds; the bytes of state for each parameter, once it has stepped."""
+    method = METHODS[name]
+    optimizer = method.optimizer(model, 0.0)
+    synthesis = method.synthesis(model) if method.synthesis else None
+    model(torch.zeros(1, 8, dtype=torch.long))  # the keys
+
+    def restore() -> None:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+
+    def work() -> None:
+        if synthesis is not None:
+            synthesis.step()
+        optimizer.step()
+
+    return timed(work, "cpu", restore), lambda: state_bytes(optimizer, synthesis) / sum(p.numel() for p in model.parameters())
+
+
+def costs(methods: Iterable[str], rounds: int) -> dict[str, dict[str, float]]:
+    """State and time of a step of each, for a byte model of 24 blocks of width 64."""
+    torch.manual_seed(0)
+    model = ByteModel(32, depth=24)
+    gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model.parameters()]
+    steppers = {name: stepped(name, model, gradients) for name in methods}
+    seconds = alternating({name: run for name, (run, _) in steppers.items()}, rounds)
+    return {
+        name: {
+            "state": state(),
+            "over_adamw": median_ratio(seconds[name], seconds["AdamW"]),
+            "milliseconds": statistics.median(seconds[name]) * 1e3,
+        }
+        for name, (_, state) in steppers.items()
+    }
+
+
+def show(cells: list[tuple[str, int]], methods: Iterable[str], rows: dict[Cell, dict], costs: dict[str, dict]) -> None:
+    """A Markdown table; a star marks a rate at the edge of its grid."""
+    heads = [f"{task}, batch {batch}" for task, batch in cells]
+    heads += ["agreement"] if any(row["agreement"] is not None for row in rows.values()) else []
+    heads += ["state", "step"] if costs else []
+    print(f"\n| | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
+    for method in methods:
+        mine = [rows[Cell(task, batch, method)] for task, batch in cells]
+        shown = []
+        for (task, _), row in zip(cells, mine, strict=True):
+            digits = 1 if task_of(task).better is max else 3
+            star = "*" * row["at the edge"] + f" ({row['diverged']} diverged)" * bool(row["diverged"])
+            score = "diverged" if row["mean"] is None else f"{row['mean']:.{digits}f}"
+            score += f" ± {row['deviation']:.{digits}f}" if row["deviation"] is not None else ""
+            shown.append(f"{score}{star}")
+        if "agreement" in heads:
+            shown.append(" / ".join("-" if row["agreement"] is None else f"{row['agreement']:.2f}" for row in mine))
+        if costs:
+            shown += [f"{costs[method]['state']:.2f}", f"{costs[method]['over_adamw']:.2f}"]
+        print(f"| {method} | {' | '.join(shown)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="in the place of the study's own, at their first batch size")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="in the place of the study's own")
+    parser.add_argument("--seeds", type=int, help="in the place of the study's own")
+    parser.add_argument("--rounds", type=int, default=15, help="of the timing")
+    parser.add_argument("--steps", type=int, help="the most that a training takes")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    measurement = Measurement(options.json)
+    print(json.dumps(measurement.found["machine"]))
+    for _, steps in TASKS.values():
+        steps.update({batch: min(number, options.steps or number) for batch, number in steps.items()})
+    studies = {}
+    for name in options.study:
+        methods, cells = STUDIES[name]
+        if options.tasks:
+            cells = {(task, min(TASKS[task][1])): 3 for task in options.tasks}
+        studies[name] = options.methods or methods, {cell: options.seeds or seeds for cell, seeds in cells.items()}
+    for seeds in range(1, max(seeds for _, cells in studies.values() for seeds in cells.values()) + 1):
+        for name, (methods, cells) in studies.items():
+            if seeds > max(cells.values()):
+                continue
+            if name == "optimizers" and not set(methods) <= set(measurement.found["costs"]):
+                measurement.found["costs"] = costs(dict.fromkeys(("AdamW", *methods)), options.rounds)
+            rows = {
+                Cell(*cell, method): measurement.row(Cell(*cell, method), min(seeds, most))
+                for cell, most in cells.items()
+                for method in methods
+            }
+            measurement.save()
+            print(f"\n{name}, up to {seeds} seed{'s' * (seeds > 1)}")
+            show(list(cells), methods, rows, measurement.found["costs"] if name == "optimizers" else {})
+
+
+if __name__ == "__main__":
+    main()
