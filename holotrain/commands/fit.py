@@ -62,7 +62,7 @@ def run(config: FitConfig, run: Run) -> int:
         task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
     check_division(config.trainer, run.place, model_of(task))
     if origin is not None:
-        check_continuable(task, config, origin, run.place.size if config.trainer.strategy == "fsdp" else 1)
+        check_continuable(task, config, origin, run.place.size if run.place and config.trainer.strategy == "fsdp" else 1)
         check_classes(config, data, origin)
 
     loggers = build_loggers(config.logger, run.folder, run.sweep)
