@@ -21,6 +21,8 @@ CLASS, CONTEXT, FLOATS = ABOUT = "tensor_class", "context", "floats"
 """Keys of a tensor's class, of further arguments and of the dtypes of parts of 8-bit floats, beside its parts. Those parts are
 kept as bytes, which gloo can gather."""
 
+EIGHT_BITS = {str(dtype): dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+
 UNDIVIDED = ("qmap",)
 """Parts that are the same for every share of a tensor. The others belong to blocks of its entries."""
 
@@ -152,7 +154,7 @@ def _assembled(value: dict[str, Any], like: Tensor) -> Tensor:
     if value[CLASS] not in classes:
         raise ValueError(f"the optimizer's state is of {value[CLASS]}, a class that this optimizer does not use")
     parts = {name: part.to(like.device) for name, part in value.items() if name not in ABOUT}
-    parts |= {name: parts[name].view(getattr(torch, dtype.removeprefix("torch."))) for name, dtype in value[FLOATS].items()}
+    parts |= {name: parts[name].view(EIGHT_BITS[dtype]) for name, dtype in value[FLOATS].items()}
     parts = {name: part if part.shape == like.shape else part.flatten() for name, part in parts.items()}
     context = [{"dtype": like.dtype, "shape": like.shape}.get(x, x) for x in value[CONTEXT]]
     return classes[value[CLASS]].__tensor_unflatten__(parts, context, like.shape, like.stride())
