@@ -218,8 +218,13 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, p
                 if name.startswith(config.synthesis.name):
                     synthesis.load_state_dict(state) if processes == 1 else synthesis.check_state(state, processes)
         synthesis.remove()
-    if checkpoint["epoch"] > (config.trainer.max_epochs or -1) > 0:
-        raise UserError(f"trainer.max_epochs={config.trainer.max_epochs}: {path} is already at epoch {checkpoint['epoch']}")
+    try:
+        done, most = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"], config.trainer.max_epochs or -1
+        trained = done > most > 0 or (done == most and not config.resume)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"ckpt_path: {path} does not say how far its training is; it cannot continue from it") from error
+    if trained:
+        raise UserError(f"trainer.max_epochs={most}: {path} has trained {done} epochs; to train on, give more")
 
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Silences warnings of Lightning that do not matter to a user of holotrain. Other warnings stay."""
+"""Silences warnings of Lightning that do not matter to a user of holotrain. Other warnings stay, each as one line."""
 
 import logging
 import os
@@ -28,7 +28,8 @@ LEVELS = {
 
 
 def quieten() -> None:
-    """Silences these warnings in this process."""
+    """Silences these warnings in this process, and shows others without a line of source."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     for name, level in LEVELS.items():
         logging.getLogger(name).setLevel(level)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's messages about missing GPUs and its own stages
@@ -39,11 +40,12 @@ def quieten() -> None:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Silences these warnings inside, and leaves those of the program around as they were."""
-    levels = {name: logging.getLogger(name).level for name in LEVELS}
+    levels, formatted = {name: logging.getLogger(name).level for name in LEVELS}, warnings.formatwarning
     with warnings.catch_warnings():
         quieten()
         try:
             yield
         finally:
+            warnings.formatwarning = formatted
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
