@@ -36,7 +36,8 @@ GRACE = 2.0
 """Seconds that a process lives on after its error. So the others, whose collectives fail with it, are not found dead first."""
 
 START = """
-import json, os, sys
+import json, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
 job = json.load(open(sys.argv[1]))
 sys.path[:] = job["path"]
 for name, value in job["environment"].items():
@@ -127,13 +128,14 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
             received.append(error.sigval)
         if received == [signal.SIGINT] and not result.exists():
             raise KeyboardInterrupt
+        if received and not result.exists():
+            print("holotrain: SIGTERM ended the processes at once", file=sys.stderr)
         status = json.loads(result.read_text()) if result.exists() else 0
         return 128 + received[0] if received and (status or not result.exists()) else status
 
 
 def serve(work: Callable[[Any], int], job: dict[str, Any]) -> None:
     """The main function of a started process. Its error is left in a file for the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":  # if that process is killed, this one ends too
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGINT)
     try:

@@ -46,6 +46,7 @@ def test_two_that_are_given_a_folder_do_not_meet_in_it(tmp_path):
     assert summary(tmp_path / "run")["steps"] == 160
 
 
+@pytest.mark.slow
 def test_a_run_whose_files_are_of_the_future_is_continued(holotrain, tmp_path):
     words = [*TINY, "trainer.limit_train_batches=6"]
     assert holotrain("fit", *words, "hydra.run.dir=whole")[::2] == (0, "")

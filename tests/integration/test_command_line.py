@@ -148,11 +148,12 @@ STUBBORN = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [
         ["callbacks=ema", "trainer.precision=bf16-mixed", "synthesis=associative", "synthesis.ema=0.5"],
-        pytest.param(["synthesis=shared", "data.num_workers=1"], marks=pytest.mark.slow),
+        ["synthesis=shared", "data.num_workers=1"],
     ],
 )
 def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path, extra):
