@@ -219,10 +219,10 @@ class Launch:
         elif folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         self.statuses.append(left.exit_status)
-        gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
         # Only asked if it exists: creating it would import torch, and the message of a mistake would be late.
         if left.exit_status > 128 or ("together" in vars(self) and self.together.broken):
             raise Ended(left.exit_status)
+        gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
         return left.value
 
     def _kept(self, folder: Path, run: Run | None) -> str:
