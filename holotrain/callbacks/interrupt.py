@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,11 +48,11 @@ class SaveOnSignal(Checkpoint):
         self.received: int | None = None
         self._agreement: Agreement | None = None
         self._previous: dict[int, Any] = {}
-        self._speaks = False
+        self._leads = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._agreement = Agreement(getattr(trainer.strategy, "_timeout", None))
-        self._speaks = trainer.is_global_zero
+        self._leads = trainer.is_global_zero
         if threading.current_thread() is threading.main_thread():
             self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
 
@@ -89,11 +90,12 @@ class SaveOnSignal(Checkpoint):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received = signum
-        if self._speaks:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        if self._leads:
             name = signal.Signals(signum).name
             words = f"holotrain: {name}: saving when this step is complete; {name} again ends at once, without saving\n"
-            os.write(2, words.encode())  # print may be interrupted by itself
-        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+            with suppress(OSError):  # the same signal may have ended who reads this
+                os.write(2, words.encode())  # print may be interrupted by itself
 
     def _restore(self) -> None:
         while self._previous:

@@ -219,8 +219,10 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, p
                     synthesis.load_state_dict(state) if processes == 1 else synthesis.check_state(state, processes)
         synthesis.remove()
     try:
-        done, most = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"], config.trainer.max_epochs or -1
-        trained = done > most > 0 or (done == most and not config.resume)
+        loops, most = checkpoint["loops"]["fit_loop"], config.trainer.max_epochs or -1
+        done = loops["epoch_progress"]["current"]["processed"]  # counts an epoch that max_steps has cut short
+        whole = loops["epoch_loop.batch_progress"]["is_last_batch"]
+        trained = done > most > 0 or (done == most and whole and not config.resume)
     except (KeyError, TypeError) as error:
         raise UserError(f"ckpt_path: {path} does not say how far its training is; it cannot continue from it") from error
     if trained:

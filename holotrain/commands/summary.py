@@ -78,14 +78,20 @@ class Summary:
         write_whole(folder / SUMMARY, json.dumps(_finite(asdict(self)), indent=2) + "\n")
 
 
+def completed(folder: Path) -> bool:
+    """Whether a training in this folder has reached its end."""
+    found = read(folder)
+    return found is not None and found["command"] == "fit" and found["status"] == "completed"
+
+
 def ended(trainer: Chosen, folder: Path) -> str | None:
     """A message if the training of this folder has already reached its limit, else None.
 
     Resuming such a training would overwrite its results with those of zero steps.
     """
-    found = read(folder)
-    if found is None or found["command"] != "fit" or found["status"] != "completed":
+    if not completed(folder):
         return None
+    found = read(folder)
     for name, limit in (("epochs", trainer.max_epochs), ("steps", trainer.max_steps)):
         if limit > 0 and (found.get(name) or 0) >= limit:
             return f"{folder}: already complete, {found[name]} of {limit} {name}; nothing to do"

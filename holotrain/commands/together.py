@@ -20,7 +20,7 @@ from holotrain.commands.files import alone_in
 from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
-from holotrain.commands.summary import SUMMARY, ended
+from holotrain.commands.summary import completed, ended
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
 from holotrain.config.checkpointed import restore
 from holotrain.config.schema.run import RunConfig
@@ -65,7 +65,7 @@ class Together:
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if command == "fit":
             recover(run.last_checkpoint)
-            if not config.resume and (run.last_checkpoint.exists() or (run.folder / SUMMARY).exists()):
+            if not config.resume and (run.last_checkpoint.exists() or completed(run.folder)):
                 raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
             if config.resume and (words := ended(config.trainer, run.folder)):
                 console.print(words)

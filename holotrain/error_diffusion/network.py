@@ -77,6 +77,8 @@ class ErrorDiffusionNetwork(nn.Module):
         require_one_of(INITIALIZATIONS, initialization=initialization)
         self.output_rate = published.output_rate if output_rate is None else output_rate
         require_at_least(0, output_rate=self.output_rate)
+        if rule == BACKPROPAGATION and self.output_rate != 1:
+            raise ValueError(f"output_rate={self.output_rate}: rule={rule} has the gradients as they are; leave it out")
         self.rule = rule
         self.gain = 2 / u0
         drawn = INITIALIZATIONS[initialization]

@@ -92,7 +92,7 @@ class RoBERTa(nn.Module):
         """
         x = self.embedding(tokens)
         packing = None if mask is None or not self._packs else packing_of(mask, x, self.training * self.attention_dropout)
-        if packing is not None and packing.padding >= LEAST_PADDING:
+        if packing is not None and packing.counts and packing.padding >= LEAST_PADDING:
             hidden = packing.padded(self.norm(self.blocks(packing.packed(x), {"packing": packing})))
         else:
             needless = mask is None or (packing is not None and not packing.padding)

@@ -64,8 +64,14 @@ def _adapted(base: type[Optimizer]) -> type[Optimizer]:
             share.grad = parameter.grad.to_local() if is_sharded(parameter) else parameter.grad
         self.of_shares = {share: parameter for parameter, share in shares.items()}
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-        with standing_in(self, shares), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
-            base.step(self)
+        try:
+            with standing_in(self, shares), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                base.step(self)
+        finally:
+            for share, parameter in self.of_shares.items():
+                if share is not parameter:
+                    share.grad = None  # zero_grad frees that of the parameter alone
+            self.of_shares = {}
         return loss
 
     return type(base.__name__, (base,), {"_new_buffer": new_buffer, "step": step, "__module__": __name__})

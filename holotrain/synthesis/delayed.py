@@ -53,7 +53,10 @@ class Delayed:
             return lambda: False, None
         self._finish()
         late, given = self._late, {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        self._working = self._thread.submit(self._compute, *self._on_the_way(given, keys), step)
+        copies, keys, copied = self._on_the_way(given, keys)
+        self._working = self._thread.submit(self._compute, copies, keys, copied, step)
+        if copied is not None:  # the next backward may write into the same memory, such as DDP's buckets
+            torch.cuda.current_stream(self._device).wait_event(copied)
         for name, parameter in self._parameters.items():
             stored = late.get(name)
             parameter.grad = None if stored is None else widened(stored, parameter.dtype).to(parameter.dtype).view_as(parameter)
@@ -89,8 +92,8 @@ class Delayed:
         """Waits for the thread; the current stream waits for the copies."""
         if self._working is None:
             return
-        self._late, arrived = self._working.result()
-        self._working = None
+        working, self._working = self._working, None  # so that an error is raised once
+        self._late, arrived = working.result()
         if arrived is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(arrived)

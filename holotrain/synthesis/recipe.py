@@ -90,6 +90,8 @@ class Recipe:
                 raise ValueError(f"{name} has no effect with mode={self.mode!r}; leave it out")
         if self.mode == "shared" and self.entries_a_block == 0:
             raise ValueError("block_length=0: layers of different lengths cannot share a hologram; give a block length")
+        if self.mode == "bind" and self.dtype != "fp32" and self.subsample < 1:
+            raise ValueError(f"dtype={self.dtype!r}: with mode='bind' it is that of the whole gradient; use subsample=1")
         if self.split == "cpu" and self.cuda_graph:
             raise ValueError("split='cpu' computes on the CPU, which cuda_graph cannot capture; use one of them")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 
 import torch
 import torch.distributed as dist
@@ -142,7 +143,7 @@ class Updates:
         if self._sharded and recipe.cuda_graph:
             raise ValueError("cuda_graph: gradients that FSDP2 shards cannot be captured; use cuda_graph=false")
         generator = torch.Generator().manual_seed(recipe.seed)
-        run = min(RUN, recipe.entries_a_block or RUN)
+        run = gcd(RUN, recipe.entries_a_block)  # a block ends where a run does
         chosen = choose(layers, recipe.subsample, run, generator)
         sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
         entries = sum(sizes.values())

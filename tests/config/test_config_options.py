@@ -484,7 +484,6 @@ def test_the_options_of_a_synthesis_reach_it():
             "synthesis.seed: 99999999999999999999999 is too large",
         ),
         (["synthesis=associative", "synthesis.decay=1.5", "synthesis.decay_warmup=3"], "synthesis.decay=1.5: it must be in"),
-        (["synthesis=bind", "synthesis.compile=true"], "synthesis.compile: has no effect with mode='bind'"),
         (["synthesis=shared", "synthesis.module=modle"], "synthesis.module='modle': "),
         (["synthesis._target_=torch.nn.Identity"], "synthesis: torch.nn.Identity is not a SynthesisCallback; calling it"),
         (
@@ -495,7 +494,6 @@ def test_the_options_of_a_synthesis_reach_it():
         (["synthesis=shared", "synthesis.exclude=['*']"], "synthesis: cover and exclude leave no parameter"),
         (["synthesis=shared", "synthesis.subsample=0.0001"], "synthesis.subsample=0.0001 selects nothing"),
         (["synthesis=shared", "synthesis.block_length=100000000"], "synthesis.block_length=100000000: it is longer"),
-        (["synthesis=shared", "synthesis.compile=true"], "synthesis.compile: has no effect with mode='shared'"),
     ],
 )
 def test_a_synthesis_that_cannot_be_is_named(overrides, words):

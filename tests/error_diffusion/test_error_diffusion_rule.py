@@ -238,6 +238,7 @@ def test_under_autocast_layers_are_in_its_type():
         ({"rule": "hebb"}, "kaneko, article or backpropagation, not 'hebb'"),
         ({"initialization": "zeros"}, "scaled, uniform or normal, not 'zeros'"),
         ({"output_rate": -1}, "output_rate must be at least 0, not -1"),
+        ({"rule": BACKPROPAGATION, "output_rate": 2.0}, "output_rate=2.0: rule=backpropagation has the gradients as they are"),
     ],
 )
 def test_impossible_networks_are_refused(arguments, says):

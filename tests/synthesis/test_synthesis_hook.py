@@ -434,6 +434,7 @@ def test_parameters_that_cannot_be_covered_are_named(words):
         ({"mode": "shared", "block_length": 0}, "cannot share a hologram"),
         ({"subsample": 0.001}, "selects nothing of these parameters"),
         ({"block_length": 4096}, "longer than all 363 covered entries"),
+        ({"mode": "bind", "dtype": "bf16", "subsample": 0.5}, "use subsample=1"),
         ({"mode": "bind", "decay": 0.5}, "decay has no effect with mode='bind'"),
         ({"representation": "flattened"}, "representation has no effect with mode='associative'"),
         ({"mode": "associative", "superpose": 2}, "superpose has no effect with mode='associative'"),

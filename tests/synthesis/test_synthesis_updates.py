@@ -369,6 +369,13 @@ def test_a_subsample_leaves_the_other_entries_their_gradient():
     assert state_bytes(synthesis) == pytest.approx(model.weight.nbytes / 4, rel=0.02)
 
 
+@pytest.mark.parametrize("mode", ["associative", "shared"])
+def test_blocks_of_any_length_are_made_of_a_subsample(mode, monkeypatch):
+    monkeypatch.setitem(MOST, "cpu", 512)
+    _, synthesis, result = updates(2, mode=mode, block_length=100, subsample=0.5)
+    assert synthesis.steps == 2 and all(update.isfinite().all() for _, update in result)
+
+
 def test_a_subsample_with_shares_of_the_gradient():
     model = nn.Linear(64, 64).double()
     x = torch.randn(4, 64, dtype=F64, generator=torch.Generator().manual_seed(0))

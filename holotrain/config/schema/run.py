@@ -202,8 +202,10 @@ class RunConfig:
         strategy = self.trainer.strategy
         whole = getattr(self.synthesis, "mode", None) == "bind" or getattr(self.synthesis, "block_length", None) == 0
         if self.synthesis is not None and (strategy != "fsdp" or whole):
-            also = ", or synthesis=shared with a block length under trainer=fsdp"
+            also = ", or synthesis=shared or associative with a block length under trainer=fsdp"
             raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
+        if getattr(self.synthesis, "split", "none") != "none":
+            raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
         if strategy != "fsdp" and self.optimizer is not None and self.optimizer.target in LOW_BIT:
             raise UserError(f"optimizer={self.optimizer.name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
 

@@ -34,7 +34,7 @@ class Packing:
     @property
     def padding(self) -> float:
         """The share of the batch that is padding."""
-        return 1 - len(self.places) / self.shape.numel()
+        return 1 - len(self.places) / max(1, self.shape.numel())
 
     def packed(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (1, N, C)."""
