@@ -484,7 +484,10 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
             "trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp",
         ),
         (["trainer=fsdp", "synthesis=bind"], "synthesis: needs whole gradients, and trainer=fsdp shards them"),
-        (["trainer=fsdp", "synthesis=associative", "synthesis.block_length=0"], "or synthesis=shared or associative with a block length"),
+        (
+            ["trainer=fsdp", "synthesis=associative", "synthesis.block_length=0"],
+            "or synthesis=shared or associative with a block length",
+        ),
         (["trainer=tp", "optimizer=adamw_8bit"], "optimizer=adamw_8bit: trainer=tp does not support it; use trainer=fsdp"),
         (["trainer=fsdp", "synthesis=shared", "synthesis.split=cpu"], "synthesis.split: needs whole gradients"),
         (["trainer=tp", "callbacks=ema"], "callbacks.ema: needs whole weights"),
