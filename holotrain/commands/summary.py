@@ -78,10 +78,10 @@ class Summary:
         write_whole(folder / SUMMARY, json.dumps(_finite(asdict(self)), indent=2) + "\n")
 
 
-def completed(folder: Path) -> bool:
-    """Whether a training in this folder has reached its end."""
+def completed(folder: Path) -> dict[str, Any] | None:
+    """The summary of a training in this folder that has reached its end; None: there is none."""
     found = read(folder)
-    return found is not None and found["command"] == "fit" and found["status"] == "completed"
+    return found if found is not None and found["command"] == "fit" and found["status"] == "completed" else None
 
 
 def ended(trainer: Chosen, folder: Path) -> str | None:
@@ -89,9 +89,9 @@ def ended(trainer: Chosen, folder: Path) -> str | None:
 
     Resuming such a training would overwrite its results with those of zero steps.
     """
-    if not completed(folder):
+    found = completed(folder)
+    if found is None:
         return None
-    found = read(folder)
     for name, limit in (("epochs", trainer.max_epochs), ("steps", trainer.max_steps)):
         if limit > 0 and (found.get(name) or 0) >= limit:
             return f"{folder}: already complete, {found[name]} of {limit} {name}; nothing to do"

@@ -65,7 +65,7 @@ class Together:
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if command == "fit":
             recover(run.last_checkpoint)
-            if not config.resume and (run.last_checkpoint.exists() or completed(run.folder)):
+            if not config.resume and (run.last_checkpoint.exists() or completed(run.folder) is not None):
                 raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
             if config.resume and (words := ended(config.trainer, run.folder)):
                 console.print(words)
