@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from holotrain.optimizers.plain_state import is_sharded, whole_blocks, with_plain_state
+from holotrain.optimizers.plain_state import whole_blocks, with_plain_state
 from holotrain.optimizers.standing_in import standing_in
+from holotrain.shards import is_sharded, local
 
 LEAST = 4096
 """torchao keeps the averages of parameters with fewer entries in full precision."""
@@ -59,9 +60,9 @@ def _adapted(base: type[Optimizer]) -> type[Optimizer]:
             with torch.enable_grad():
                 loss = closure()
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        shares = {p: p.detach().to_local() if is_sharded(p) else p for p in parameters}
+        shares = {p: local(p) for p in parameters}
         for parameter, share in shares.items():
-            share.grad = parameter.grad.to_local() if is_sharded(parameter) else parameter.grad
+            share.grad = local(parameter.grad)
         self.of_shares = {share: parameter for parameter, share in shares.items()}
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
         try:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from holotrain.shards import is_sharded, local
+
 CLASS, CONTEXT, FLOATS = ABOUT = "tensor_class", "context", "floats"
 """Keys of a tensor's class, of further arguments and of the dtypes of parts of 8-bit floats, beside its parts. Those parts are
 kept as bytes, which gloo can gather."""
@@ -45,11 +47,6 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
         if is_traceable_wrapper_subclass(tensor)
         else [tensor]
     )
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(tensor, "device_mesh")
 
 
 def whole_blocks(parameter: Tensor, block: int, least: int = 1) -> bool:
@@ -91,7 +88,7 @@ def _with_each(change: Any, optimizer: Optimizer, state_dict: dict[str, Any]) ->
 
 
 def _plain(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.shape != _share(parameter).shape:
+    if not isinstance(value, Tensor) or value.shape != local(parameter).shape:
         return value
     if not is_traceable_wrapper_subclass(value):
         return _as_sharded(value, parameter)
@@ -105,10 +102,6 @@ def _plain(value: Any, parameter: Tensor) -> Any:
     return {CLASS: type(value).__name__, CONTEXT: said, FLOATS: floats, **parts}
 
 
-def _share(parameter: Tensor) -> Tensor:
-    return parameter.detach().to_local() if is_sharded(parameter) else parameter
-
-
 def _by_rows(part: Tensor, shape: torch.Size) -> Tensor:
     """A part with a row for each row of the whole, if its blocks do not cross rows: such parts are sharded alike."""
     entries = prod(shape) // part.numel()
@@ -119,7 +112,7 @@ def _as_sharded(share: Tensor, parameter: Tensor) -> Tensor:
     """A DTensor of what belongs to the shares of a parameter: to each row, or to equally many entries of each process."""
     if not is_sharded(parameter):
         return share
-    by_rows = len(share) == len(_share(parameter))
+    by_rows = len(share) == len(local(parameter))
     shape = (len(parameter) if by_rows else len(share) * parameter.device_mesh.size(), *share.shape[1:])
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -141,7 +134,7 @@ def _in_shares(value: dict[str, Any], parameter: Tensor) -> Tensor:
     """This process's share, of the class; where shares are not whole blocks, of plain numbers with the same values."""
     divided = {name: part for name, part in value.items() if name not in (*ABOUT, *UNDIVIDED)}
     if all(whole_blocks(parameter, max(1, parameter.numel() // part.numel())) for part in divided.values()):
-        return _assembled(value | {name: _share_of(part, parameter) for name, part in divided.items()}, _share(parameter))
+        return _assembled(value | {name: _share_of(part, parameter) for name, part in divided.items()}, local(parameter))
     like = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     whole = {name: part.full_tensor() if is_sharded(part) else part for name, part in divided.items()}
     return _share_of(like.copy_(_assembled(value | whole, like)), parameter)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holotrain.shards import is_sharded
+
 Covers = Callable[[str, nn.Parameter], bool]
 
 
@@ -74,16 +76,6 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
 def shares_of(layers: list[Layer]) -> int:
     """The number of processes over which the rows of parameters are divided."""
     return max(parameter.device_mesh.size() if is_sharded(parameter) else 1 for _, parameter in _pairs(layers))
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(tensor, "device_mesh")
-
-
-def share(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's rows of a DTensor; any other tensor itself."""
-    return tensor.detach().to_local() if is_sharded(tensor) else tensor
 
 
 def _in_rows(parameter: nn.Parameter) -> bool:

@@ -14,7 +14,8 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from holotrain.synthesis.layers import Layer, share
+from holotrain.shards import local
+from holotrain.synthesis.layers import Layer
 
 Stretches = list[tuple[int, slice]]
 """Numbers of layers, with their rows in a part."""
@@ -45,14 +46,14 @@ class Span:
     @property
     def grad(self) -> Tensor:
         """The entries of the (contiguous) gradient: a view, or a copy if runs are chosen."""
-        flat = share(self.parameter.grad).view(-1)
+        flat = local(self.parameter.grad).view(-1)
         if self.runs is None:
             return flat[self.start : self.stop]
         return self._in_runs(flat)[self.runs].flatten()
 
     def put(self, values: Tensor) -> None:
         """Overwrites the chosen runs of the gradient."""
-        flat = share(self.parameter.grad).view(-1)
+        flat = local(self.parameter.grad).view(-1)
         self._in_runs(flat)[self.runs] = values.view(len(self.runs), -1).to(flat.dtype)
 
     def _in_runs(self, flat: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ def _stretches(owners: list[int]) -> Stretches:
 def choose(layers: Iterable[Layer], subsample: float, run: int, generator: torch.Generator) -> Chosen:
     """Chooses a random part of the runs of each parameter, in order; None for all entries."""
     return {
-        parameter: None if subsample == 1 else _choice(share(parameter).numel() // run, subsample, generator)
+        parameter: None if subsample == 1 else _choice(local(parameter).numel() // run, subsample, generator)
         for layer in layers
         for parameter in layer.parameters.values()
     }
@@ -219,4 +220,4 @@ def _choice(runs: int, subsample: float, generator: torch.Generator) -> Tensor:
 
 
 def _size(parameter: nn.Parameter, runs: Tensor | None, run: int) -> int:
-    return share(parameter).numel() if runs is None else len(runs) * run
+    return local(parameter).numel() if runs is None else len(runs) * run

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from holotrain.shards import local
 from holotrain.synthesis.delayed import Delayed
 from holotrain.synthesis.keys import Keys
-from holotrain.synthesis.layers import Covers, as_one, layers_of, share, shares_of, working_dtype
+from holotrain.synthesis.layers import Covers, as_one, layers_of, shares_of, working_dtype
 from holotrain.synthesis.recipe import Recipe
 from holotrain.synthesis.updates import Updates
 
@@ -116,9 +117,9 @@ class HolographicSynthesis:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise RuntimeError(f"the gradient of {name} is sparse; synthesis needs dense gradients (sparse=False)")
         for parameter in self.parameters:
-            if parameter.grad is not None and not share(parameter.grad).is_contiguous():
+            if parameter.grad is not None and not local(parameter.grad).is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        grads = [share(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
+        grads = [local(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
         with record_function("synthesis"), torch.no_grad():
             finite, measured = self._updates.step(grads, self._keys.take(), self.steps, self.measuring)
         if not finite():
