@@ -3,6 +3,7 @@
 import cmath
 import gc
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -516,6 +517,10 @@ def test_transforms_take_no_part_in_random_numbers():
 
 
 def live_bytes() -> int:
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("synthesis"):  # of a test before, which has not waited for its last update
+            thread.join(5)
     gc.collect()
     tensors = {id(found): found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)}
     return sum(tensor.nbytes for tensor in tensors.values())
