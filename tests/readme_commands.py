@@ -164,6 +164,8 @@ def made_small(line: Line) -> Small:
         always = {key: value for key, value in always.items() if key != "trainer.max_steps"}
     if given.get("resume") == "true":
         always |= {"trainer.max_epochs": "2"}
+    if command == "fit" and "ckpt_path" in given:
+        always |= {"trainer.max_epochs": "3"}  # the checkpoint has two
     if given.get("sweep") == "optuna":
         always |= {"hydra.sweeper.n_trials": "2"}
     if command == "plan" and "memory" in given:  # else the largest depth that fits is in the thousands
