@@ -168,10 +168,10 @@ class Launch:
                 if self.place is not None:
                     self.together.close()
         jobs = sweep.ended()
-        if jobs and arguments.command != "plan":  # plan leaves no summary
+        if jobs:
             from holotrain.commands.sweep import show_sweep
 
-            show_sweep(sweep.folder, jobs)
+            show_sweep(arguments.command, sweep.folder, jobs)
         return worst([*self.statuses, *(job.exit_status for job in jobs)])
 
     @cached_property

@@ -1,11 +1,11 @@
-"""Amounts of memory as text."""
+"""Amounts as text."""
 
 from __future__ import annotations
 
 import math
 import re
 
-UNITS = {"": 1, "B": 1} | {
+UNITS = {"B": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("KMGTPE", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
@@ -13,7 +13,7 @@ UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(text: str) -> int:
-    """``"16GiB"``, ``"16 GB"`` (powers of 1000), ``"16G"`` (of 1024) or a number of bytes.
+    """``"16GiB"``, ``"16 GB"`` (powers of 1000), ``"16G"`` (of 1024) or ``"4096 B"``.
 
     Raises:
         ValueError: the text has none of these forms.
@@ -21,7 +21,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match and next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
     if unit is None or not float(match[1]):
-        raise ValueError(f"{text!r} is not an amount of memory; write 16GiB, 800MiB or a number of bytes")
+        raise ValueError(f"{text!r} is not an amount of memory; write a number and its unit, such as 16GiB or 800MiB")
     return int(float(match[1]) * UNITS[unit])
 
 
@@ -35,3 +35,8 @@ def in_words(size: float, up: bool = False) -> str:
     """A size as text, such as ``"1.5 GiB"``; ``up``: rounded up."""
     name, unit = unit_of(size)
     return f"{math.ceil(100 * size / unit) / 100:.2f} {name}" if up else f"{size / unit:.4g} {name}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``"1 thread"``, ``"2 threads"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -22,6 +22,7 @@ from holotrain.models.bounds import bounded
 from holotrain.models.foreign.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.layers.attention import order_by_head
+from holotrain.sizes import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.modules import model_of
 
@@ -226,7 +227,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, p
     except (KeyError, TypeError) as error:
         raise UserError(f"ckpt_path: {path} does not say how far its training is; it cannot continue from it") from error
     if trained:
-        raise UserError(f"trainer.max_epochs={most}: {path} has trained {done} epochs; to train on, give more")
+        raise UserError(f"trainer.max_epochs={most}: {path} has trained {counted(done, 'epoch')}; to train on, give more")
 
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:

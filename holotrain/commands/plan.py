@@ -27,6 +27,8 @@ from holotrain.overlap import LINKS
 from holotrain.planning import Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
 from holotrain.sizes import in_words, unit_of
 
+PLAN = "plan.json"
+
 SHOWN = ("parameters", "gradients", "optimizer", "activations", "temporary")
 """Parts of the peak that have a column. The rest is summed up as "other"."""
 
@@ -51,7 +53,7 @@ def run(config: PlanConfig, run: Run) -> int:
     needed = [] if plan.fits else remedies(config, plan)
     found = plan.as_json() | {"remedies": needed} | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"
-    write_whole(run.folder / "plan.json", figures)
+    write_whole(run.folder / PLAN, figures)
     write_whole(run.folder / "plan.svg", picture(plan))
     if quiet:
         print(figures, end="")
@@ -61,7 +63,7 @@ def run(config: PlanConfig, run: Run) -> int:
     _show(config, run, plan, needed)
     if scaling:
         show_scaling(scaling)
-    console.print(f"written to {run.folder}: plan.json, plan.svg")
+    console.print(f"written to {run.folder}: {PLAN}, plan.svg")
     return 0
 
 

@@ -6,6 +6,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import lightning_refusals, prepared
@@ -17,6 +19,7 @@ from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.config.schema.commands import PredictConfig
+from holotrain.errors import UserError
 from holotrain.tasks.modules import model_of
 
 PREDICTIONS = "predictions.csv"
@@ -38,11 +41,16 @@ def run(config: PredictConfig, run: Run) -> int:
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start("predict", config, run, model_of(task), path)
     in_int8(model_of(task), config.int8)
-    trainer = build_trainer(config.trainer, run.folder, [], False)
+    read = PathsRead() if config.images else None
+    trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
     with lightning_refusals("predict"):
         batches = trainer.predict(task, dataloaders=loader)
-    names = [str(name) for name in loader.dataset.paths] if files else count()
-    named = zip(names, _samples(batches), strict=False)  # limit_predict_batches may leave names unused
+    names = read.paths if read else [str(name) for name in loader.dataset.paths] if files else count()
+    named = list(zip(names, _samples(batches), strict=False))  # limit_predict_batches may leave names unused
+    left_out = sum(name == "" for name, _ in named)
+    if left_out and left_out == len(named):
+        raise UserError(f"images: there is no readable image in {files}")
+    named = [each for each in named if each[0] != ""]
     of = "text" if is_a(config.data, TEXT) else "image" if is_a(config.data, IMAGES) else "sample"
     if is_a(config.task, CAUSAL_LM):
         columns, rows = ("text", "bytes", "bits_per_byte"), _scores(named)
@@ -52,11 +60,29 @@ def run(config: PredictConfig, run: Run) -> int:
 
     summary = Summary.of(run, config, model_of(task))
     summary.checkpoint = str(path)
-    summary.metrics = {f"{columns[0]}s": len(rows)}
+    summary.metrics = {f"{columns[0]}s": len(rows)} | ({"unreadable": left_out} if left_out else {})
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     screen.show_end(summary, run.folder)
     return 0
+
+
+class PathsRead(pl.Callback):
+    """The path of each image of the batches; empty where its file cannot be read."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.paths += batch[1]
 
 
 def _samples(batches: list[Any]) -> list[dict[str, Any]]:

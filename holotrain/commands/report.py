@@ -17,6 +17,7 @@ from holotrain.dashboard.scalars import read_scalars
 from holotrain.dashboard.table import Reported
 from holotrain.errors import UserError
 from holotrain.outside import require_shallow
+from holotrain.sizes import counted
 
 LARGEST = 2**20
 """Bytes of a config.yaml. Those of a run have some thousand; PyYAML reads about 100 KiB a second."""
@@ -28,7 +29,7 @@ def run(config: ReportConfig) -> int:
     """Writes the page and returns 0.
 
     Raises:
-        UserError: an argument names no run, no run has scalars, or a file cannot be read or written.
+        UserError: an argument names no run that can be read, or none with scalars, or the page cannot be written.
     """
     target = Path(config.to)
     if target.is_dir():
@@ -43,21 +44,30 @@ def run(config: ReportConfig) -> int:
         TimeElapsedColumn(),
     )
     read: dict[Path, Reported] = {}
+    unreadable: dict[Path, UserError] = {}
     with Progress(*steps, console=console, transient=True, disable=not console.is_terminal) as progress:
         shown = progress.add_task("", total=len(folders), folder="")
         for place, folder in folders.items():
             progress.update(shown, folder=folder)
-            read[place] = _read(folder)
+            try:
+                read[place] = _read(folder)
+            except UserError as error:  # the other runs are still worth comparing
+                unreadable[place] = error
             progress.advance(shown)
     for word, found in named.items():
-        if not any(read[folder.resolve()].curves for folder in found):
+        places = [folder.resolve() for folder in found]
+        if not any(place in read for place in places):
+            raise unreadable[places[0]]
+        if not any(read[place].curves for place in places if place in read):
             raise UserError(f"{word}: no scalars found; train with logger=tensorboard or logger=csv")
     text = page(list(read.values()))
     write_whole(target, text)
+    for error in unreadable.values():
+        console.print(f"left out: {error}")
     for reported in read.values():
         if not reported.curves:
             console.print(f"{reported.folder} has no scalars; it appears only in the table")
-    console.print(f"{len(read)} run{'s' * (len(read) > 1)} written to {target} ({len(text.encode()) / 2**10:.0f} KiB)")
+    console.print(f"{counted(len(read), 'run')} written to {target} ({len(text.encode()) / 2**10:.0f} KiB)")
     return 0
 
 

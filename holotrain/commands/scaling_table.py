@@ -8,13 +8,13 @@ from rich.table import Table
 from holotrain.commands.plain import plain
 from holotrain.commands.screen import console
 from holotrain.planning import Band, Scaling
-from holotrain.sizes import in_words
+from holotrain.sizes import counted, in_words
 
 
 def show_scaling(scaling: Scaling) -> None:
     """Prints the predictions and their assumptions."""
-    several = f"{scaling.devices} devices over {scaling.link}" if scaling.devices > 1 else "1 device"
-    title = f"predicted, not measured: {several}"
+    link = f" over {scaling.link}" if scaling.devices > 1 else ""
+    title = f"predicted, not measured: {counted(scaling.devices, 'device')}{link}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("strategy", no_wrap=True)
     for name in ("peak per rank", "ms per step", scaling.unit, "efficiency"):

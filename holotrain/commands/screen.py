@@ -17,6 +17,7 @@ from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.schema.run import RunConfig
 from holotrain.data import TextDataModule
 from holotrain.parallel.place import Place
+from holotrain.sizes import counted
 
 PROFILES = {
     "profile": "fit-profile.txt",
@@ -41,6 +42,8 @@ def show_start(
 ) -> None:
     """Prints the settings of the run and, for text, the number of tokens."""
     named = run.choices.get("model", config.model.name) if config.model else type(model).__name__
+    if (options := getattr(config.model, "arguments", {})).keys() >= {"rule", "depth", "width"}:  # error diffusion
+        named += f", rule {options['rule']}, depth {options['depth']}, width {options['width']}"
     rows = {
         "model": f"{named}, {_parameters(model)}",
         "task": run.choices.get("task", config.task.name),
@@ -78,7 +81,7 @@ def show_end(summary: Summary, folder: Path) -> None:
     """Prints the results; the same figures as summary.json."""
     rows = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in summary.metrics.items()}
     if summary.steps is not None:
-        rows["steps"] = f"{summary.steps} in {summary.epochs} epochs"
+        rows["steps"] = f"{summary.steps} in {counted(summary.epochs, 'epoch')}"
     if summary.samples_per_second is not None:
         tokens = f"{summary.tokens_per_second:.0f} tokens/s, " if summary.tokens_per_second is not None else ""
         rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms per step"
@@ -100,7 +103,8 @@ def show_generated(summary: Summary, path: Path, full: int | None) -> None:
         full: the model's context, if the texts ended because it was full.
     """
     rows = {
-        "tokens": f"{summary.metrics['tokens']} in {summary.metrics['texts']} texts, {summary.tokens_per_second:.1f} tokens/s",
+        "tokens": f"{summary.metrics['tokens']} in {counted(summary.metrics['texts'], 'text')}, "
+        f"{summary.tokens_per_second:.1f} tokens/s",
         "ended": full and f"because the model's context of {full} tokens was full",
         "written to": path,
     }

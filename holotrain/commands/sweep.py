@@ -10,8 +10,13 @@ from rich.table import Table
 from holotrain.commands import summary
 from holotrain.commands.files import write_table
 from holotrain.commands.plain import plain
+from holotrain.commands.plan import PLAN
 from holotrain.commands.screen import console
 from holotrain.config.jobs import Job
+from holotrain.config.signatures import checked
+from holotrain.errors import UserError
+from holotrain.outside import read_json
+from holotrain.sizes import counted
 
 FIGURES = {
     "samples_per_second": "samples/s",
@@ -23,28 +28,50 @@ FIGURES = {
 """The figures of a summary that the table shows, and their headings."""
 
 
-def show_sweep(folder: Path, jobs: list[Job]) -> None:
+PLANNED = {"backward": "str", "fits": "bool | None", "peak_bytes": "int", "largest": "dict[str, int]"}
+"""What the table shows of a ``plan.json``, with the types as annotations."""
+
+
+def show_sweep(command: str, folder: Path, jobs: list[Job]) -> None:
     """Prints the table of the jobs and the best of them, and writes sweep.csv into the sweep's folder."""
-    found = {job.number: summary.read(job.folder) if job.folder and not job.error else None for job in jobs}
+    read = read_plan if command == "plan" else summary.read
+    found = {job.number: read(job.folder) if job.folder and not job.error else None for job in jobs}
     rows = [_row(job, found[job.number]) for job in jobs]
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
     path = folder / "sweep.csv"
     write_table(path, columns, [[row.get(name, "") for name in columns] for row in rows])
-    table = Table(
-        title=f"sweep of {len(rows)} job{'s' * (len(rows) != 1)}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
-    )
-    shown = [name for name in columns if name in ("job", "status", "error", *FIGURES) or name not in constant]
+    table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    shown = [name for name in columns if name in ("job", "status", "error", "peak bytes", *FIGURES) or name not in constant]
     for name in shown:
         table.add_column(FIGURES.get(name, name), no_wrap=True)
     for row in rows:
         table.add_row(*(_short(row.get(name, "")) for name in shown))
     # Wider than the screen, so that each row is one line, also in a log file.
     plain(width=max(console.width, 240)).print(table)
-    if best := _best([one for one in found.values() if one]):
+    if command != "plan" and (best := _best([one for one in found.values() if one])):
         number = next(number for number, one in found.items() if one is best)
         console.print(f"best job: {number}, {best['monitor']} {_short(summary.best_value(best))}")
     console.print(f"written to {path}")
+
+
+def read_plan(folder: Path) -> dict[str, Any] | None:
+    """The figures of a plan as a row of the table; None if there is no plan.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = folder / PLAN
+    if not path.is_file():
+        return None
+    try:
+        content = read_json(path)
+        plan = {name: checked(name, kind, content[name]) for name, kind in PLANNED.items()}
+    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+        raise UserError(f"{path} is not a readable plan: {error!s:.200}") from error
+    fits = {None: "", True: "yes", False: "no"}[plan["fits"]]
+    largest = {f"largest {name}": value for name, value in plan["largest"].items()}
+    return {"status": "planned", "schedule": plan["backward"], "peak bytes": plan["peak_bytes"], "fits": fits} | largest
 
 
 def _row(job: Job, found: dict[str, Any] | None) -> dict[str, object]:
@@ -52,6 +79,8 @@ def _row(job: Job, found: dict[str, Any] | None) -> dict[str, object]:
     row |= dict(override.lstrip("+").partition("=")[::2] for override in job.overrides)
     if found is None:
         return row | {"error": job.error or f"exit status {job.exit_status}"}
+    if "metrics" not in found:  # a plan
+        return row | found
     return row | found["metrics"] | {name: found[name] for name in FIGURES if found[name] is not None}
 
 

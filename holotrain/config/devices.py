@@ -7,6 +7,7 @@ import torch
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
+from holotrain.sizes import counted
 
 
 def device_kind(accelerator: str) -> str:
@@ -23,7 +24,7 @@ def device_name(accelerator: str) -> str:
     kind = device_kind(accelerator)
     if kind == "cuda":
         return torch.cuda.get_device_name()
-    return f"cpu, {torch.get_num_threads()} threads" if kind == "cpu" else kind
+    return f"cpu, {counted(torch.get_num_threads(), 'thread')}" if kind == "cpu" else kind
 
 
 def autocast_of(config: Chosen, device: str | None = None) -> AbstractContextManager:

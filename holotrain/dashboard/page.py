@@ -16,6 +16,7 @@ from holotrain.dashboard.scalars import Curve
 from holotrain.dashboard.table import Column, Reported, columns, different_options, labels, shown
 from holotrain.dashboard.thinning import smoothed, thinned
 from holotrain.errors import UserError
+from holotrain.sizes import counted
 
 POINTS = 1000
 """Maximum number of points per curve, about the width of a chart in pixels."""
@@ -39,7 +40,7 @@ def page(runs: list[Reported]) -> str:
         "charts": [drawn for chart in CHARTS if (drawn := _chart(chart, runs))],
     }
     parts = {
-        "TITLE": html.escape(names[0] if len(runs) == 1 else f"{len(runs)} runs"),
+        "TITLE": html.escape(names[0] if len(runs) == 1 else counted(len(runs), "run")),
         "DATE": datetime.now().strftime("%Y-%m-%d %H:%M"),
         "TABLE": _table(columns(runs), names, colours),
         "OPTIONS": _options(runs, names),
@@ -113,7 +114,7 @@ def _options(runs: list[Reported], names: list[str]) -> str:
     for key, values in options.items():
         cells = "".join(f"<td>{html.escape(shown(value))}</td>" for value in values)
         rows.append(f'<tr><th scope="row">{html.escape(key)}</th>{cells}</tr>')
-    count = f"{len(options)} option{'s' * (len(options) > 1)} in which the runs differ"
+    count = f"{counted(len(options), 'option')} in which the runs differ"
     table = f"<table><thead><tr><th>option</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<details><summary>{count}</summary><div class="wide">{table}</div></details>'
 

@@ -35,6 +35,8 @@ def image_paths(folder: Path) -> list[Path]:
 class ImageFiles(Dataset):
     """The image at a path, or all images below it, as (transformed image, path).
 
+    For a file that cannot be read it warns, and gives a blank image without a path: the others are still worth having.
+
     Raises:
         UserError: there is no image.
     """
@@ -52,7 +54,11 @@ class ImageFiles(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
         path = self.paths[index]
-        return self.transform(read_image(path)), str(path)
+        try:
+            return self.transform(read_image(path)), str(path)
+        except UserError as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
+            return self.transform(Image.new("RGB", (1, 1))), ""
 
 
 class LabelledFiles(Dataset):

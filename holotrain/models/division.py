@@ -9,6 +9,7 @@ from torch import nn
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.branches import MLPBranch
 from holotrain.models.schedules import sequences
+from holotrain.sizes import counted
 
 
 class Indivisible(ValueError):
@@ -47,7 +48,7 @@ def division(model: nn.Module, ranks: int) -> Division:
         if count % ranks == 0:
             layers.append(part)
         else:
-            named = f"{count} heads" if isinstance(part, Attention) else f"MLPs of width {count}"
+            named = counted(count, "head") if isinstance(part, Attention) else f"MLPs of width {count}"
             whole[f"{named} (not divisible by {ranks})"] = None
     if not layers:
         raise Indivisible("; ".join(whole) or "it has no such layers")

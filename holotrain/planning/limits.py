@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.search import largest
+from holotrain.sizes import counted
 
 DEEPER = 4
 """Depths of up to 1 + 1/DEEPER times the configured one are planned exactly. Beyond, memory is extrapolated linearly."""
@@ -61,7 +62,7 @@ def largest_depth(
     deeper = configured + max(configured // DEEPER, 1)
 
     def rehearsed(depth: int) -> int:
-        begin(f"{depth} blocks")
+        begin(counted(depth, "block"))
         return planner.footprint(backward, depth=None if depth == configured else depth).bound
 
     def bound(depth: int) -> int:

@@ -52,6 +52,7 @@ class Plan:
             "budget_bytes": self.budget,
             "backward": self.backward,
             "fits": self.fits,
+            "peak_bytes": self.configured.bound,
             "blocks": self.choice.blocks if self.choice else None,
             "footprints": {
                 name: asdict(footprint) | {"scratch": footprint.scratch, "bound": footprint.bound}

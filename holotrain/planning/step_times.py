@@ -13,6 +13,7 @@ from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.rehearsal import TrainingStep
 from holotrain.planning.scaling import Times
 from holotrain.planning.work import Work
+from holotrain.sizes import counted
 
 UTILISATION = (0.35, 0.55)
 """Fraction of a GPU's peak that transformers commonly reach: low and high."""
@@ -72,7 +73,8 @@ def step_times(
     if here and fits is not False:
         try:
             band, how = measured(planner, backward, begin)
-            place = torch.cuda.get_device_name() if planner.device == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
+            threads = counted(torch.get_num_threads(), "thread")
+            place = torch.cuda.get_device_name() if planner.device == "cuda" else f"the CPU, {threads}"
             return StepTimes(band, f"measured on {place}: {how}", sms)
         except torch.OutOfMemoryError:
             return StepTimes(None, "not known: not enough memory to time a step; estimate with gpu=H100, for example", sms)

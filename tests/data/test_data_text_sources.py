@@ -144,7 +144,7 @@ def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
     write(tmp_path, "bad.jsonl", b'{"text": ')
     pattern = str(tmp_path / "*.*")
     one_line(lambda: module(tmp_path, pattern), r"cannot read .*bad\d?\.(txt|jsonl)")
-    with pytest.warns(UserWarning, match="data: 4 files cannot be read and are left out"):
+    with pytest.warns(UserWarning, match="data: left out 4 files that cannot be read"):
         data = module(tmp_path, pattern, on_error="skip", val_fraction=0.2, test_fraction=0.2, tokenizer=tokenizer)
     assert sum(data.counts[part]["documents"] for part in data.counts) == 12
 

@@ -66,7 +66,7 @@ WRONG = [
     (f"fit optimizer.lr=1{'0' * 400}", "optimizer.lr: 1000"),
     ("fit seed=-1", "seed must be in [0, 4294967296), not -1"),
     ("fit compile=3", "compile: 3 is not true or false"),
-    ("fit memory=lots", "memory: 'lots' is not an amount of memory; write 16GiB"),
+    ("fit memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
     ("fit model.depth=4611686018427387904", "model: it has more than 1000 tensors of parameters; give it fewer blocks"),
     ("plan model.depth=10000000", "model: it has more than 1000 tensors of parameters; give it fewer blocks"),
     ("fit task=error_diffusion model.width=60000000", "model: its weights take"),

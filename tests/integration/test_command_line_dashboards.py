@@ -224,3 +224,13 @@ def test_help_knows_the_report_and_does_without_torch(holotrain):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "holotrain report RUN... [to=...]" in done.stdout and "to=report.html" in done.stdout
+
+
+def test_a_run_that_cannot_be_read_is_left_out_of_the_others(holotrain):
+    for folder in ("runs/fit/a", "runs/fit/b"):
+        Path(folder, "csv/version_0").mkdir(parents=True)
+        Path(folder, "csv/version_0/metrics.csv").write_text("step,train/loss\n0,1.5\n")
+    Path("runs/fit/b/summary.json").write_text("{")
+    status, out, err = holotrain("report", "runs/fit")
+    assert (status, err) == (0, "") and "1 run written" in out
+    assert out.startswith("left out: runs/fit/b/summary.json is not a readable summary")

@@ -1,5 +1,6 @@
 """Planning as a user meets it: ``plan``, ``backward=auto``, a batch chosen by the plan."""
 
+import csv
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -72,7 +73,7 @@ def test_a_plan_shows_every_backward_and_leaves_a_picture(holotrain):
 @pytest.mark.slow
 def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
     budget = 9 * 2**20
-    largest = plan_of(holotrain, *PLANNED, f"memory={budget}")["largest"]
+    largest = plan_of(holotrain, *PLANNED, f"memory={budget}B")["largest"]
     assert largest.keys() == {"data.batch_size", "model.depth"}
     for option, value in largest.items():
         bounds = [footprint(*PLANNED, f"{option}={value + more}").bound for more in (0, 1)]
@@ -82,7 +83,7 @@ def test_what_it_promises_to_fit_does_and_one_more_does_not(holotrain):
 @pytest.mark.slow
 def test_what_would_fit_is_proposed(holotrain):
     budget = 10 * 2**20
-    figures = plan_of(holotrain, *PLANNED, f"memory={budget}", "backward=autograd")
+    figures = plan_of(holotrain, *PLANNED, f"memory={budget}B", "backward=autograd")
     assert figures["fits"] is False
     assert "backward=reversible" in figures["remedies"]
     assert any(word.startswith("data.batch_size=") for word in figures["remedies"])
@@ -93,7 +94,7 @@ def test_what_would_fit_is_proposed(holotrain):
 
 def test_a_remedy_undoes_what_another_backward_cannot_keep(holotrain):
     budget = 13 * 2**20
-    asked = [*PLANNED, "backward=reversible", "backward.store=4", f"memory={budget}"]
+    asked = [*PLANNED, "backward=reversible", "backward.store=4", f"memory={budget}B"]
     (remedy,) = (remedy for remedy in plan_of(holotrain, *asked)["remedies"] if remedy.startswith("backward=checkpoint"))
     assert remedy == "backward=checkpoint backward.store=0"
     assert footprint(*asked, *remedy.split()).peak <= budget
@@ -162,6 +163,19 @@ def test_the_least_that_is_named_is_enough(holotrain):
     _, _, err = holotrain("fit", *RUN, "backward=auto", "memory=1MiB")
     least = re.search(r"needs ([\d.]+) MiB", err)[1]
     assert holotrain("fit", *RUN, "backward=auto", f"memory={least}MiB", "trainer.max_epochs=1")[0] == 0
+
+
+def test_a_sweep_of_plans_ends_with_their_table(holotrain):
+    status, out, _ = holotrain("plan", *PLANNED, "backward=autograd,reversible", "memory=20MiB", "output_dir=sweep", "-m")
+    (sweep,) = Path("sweep/plan/sweeps").iterdir()
+    rows = list(csv.DictReader((sweep / "sweep.csv").open()))
+    plans = [json.loads((sweep / row["job"] / "plan.json").read_text()) for row in rows]
+    assert status == 0 and "sweep of 2 jobs" in out and [row["backward"] for row in rows] == ["autograd", "reversible"]
+    for row, plan in zip(rows, plans, strict=True):
+        footprint = plan["footprints"][row["schedule"]]
+        assert int(row["peak bytes"]) == footprint["bound"] and row["fits"] == ("yes" if plan["fits"] else "no")
+        assert int(row["largest data.batch_size"]) == plan["largest"]["data.batch_size"]
+    assert int(rows[0]["peak bytes"]) > int(rows[1]["peak bytes"])
 
 
 def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):
@@ -249,8 +263,9 @@ def test_layers_that_cannot_be_shared_out_say_why(holotrain):
             "backward.blocks: compiled blocks cannot keep results",
         ),
         (["plan", "trainer.precision=16-mixed", "device=cpu"], "trainer.precision=16-mixed: not supported on the CPU"),
-        (["plan", "memory=lots"], "memory: 'lots' is not an amount of memory; write 16GiB"),
-        (["plan", "memory=0"], "memory: '0' is not an amount of memory"),
+        (["plan", "memory=lots"], "memory: 'lots' is not an amount of memory; write a number and its unit"),
+        (["plan", "memory=0GiB"], "memory: '0GiB' is not an amount of memory"),
+        (["plan", "memory=8"], "memory: '8' is not an amount of memory; write a number and its unit, such as 16GiB"),
         (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),
         (["plan", "data.batch_size=many"], "data.batch_size: 'many' is not a whole number or one of 'auto'"),
         (["plan", "backward=auto", "device=cuda"], "memory: this machine has no GPU"),

@@ -13,6 +13,7 @@ from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.tokenise import Rows
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of
+from holotrain.sizes import counted
 
 
 class StdlibText(TextDataModule):
@@ -101,6 +102,6 @@ class TextFiles(TextDataModule):
     def rows(self) -> list[Rows]:
         column, files = None if self.label == "folder" else self.label, self.files()
         if self.on_error == "skip" and (left_out := len(files) - len(files := readable(files, self.cache))):
-            warnings.warn(f"data: {left_out} files cannot be read and are left out", stacklevel=2)
+            warnings.warn(f"data: left out {counted(left_out, 'file')} that cannot be read", stacklevel=2)
         reading = self.reading(text=self.text_column, label=column, skip=self.on_error == "skip")
         return rows_of(files, reading, self.cache, self.streaming, self.num_proc)
