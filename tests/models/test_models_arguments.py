@@ -1,8 +1,12 @@
 """Arguments that no model can be made from, each refused by name; and sizes of patches that follow the image."""
 
+import inspect
+
 import pytest
 import torch
+from small_models import TRANSFORMERS
 
+from holotrain import models
 from holotrain.models import GPT, MViT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.error_diffusion import ImageErrorDiffusion
 
@@ -86,3 +90,23 @@ def test_patches_suit_the_image(model, sizes):
     for image, patch in sizes.items():
         with torch.device("meta"):
             assert model(image_size=image).embedding.project.kernel_size == (patch, patch)
+
+
+@pytest.mark.parametrize("name", sorted(TRANSFORMERS))
+def test_signature_and_docstring_name_every_argument(name):
+    model = getattr(models, name)
+    parameters = inspect.signature(model).parameters
+    assert not any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters.values())
+    assert all(each.annotation is not each.empty for each in parameters.values())
+    assert all(f"\n    {each}: " in inspect.getdoc(model) for each in parameters)
+    if name.startswith("Rev"):
+        plain = inspect.signature(getattr(models, name.removeprefix("Rev"))).parameters
+        assert set(parameters) == {*plain, "store", "exact", "keep"} and parameters["backward"].default == "reversible"
+
+
+def test_a_class_derived_from_a_reversible_model_has_its_own_signature():
+    class Mine(RevViT):
+        def __init__(self, width: int) -> None:
+            super().__init__(dim=width)
+
+    assert list(inspect.signature(Mine).parameters) == ["width"] and Mine.__doc__ is None

@@ -1,6 +1,8 @@
 """The options that all reversible models share."""
 
+import re
 from collections.abc import Collection, Sequence
+from inspect import Signature, getdoc, signature
 from typing import Any, Literal
 
 
@@ -27,3 +29,27 @@ class Reversible:
     ) -> None:
         self._engine = {"store": store, "exact": exact, "keep": keep}  # of the sequences that _assemble makes
         super().__init__(backward=backward, **arguments)
+
+    def __init_subclass__(cls) -> None:
+        """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
+        if Reversible not in cls.__bases__:  # a model derived from a reversible one has its own
+            cls.__signature__ = None if "__init__" in vars(cls) else cls.__signature__
+            return
+        plain = cls.__bases__[1]
+        ours = {name: each for name, each in signature(Reversible).parameters.items() if name != "arguments"}
+        theirs = [
+            each.replace(kind=each.KEYWORD_ONLY) for each in signature(plain).parameters.values() if each.name not in ours
+        ]
+        cls.__signature__ = Signature([*theirs, *ours.values()])
+        if not cls.__doc__:  # python -OO
+            return
+        said = [line for of in (plain, Reversible) for line in _arguments(of) if not line.strip().startswith("arguments:")]
+        own, *rest = re.split(r"^(?=Shapes:|Raises:)", getdoc(cls), maxsplit=1, flags=re.MULTILINE)
+        cls.__doc__ = "\n\n".join([own.rstrip(), "\n".join(["Args:", *said]), *rest])
+
+
+def _arguments(of: type) -> list[str]:
+    """The lines of a docstring below ``Args:``; ``backward`` is the reversible model's."""
+    block = getdoc(of).partition("Args:\n")[2].partition("\n\n")[0]
+    items = re.split(r"\n(?=    \w)", block)
+    return [item for item in items if of is Reversible or not item.strip().startswith("backward:")]
