@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from holotrain.synthesis.hologram import narrowed, widened
 from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import Recipe
-from holotrain.synthesis.updates import Updates, arriving, figures, total
+from holotrain.synthesis.updates import TOLD_AT_ONCE, Updates, arriving, figures, total
 
 Stored = dict[str, list[Tensor]]
 """Updates by the names of parameters, as :func:`~holotrain.synthesis.hologram.narrowed` gives them."""
@@ -48,19 +48,25 @@ class Delayed:
         self._aside = nullcontext if self._copies is None else partial(torch.cuda.stream, self._copies)
 
     def step(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
-        """As :meth:`Updates.step`, but it replaces gradients by the updates of the step before. A skipped step leaves these."""
-        if not arriving(total([*grads, keys]).isfinite())():
+        """As :meth:`Updates.step`, but it replaces gradients by the updates of the step before. A skipped step leaves these.
+
+        On a GPU the thread finds NaN and infinity, so that nobody waits for the GPU. Then the update is missing, and the next
+        step, which would apply it, is the one that is skipped. A gradient that is not covered is used now: it is waited for.
+        """
+        given = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        at_once = self._device.type in TOLD_AT_ONCE or len(grads) > len(given)
+        if at_once and not arriving(total([*grads, keys]).isfinite())():
             return lambda: False, None
         self._finish()
-        late, given = self._late, {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        late = self._late
         copies, keys, copied = self._on_the_way(given, keys)
-        self._working = self._thread.submit(self._compute, copies, keys, copied, step)
+        self._working = self._thread.submit(self._compute, copies, keys, copied, step if late else step - 1)
         if copied is not None:  # the next backward may write into the same memory, such as DDP's buckets
             torch.cuda.current_stream(self._device).wait_event(copied)
         for name, parameter in self._parameters.items():
             stored = late.get(name)
             parameter.grad = None if stored is None else widened(stored, parameter.dtype).to(parameter.dtype).view_as(parameter)
-        return lambda: True, self._figures(given) if measuring else None
+        return lambda: bool(late), self._figures(given) if measuring and late else None
 
     def _on_the_way(self, grads: dict[str, Tensor], keys: Tensor) -> tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None]:
         """Starts copying to the host. Returns the copies, and an event after which they are complete."""
@@ -83,7 +89,8 @@ class Delayed:
         with torch.no_grad(), self._aside():
             for name, host in self._hosts.items():
                 host.grad = grads.get(name)
-            self._updates.step(list(grads.values()), keys, step, False)
+            finite, _ = self._updates.step(list(grads.values()), keys, step, False)
+            grads = grads if finite() else {}
             found = {name: narrowed(grad.view(1, -1), self._half) for name, grad in grads.items()}
             late = {name: [part.to(self._device, non_blocking=True) for part in stored] for name, stored in found.items()}
             return late, self._copies and self._copies.record_event()

@@ -36,8 +36,9 @@ class Keys:
         length: of a key, at most :data:`KEY_LENGTH` unless it is flattened; shorter inputs are padded, longer ones folded.
         like: a tensor with the dtype and device of the keys.
         outputs: use the layers' outputs instead of their inputs, ``"summed"`` over the batch only or ``"flattened"``: those of
-            several calls, and then of several processes, one after the other. If a module is called inside its own call
-            (Lightning's DDP runs a training step through the module's forward), the innermost call counts.
+            several calls, and then of several processes, one after the other, and zeros after them, more of them if a batch is
+            smaller. If a module is called inside its own call (Lightning's DDP runs a training step through the module's
+            forward), the innermost call counts.
 
     A backward that recomputes activations runs a forward again. Such calls do not count: calls during a backward are skipped,
     and so are calls from a thread other than the first that runs a forward after a step.
@@ -63,11 +64,16 @@ class Keys:
 
     def take(self) -> Tensor:
         """Returns the keys (layers, length) gathered since the last call, summed over all processes, and resets them."""
-        taken = self.sums.clone()
+        taken, length = self.sums.clone(), self.sums.shape[1]
         self.sums.zero_()
         self._thread = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            taken = taken.roll(dist.get_rank() * self._filled, 1)
+            if self._outputs == "flattened":
+                filled = torch.zeros(dist.get_world_size(), dtype=torch.long, device=taken.device)
+                filled[dist.get_rank()] = self._filled
+                dist.all_reduce(filled)  # the batches of processes may differ in size
+                places = filled[: dist.get_rank()].sum() + torch.arange(min(self._filled, length), device=taken.device)
+                taken = torch.zeros_like(taken).index_copy_(1, places % length, taken[:, : len(places)])
             dist.all_reduce(taken)
         self._filled = 0
         return taken

@@ -146,7 +146,10 @@ class Updates:
         run = gcd(RUN, recipe.entries_a_block)  # a block ends where a run does
         chosen = choose(layers, recipe.subsample, run, generator)
         sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
-        entries = sum(sizes.values())
+        counted = torch.tensor(sum(sizes.values()), device=like.device)
+        if self._sharded:  # where shares differ, all processes accept or refuse together
+            dist.all_reduce(counted, dist.ReduceOp.MAX)
+        entries = int(counted)
         if entries == 0:
             raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
         if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
@@ -168,7 +171,7 @@ class Updates:
             rows = Rows(numbered, chosen, run, length, slots, most, self._together, like)
             self._groups.append(RowGroup(rows, recipe, like, generator))
         self._parts = [part for group in self._groups for part in group.rows.parts]
-        self.key_length = max(by_length)
+        self.key_length = max(by_length, default=recipe.entries_a_block)  # a process may have no entries
         self._scalars = {name: like.new_ones(()) for name in AT_REST}
         self.half = HALVES.get(recipe.dtype) if recipe.mode == "bind" else None
         self._graphs: dict[tuple, Graphed] = {}
@@ -197,11 +200,7 @@ class Updates:
 
     def _set_scalars(self, step: int) -> None:
         recipe = self.recipe
-        values = {
-            "decay": recipe.decay_at(step),
-            "fresh": 1 - recipe.ema,
-            "unbias": 1 / (1 - recipe.ema ** (step + 1)),
-        }
+        values = {"decay": recipe.decay_at(step), "fresh": 1 - recipe.ema, "unbias": 1 / (1 - recipe.ema ** (step + 1))}
         for name, scalar in self._scalars.items():
             scalar.fill_(values[name])
 
@@ -232,7 +231,9 @@ class Updates:
         of_rows = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
         a = b = measured = None
         if measure:
-            products = sum(group.rows.by_layer(rows, self._layers) for group, rows in zip(self._groups, of_rows, strict=True))
+            products = keys.new_zeros(3, self._layers)
+            for group, rows in zip(self._groups, of_rows, strict=True):
+                products += group.rows.by_layer(rows, self._layers)
             if self._sharded:
                 dist.all_reduce(products)
             if self.recipe.reshapes:
