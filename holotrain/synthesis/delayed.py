@@ -19,6 +19,8 @@ from holotrain.synthesis.updates import TOLD_AT_ONCE, Updates, arriving, figures
 Stored = dict[str, list[Tensor]]
 """Updates by the names of parameters, as :func:`~holotrain.synthesis.hologram.narrowed` gives them."""
 
+Event = torch.cuda.Event | None
+
 
 class Delayed:
     """Updates that a thread computes on the CPU, from gradients in pinned memory. Each step applies those of the step before.
@@ -39,7 +41,6 @@ class Delayed:
         self._hosts = {name: nn.Parameter(host) for name, host in hosts.items()}
         on_host = [Layer(layer.module, {name: self._hosts[name] for name in layer.parameters}) for layer in layers]
         self._updates = Updates(on_host, recipe, like.cpu())
-        self._half = self._updates.half
         self.key_length = self._updates.key_length
         self._late = self._nothing()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="synthesis")
@@ -68,7 +69,7 @@ class Delayed:
             parameter.grad = None if stored is None else widened(stored, parameter.dtype).to(parameter.dtype).view_as(parameter)
         return lambda: bool(late), self._figures(given) if measuring and late else None
 
-    def _on_the_way(self, grads: dict[str, Tensor], keys: Tensor) -> tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None]:
+    def _on_the_way(self, grads: dict[str, Tensor], keys: Tensor) -> tuple[dict[str, Tensor], Tensor, Event]:
         """Starts copying to the host. Returns the copies, and an event after which they are complete."""
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self._device))
@@ -80,9 +81,7 @@ class Delayed:
             keys = keys.to("cpu", non_blocking=True)
             return copies, keys, self._copies and self._copies.record_event()
 
-    def _compute(
-        self, grads: dict[str, Tensor], keys: Tensor, copied: torch.cuda.Event | None, step: int
-    ) -> tuple[Stored, torch.cuda.Event | None]:
+    def _compute(self, grads: dict[str, Tensor], keys: Tensor, copied: Event, step: int) -> tuple[Stored, Event]:
         """In the thread: computes the updates, and starts copying them to the device."""
         if copied is not None:
             copied.synchronize()
@@ -91,7 +90,7 @@ class Delayed:
                 host.grad = grads.get(name)
             finite, _ = self._updates.step(list(grads.values()), keys, step, False)
             grads = grads if finite() else {}
-            found = {name: narrowed(grad.view(1, -1), self._half) for name, grad in grads.items()}
+            found = {name: narrowed(grad.view(1, -1), self._updates.half) for name, grad in grads.items()}
             late = {name: [part.to(self._device, non_blocking=True) for part in stored] for name, stored in found.items()}
             return late, self._copies and self._copies.record_event()
 
@@ -118,10 +117,7 @@ class Delayed:
 
     def _nothing(self) -> Stored:
         """Updates of zero."""
-        return {
-            name: narrowed(torch.zeros(1, parameter.numel(), dtype=parameter.dtype, device=self._device), self._half)
-            for name, parameter in self._parameters.items()
-        }
+        return {name: narrowed(p.new_zeros(1, p.numel()), self._updates.half) for name, p in self._parameters.items()}
 
     def state(self) -> dict[str, Tensor]:
         """The tensors kept between steps, by name: those of the updates, and the updates that wait."""
@@ -130,7 +126,7 @@ class Delayed:
         return self._updates.state() | waiting
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over a state. A parameter that is not in it had no gradient."""
+        """Takes over a state. A parameter that is not in it had no gradient, or one that was not finite."""
         self._finish()
         self._updates.load(tensors)
         self._late = {name: parts for name, parts in self._nothing().items() if f"late.{name}.0" in tensors}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,10 +43,7 @@ class Keys:
     and so are calls from a thread other than the first that runs a forward after a step.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Iterable[Layer], length: int, like: Tensor, outputs: str | None = None
-    ) -> None:
-        layers = list(layers)
+    def __init__(self, model: nn.Module, layers: list[Layer], length: int, like: Tensor, outputs: str | None = None) -> None:
         length = length if outputs == "flattened" else min(length, KEY_LENGTH)
         self.sums = torch.zeros(len(layers), length, dtype=like.dtype, device=like.device)
         self._filled = 0
@@ -55,7 +51,7 @@ class Keys:
         self._outputs = outputs
         self._model = weakref.ref(model)
         self._thread: int | None = None
-        self._begun = [True] * len(layers)
+        self.begun = [True] * len(layers)
         self._handles = []
         for number, layer in enumerate(layers):
             self._handles.append(layer.module.register_forward_hook(_Hook(self, number), with_kwargs=True))
@@ -83,17 +79,14 @@ class Keys:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, number: int) -> None:
-        self._begun[number] = True
-
     def gather(self, number: int, module: nn.Module, given: Any, returned: Any) -> None:
         model = self._model()
         if model is None or not model.training or torch._C._current_graph_task_id() != -1:
             return
         self._thread = self._thread or threading.get_ident()
-        if threading.get_ident() != self._thread or (self._outputs and not self._begun[number]):
+        if threading.get_ident() != self._thread or (self._outputs and not self.begun[number]):
             return
-        self._begun[number] = False
+        self.begun[number] = False
         tensor = next((t for t in tree_leaves(returned if self._outputs else (given, returned)) if _is_floating(t)), None)
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
@@ -122,9 +115,6 @@ class _Hook:
         if self._keys is not None:
             self._keys.gather(self._number, module, (args, kwargs), returned)
 
-    def __deepcopy__(self, memo: dict) -> _Hook:
-        return type(self)(None, self._number)
-
     def __reduce__(self):
         return type(self), (None, self._number)
 
@@ -134,7 +124,7 @@ class _Beginning(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if self._keys is not None:
-            self._keys.begin(self._number)
+            self._keys.begun[self._number] = True
 
 
 def _total(x: Tensor, module: nn.Module, dtype: torch.dtype, over_batch: bool) -> Tensor:

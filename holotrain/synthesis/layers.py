@@ -61,7 +61,10 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
         raise ValueError("no parameter is covered: none requires grad, or covers selects none")
     first, other = named[0]
     for name, parameter in named:
-        if type(parameter).__name__ == "FlatParameter" or not _in_rows(parameter):
+        by_rows = not is_sharded(parameter) or (
+            parameter.device_mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard(0)
+        )
+        if type(parameter).__name__ == "FlatParameter" or not by_rows:
             raise ValueError(
                 f"{name} is sharded by FSDP1 or tensor parallel; synthesis needs whole ones, or fully_shard over all processes"
             )
@@ -79,13 +82,6 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
 def shares_of(layers: list[Layer]) -> int:
     """The number of processes over which the rows of parameters are divided."""
     return max(parameter.device_mesh.size() if is_sharded(parameter) else 1 for _, parameter in _pairs(layers))
-
-
-def _in_rows(parameter: nn.Parameter) -> bool:
-    """Whether it is whole, or its rows are divided over all processes."""
-    if not is_sharded(parameter):
-        return True
-    return parameter.device_mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard(0)
 
 
 def working_dtype(layers: list[Layer]) -> torch.dtype:

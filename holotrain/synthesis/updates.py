@@ -15,7 +15,7 @@ from holotrain.synthesis.association import Association
 from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
 from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
-from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
+from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import Fourier, Hadamard, folded, next_power_of_two, units
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
@@ -43,9 +43,8 @@ class RowGroup:
     """
 
     def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
-        self.rows, self._recipe = rows, recipe
         length, slots = rows.length, rows.slots
-        self._slots = slots
+        self.rows, self._recipe, self._slots = rows, recipe, slots
         self.transform = Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else Fourier(length)
         # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
         self._marks = None
@@ -146,16 +145,17 @@ class Updates:
         run = gcd(RUN, recipe.entries_a_block)  # a block ends where a run does
         chosen = choose(layers, recipe.subsample, run, generator)
         sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
-        counted = torch.tensor(sum(sizes.values()), device=like.device)
-        if self._sharded:  # where shares differ, all processes accept or refuse together
-            dist.all_reduce(counted, dist.ReduceOp.MAX)
-        entries = int(counted)
+        entries = sum(sizes.values())
+        if self._sharded:  # shares differ, and all processes must refuse together
+            most = torch.tensor(entries, device=like.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            entries = int(most)
         if entries == 0:
             raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
         if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
             raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} covered entries")
         whole = recipe.representation == "flattened" and recipe.transform == "fft"  # as published, without padding
-        by_length: dict[int, list[tuple[int, Layer]]] = {}
+        by_length: dict[int, Numbered] = {}
         for number, layer in enumerate(layers):
             if sizes[number]:
                 length = recipe.entries_a_block or (sizes[number] if whole else next_power_of_two(sizes[number]))
@@ -296,8 +296,7 @@ def total(tensors: list[Tensor]) -> Tensor:
     """A number that is finite if all entries are finite (and their sum does not overflow)."""
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
-    norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
-    return torch.stack(norms).sum()
+    return torch.stack(torch._foreach_norm(tensors, 1, dtype=torch.float32)).sum()
 
 
 def arriving(flag: Tensor) -> Callable[[], bool]:
