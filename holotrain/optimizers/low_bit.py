@@ -59,14 +59,13 @@ def _adapted(base: type[Optimizer]) -> type[Optimizer]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        shares = {p: local(p) for p in parameters}
-        for parameter, share in shares.items():
+        groups = [(group, {p: local(p) for p in group["params"] if p.grad is not None}) for group in self.param_groups]
+        self.of_shares = {share: parameter for _, shares in groups for parameter, share in shares.items()}
+        for share, parameter in self.of_shares.items():
             share.grad = local(parameter.grad)
-        self.of_shares = {share: parameter for parameter, share in shares.items()}
-        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        on_cpu = all(share.device.type == "cpu" for share in self.of_shares)
         try:
-            with standing_in(self, shares), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            with standing_in(self, groups), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                 base.step(self)
         finally:
             for share, parameter in self.of_shares.items():
