@@ -26,6 +26,10 @@ UNDIVIDED = ("qmap",)
 """Parts that are the same for every share of a tensor. The others belong to blocks of its entries."""
 
 
+class UnfitState(ValueError):
+    """A state is not one of this optimizer and these parameters."""
+
+
 def with_plain_state(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer, whose ``state_dict`` holds plain tensors from now on, and whose ``load_state_dict`` takes them.
 
@@ -33,7 +37,7 @@ def with_plain_state(optimizer: Optimizer) -> Optimizer:
         optimizer: its ``fresh_state(parameter, group)`` returns what the state of a parameter is before its first step.
 
     Raises:
-        ValueError: in ``load_state_dict``: a part of a state is missing, or differs from a fresh one in shape or dtype.
+        UnfitState: in ``load_state_dict``: a part of a state is missing, or differs from a fresh one in shape or dtype.
     """
     optimizer.register_state_dict_post_hook(_plain_state)
     optimizer.register_load_state_dict_pre_hook(_rebuilt_state)
@@ -124,7 +128,7 @@ def _as_sharded(share: Tensor, parameter: Tensor) -> Tensor:
 def _rebuilt(optimizer: Any, state: Any, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     fresh = optimizer.fresh_state(parameter, group)
     if not isinstance(state, dict) or state.keys() != fresh.keys():
-        raise ValueError(f"the optimizer's state of a parameter must hold {', '.join(fresh)}, and nothing else")
+        raise UnfitState(f"the optimizer's state of a parameter must hold {', '.join(fresh)}, and nothing else")
     found = {}
     for name, value in state.items():
         new = fresh[name]
@@ -145,7 +149,7 @@ def _rebuilt(optimizer: Any, state: Any, parameter: Tensor, group: dict[str, Any
 def _assembled(name: str, value: dict[str, Any], new: Tensor, parameter: Tensor) -> Tensor:
     """The tensor like ``new`` of a dictionary; of a sharded parameter this process's share."""
     if not is_traceable_wrapper_subclass(new) or value.get(CLASS) != type(new).__name__:
-        raise ValueError(f"the optimizer's state has {name} as {value.get(CLASS)}, and this optimizer as {type(new).__name__}")
+        raise UnfitState(f"the optimizer's state has {name} as {value.get(CLASS)}, and this optimizer as {type(new).__name__}")
     parts = {}
     for key, like in _stored(new).items():
         part = value.get(key)
@@ -165,7 +169,7 @@ def _require_like(name: str, part: Any, like: Tensor, any_float: bool = False) -
     fits = isinstance(part, Tensor) and part.shape == like.shape and part.layout == like.layout
     if not fits or (part.dtype != like.dtype and not (any_float and part.is_floating_point())):
         said = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else "missing" if part is None else "no tensor"
-        raise ValueError(f"the optimizer's state does not fit: {name} is {said}, not {like.dtype} {tuple(like.shape)}")
+        raise UnfitState(f"the optimizer's state does not fit: {name} is {said}, not {like.dtype} {tuple(like.shape)}")
 
 
 def _share_of(tensor: Tensor, parameter: Tensor) -> Tensor:
