@@ -49,12 +49,16 @@ class SaveOnSignal(Checkpoint):
         self._agreement: Agreement | None = None
         self._previous: dict[int, Any] = {}
         self._leads = False
+        self._in_epoch = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._agreement = Agreement(getattr(trainer.strategy, "_timeout", None))
         self._leads = trainer.is_global_zero
         if threading.current_thread() is threading.main_thread():
             self._previous = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._in_epoch = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -72,6 +76,7 @@ class SaveOnSignal(Checkpoint):
             self._save_and_raise(trainer, self._agreement.now(self.received or 0))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._in_epoch = False
         self._save_and_raise(trainer, self._agreement.now(self.received or 0))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -93,7 +98,8 @@ class SaveOnSignal(Checkpoint):
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         if self._leads:
             name = signal.Signals(signum).name
-            words = f"holotrain: {name}: saving when this step is complete; {name} again ends at once, without saving\n"
+            when = " when this step is complete" if self._in_epoch else ""
+            words = f"holotrain: {name}: saving{when}; {name} again ends at once, without saving\n"
             with suppress(OSError):  # the same signal may have ended who reads this
                 os.write(2, words.encode())  # print may be interrupted by itself
 

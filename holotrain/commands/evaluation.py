@@ -24,6 +24,7 @@ from holotrain.config.build_trainer import build_trainer
 from holotrain.config.devices import check_device
 from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
+from holotrain.optimizers import UnfitState
 from holotrain.targets import first_line
 from holotrain.tasks import Task
 from holotrain.tasks.modules import model_of
@@ -67,12 +68,14 @@ def lightning_refusals(command: str) -> Iterator[None]:
     """
     Raises:
         UserError: Lightning refuses to begin: a LightningModule or data of others have no step or loader for this command, or
-            a fraction of the batches is less than one batch.
+            a fraction of the batches is less than one batch; or the optimizer refuses its state in a checkpoint.
     """
     try:
         yield
     except MisconfigurationException as error:
         raise UserError(f"{command}: {first_line(error)}") from error
+    except UnfitState as error:
+        raise UserError(f"ckpt_path: {error}") from error
 
 
 def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:

@@ -10,5 +10,6 @@ plain_state   states of a library's own classes of tensors, as plain tensors in 
 from holotrain.optimizers.combined import CombinedOptimizer
 from holotrain.optimizers.in_backward import InBackward
 from holotrain.optimizers.low_bit import low_bit
+from holotrain.optimizers.plain_state import UnfitState
 
-__all__ = ["CombinedOptimizer", "InBackward", "low_bit"]
+__all__ = ["CombinedOptimizer", "InBackward", "UnfitState", "low_bit"]

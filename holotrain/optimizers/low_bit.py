@@ -53,20 +53,33 @@ def _adapted(base: type[Optimizer]) -> type[Optimizer]:
             return torch.zeros_like(share)  # torchao asks the share alone, so those of one parameter could differ
         return base._new_buffer(self, share, signed)
 
+    def fresh_state(self: Any, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """What torchao makes before the first step of a parameter, or of its share."""
+        share = local(parameter)
+        self.of_shares = {share: parameter}
+        made = {
+            "step": torch.tensor(0.0),
+            "exp_avg": self._new_buffer(share, True),
+            "exp_avg_sq": self._new_buffer(share, False),
+        }
+        if group["amsgrad"]:
+            made["max_exp_avg_sq"] = self._new_buffer(share, False)
+        self.of_shares = {}
+        return made
+
     def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
         """Steps the shares of parameters (which torchao, 0.18, does only in fp32)."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        shares = {p: local(p) for p in parameters}
-        for parameter, share in shares.items():
+        groups = [(group, {p: local(p) for p in group["params"] if p.grad is not None}) for group in self.param_groups]
+        self.of_shares = {share: parameter for _, shares in groups for parameter, share in shares.items()}
+        for share, parameter in self.of_shares.items():
             share.grad = local(parameter.grad)
-        self.of_shares = {share: parameter for parameter, share in shares.items()}
-        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        on_cpu = all(share.device.type == "cpu" for share in self.of_shares)
         try:
-            with standing_in(self, shares), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            with standing_in(self, groups), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                 base.step(self)
         finally:
             for share, parameter in self.of_shares.items():
@@ -75,4 +88,5 @@ def _adapted(base: type[Optimizer]) -> type[Optimizer]:
             self.of_shares = {}
         return loss
 
-    return type(base.__name__, (base,), {"_new_buffer": new_buffer, "step": step, "__module__": __name__})
+    changed = {"_new_buffer": new_buffer, "fresh_state": fresh_state, "step": step}
+    return type(base.__name__, (base,), changed | {"__module__": __name__})

@@ -8,7 +8,7 @@ so that it is the same for any number of processes.
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,21 +19,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holotrain.shards import is_sharded, local
 
-CLASS, CONTEXT, FLOATS = ABOUT = "tensor_class", "context", "floats"
-"""Keys of a tensor's class, of further arguments and of the dtypes of parts of 8-bit floats, beside its parts. Those parts are
-kept as bytes, which gloo can gather."""
-
-EIGHT_BITS = {str(dtype): dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+CLASS = "tensor_class"
+"""Key of a tensor's class, beside its parts."""
 
 UNDIVIDED = ("qmap",)
 """Parts that are the same for every share of a tensor. The others belong to blocks of its entries."""
 
 
+class UnfitState(ValueError):
+    """A state is not one of this optimizer and these parameters."""
+
+
 def with_plain_state(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer, whose ``state_dict`` holds plain tensors from now on, and whose ``load_state_dict`` takes them.
 
+    Args:
+        optimizer: its ``fresh_state(parameter, group)`` returns what the state of a parameter is before its first step.
+
     Raises:
-        ValueError: in ``load_state_dict``: a tensor's class is unknown, or its parts do not fit.
+        UnfitState: in ``load_state_dict``: a part of a state is missing, or differs from a fresh one in shape or dtype.
     """
     optimizer.register_state_dict_post_hook(_plain_state)
     optimizer.register_load_state_dict_pre_hook(_rebuilt_state)
@@ -72,34 +76,36 @@ def _plain_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def _rebuilt_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return _with_each(_rebuilt, optimizer, state_dict)
+    return _with_each(partial(_rebuilt, optimizer), optimizer, state_dict)
 
 
 def _with_each(change: Any, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state whose values are ``change(value, parameter)``."""
+    """A state of which that of each parameter is ``change(state, parameter, group)``."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     of = dict(zip(numbers, parameters, strict=False))  # load_state_dict reports other lengths
-    state = {
-        number: {name: change(value, of[number]) for name, value in kept.items()} if number in of else kept
-        for number, kept in state_dict["state"].items()
-    }
+    state = {n: change(kept, *of[n]) if n in of else kept for n, kept in state_dict["state"].items()}
     return state_dict | {"state": state}
 
 
-def _plain(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.shape != local(parameter).shape:
-        return value
-    if not is_traceable_wrapper_subclass(value):
-        return _as_sharded(value, parameter)
-    names, context = value.__tensor_flatten__()
-    said = ["dtype" if isinstance(x, torch.dtype) else "shape" if isinstance(x, tuple) else x for x in context]
-    parts = {name: getattr(value, name) for name in names}
-    floats = {name: str(part.dtype) for name, part in parts.items() if part.is_floating_point() and part.itemsize == 1}
-    parts |= {name: parts[name].view(torch.uint8) for name in floats}
-    for name in parts.keys() - {*UNDIVIDED}:
-        parts[name] = _as_sharded(_by_rows(parts[name], value.shape), parameter)
-    return {CLASS: type(value).__name__, CONTEXT: said, FLOATS: floats, **parts}
+def _plain(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in state.items():
+        if is_traceable_wrapper_subclass(value):
+            parts = _stored(value).items()
+            found[name] = {CLASS: type(value).__name__}
+            found[name] |= {part: x if part in UNDIVIDED else _as_sharded(x, parameter) for part, x in parts}
+        else:
+            found[name] = _as_sharded(value, parameter) if value.shape == local(parameter).shape else value
+    return found
+
+
+def _stored(tensor: Tensor) -> dict[str, Tensor]:
+    """The parts of a tensor as a checkpoint has them: 8-bit floats as bytes, which gloo can gather, and by rows."""
+    names, _ = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    parts = {name: x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x for name, x in parts.items()}
+    return {name: x if name in UNDIVIDED else _by_rows(x, tensor.shape) for name, x in parts.items()}
 
 
 def _by_rows(part: Tensor, shape: torch.Size) -> Tensor:
@@ -119,38 +125,51 @@ def _as_sharded(share: Tensor, parameter: Tensor) -> Tensor:
     return type(parameter.data).from_local(share, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _rebuilt(value: Any, parameter: Tensor) -> Any:
-    if isinstance(value, Tensor) and is_sharded(parameter) and value.shape == parameter.shape:
-        return _share_of(value, parameter)
-    if not isinstance(value, dict) or CLASS not in value:
-        return value
-    try:
-        return _in_shares(value, parameter) if is_sharded(parameter) else _assembled(value, parameter)
-    except (ArithmeticError, AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(f"the optimizer's state is no {value[CLASS]} of shape {tuple(parameter.shape)}: {error}") from error
+def _rebuilt(optimizer: Any, state: Any, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    fresh = optimizer.fresh_state(parameter, group)
+    if not isinstance(state, dict) or state.keys() != fresh.keys():
+        raise UnfitState(f"the optimizer's state of a parameter must hold {', '.join(fresh)}, and nothing else")
+    found = {}
+    for name, value in state.items():
+        new = fresh[name]
+        if not isinstance(value, dict):
+            as_parameter = isinstance(value, Tensor) and is_sharded(parameter) and value.shape == parameter.shape
+            found[name] = _share_of(value, parameter) if as_parameter else value
+            _require_like(name, found[name], new, any_float=True)
+        elif is_traceable_wrapper_subclass(new) or not is_sharded(parameter):
+            found[name] = _assembled(name, value, new, parameter)
+        else:  # shares are not whole blocks: plain numbers with the same values
+            like = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            whole = {key: x.full_tensor() if is_sharded(x) else x for key, x in value.items()}
+            like.copy_(_assembled(name, whole, optimizer.fresh_state(like, group)[name], like))
+            found[name] = _share_of(like, parameter)
+    return found
 
 
-def _in_shares(value: dict[str, Any], parameter: Tensor) -> Tensor:
-    """This process's share, of the class; where shares are not whole blocks, of plain numbers with the same values."""
-    divided = {name: part for name, part in value.items() if name not in (*ABOUT, *UNDIVIDED)}
-    if all(whole_blocks(parameter, max(1, parameter.numel() // part.numel())) for part in divided.values()):
-        return _assembled(value | {name: _share_of(part, parameter) for name, part in divided.items()}, local(parameter))
-    like = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    whole = {name: part.full_tensor() if is_sharded(part) else part for name, part in divided.items()}
-    return _share_of(like.copy_(_assembled(value | whole, like)), parameter)
+def _assembled(name: str, value: dict[str, Any], new: Tensor, parameter: Tensor) -> Tensor:
+    """The tensor like ``new`` of a dictionary; of a sharded parameter this process's share."""
+    if not is_traceable_wrapper_subclass(new) or value.get(CLASS) != type(new).__name__:
+        raise UnfitState(f"the optimizer's state has {name} as {value.get(CLASS)}, and this optimizer as {type(new).__name__}")
+    parts = {}
+    for key, like in _stored(new).items():
+        part = value.get(key)
+        if isinstance(part, Tensor) and is_sharded(parameter) and key not in UNDIVIDED and part.ndim:
+            part = _share_of(part, parameter)
+        _require_like(f"{name}.{key}", part, like)
+        own = getattr(new, key)
+        parts[key] = part.to(own.device).contiguous().view(own.dtype).view(own.shape)
+    return type(new).__tensor_unflatten__(parts, new.__tensor_flatten__()[1], new.shape, new.stride())
 
 
-def _assembled(value: dict[str, Any], like: Tensor) -> Tensor:
-    """The tensor of a dictionary, on the device of ``like`` and with its shape and dtype."""
-    torchao = sys.modules.get("torchao.utils")  # the file names no module to import
-    classes = {each.__name__: each for each in torchao.TorchAOBaseTensor.__subclasses__()} if torchao else {}
-    if value[CLASS] not in classes:
-        raise ValueError(f"the optimizer's state is of {value[CLASS]}, a class that this optimizer does not use")
-    parts = {name: part.to(like.device) for name, part in value.items() if name not in ABOUT}
-    parts |= {name: parts[name].view(EIGHT_BITS[dtype]) for name, dtype in value[FLOATS].items()}
-    parts = {name: part if part.shape == like.shape else part.flatten() for name, part in parts.items()}
-    context = [{"dtype": like.dtype, "shape": like.shape}.get(x, x) for x in value[CONTEXT]]
-    return classes[value[CLASS]].__tensor_unflatten__(parts, context, like.shape, like.stride())
+def _require_like(name: str, part: Any, like: Tensor, any_float: bool = False) -> None:
+    """
+    Args:
+        any_float: whether floats of another dtype fit, too.
+    """
+    fits = isinstance(part, Tensor) and part.shape == like.shape and part.layout == like.layout
+    if not fits or (part.dtype != like.dtype and not (any_float and part.is_floating_point())):
+        said = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else "missing" if part is None else "no tensor"
+        raise UnfitState(f"the optimizer's state does not fit: {name} is {said}, not {like.dtype} {tuple(like.shape)}")
 
 
 def _share_of(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from holotrain.synthesis.transforms import Fourier, Hadamard, Transform, folded, next_power_of_two, units
 
+Operation = Callable[[Transform, Tensor, Tensor], Tensor]
+
 
 def phasor_bind(x: Tensor, key: Tensor, length: int | None = None, block_length: int | None = None) -> Tensor:
     """``irfft(X / |X| * conj(K / |K|))``: a circular correlation of the phases.
@@ -83,12 +85,7 @@ def _unbound(transform: Transform, bound: Tensor, key: Tensor) -> Tensor:
 
 
 def _apply(
-    operation: Callable[[Transform, Tensor, Tensor], Tensor],
-    make: Callable[[int], Transform],
-    x: Tensor,
-    key: Tensor,
-    length: int | None,
-    block_length: int | None,
+    operation: Operation, make: Callable[[int], Transform], x: Tensor, key: Tensor, length: int | None, block_length: int | None
 ) -> Tensor:
     for name, vector in (("the vector", x), ("the key", key)):
         if not vector.is_floating_point() or vector.ndim == 0 or vector.shape[-1] == 0:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from holotrain.synthesis.hologram import narrowed, widened
 from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import Recipe
-from holotrain.synthesis.updates import Updates, arriving, figures, total
+from holotrain.synthesis.updates import TOLD_AT_ONCE, Updates, arriving, figures, total
 
 Stored = dict[str, list[Tensor]]
 """Updates by the names of parameters, as :func:`~holotrain.synthesis.hologram.narrowed` gives them."""
+
+Event = torch.cuda.Event | None
 
 
 class Delayed:
@@ -39,7 +41,6 @@ class Delayed:
         self._hosts = {name: nn.Parameter(host) for name, host in hosts.items()}
         on_host = [Layer(layer.module, {name: self._hosts[name] for name in layer.parameters}) for layer in layers]
         self._updates = Updates(on_host, recipe, like.cpu())
-        self._half = self._updates.half
         self.key_length = self._updates.key_length
         self._late = self._nothing()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="synthesis")
@@ -48,21 +49,27 @@ class Delayed:
         self._aside = nullcontext if self._copies is None else partial(torch.cuda.stream, self._copies)
 
     def step(self, grads: list[Tensor], keys: Tensor, step: int, measuring: bool) -> tuple[Callable[[], bool], Tensor | None]:
-        """As :meth:`Updates.step`, but it replaces gradients by the updates of the step before. A skipped step leaves these."""
-        if not arriving(total([*grads, keys]).isfinite())():
+        """As :meth:`Updates.step`, but it replaces gradients by the updates of the step before. A skipped step leaves these.
+
+        On a GPU the thread finds NaN and infinity, so that nobody waits for the GPU. Then the update is missing, and the next
+        step, which would apply it, is the one that is skipped. A gradient that is not covered is used now: it is waited for.
+        """
+        given = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        at_once = self._device.type in TOLD_AT_ONCE or len(grads) > len(given)
+        if at_once and not arriving(total([*grads, keys]).isfinite())():
             return lambda: False, None
         self._finish()
-        late, given = self._late, {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        late = self._late
         copies, keys, copied = self._on_the_way(given, keys)
-        self._working = self._thread.submit(self._compute, copies, keys, copied, step)
+        self._working = self._thread.submit(self._compute, copies, keys, copied, step if late else step - 1)
         if copied is not None:  # the next backward may write into the same memory, such as DDP's buckets
             torch.cuda.current_stream(self._device).wait_event(copied)
         for name, parameter in self._parameters.items():
             stored = late.get(name)
             parameter.grad = None if stored is None else widened(stored, parameter.dtype).to(parameter.dtype).view_as(parameter)
-        return lambda: True, self._figures(given) if measuring else None
+        return lambda: bool(late), self._figures(given) if measuring and late else None
 
-    def _on_the_way(self, grads: dict[str, Tensor], keys: Tensor) -> tuple[dict[str, Tensor], Tensor, torch.cuda.Event | None]:
+    def _on_the_way(self, grads: dict[str, Tensor], keys: Tensor) -> tuple[dict[str, Tensor], Tensor, Event]:
         """Starts copying to the host. Returns the copies, and an event after which they are complete."""
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self._device))
@@ -74,17 +81,16 @@ class Delayed:
             keys = keys.to("cpu", non_blocking=True)
             return copies, keys, self._copies and self._copies.record_event()
 
-    def _compute(
-        self, grads: dict[str, Tensor], keys: Tensor, copied: torch.cuda.Event | None, step: int
-    ) -> tuple[Stored, torch.cuda.Event | None]:
+    def _compute(self, grads: dict[str, Tensor], keys: Tensor, copied: Event, step: int) -> tuple[Stored, Event]:
         """In the thread: computes the updates, and starts copying them to the device."""
         if copied is not None:
             copied.synchronize()
         with torch.no_grad(), self._aside():
             for name, host in self._hosts.items():
                 host.grad = grads.get(name)
-            self._updates.step(list(grads.values()), keys, step, False)
-            found = {name: narrowed(grad.view(1, -1), self._half) for name, grad in grads.items()}
+            finite, _ = self._updates.step(list(grads.values()), keys, step, False)
+            grads = grads if finite() else {}
+            found = {name: narrowed(grad.view(1, -1), self._updates.half) for name, grad in grads.items()}
             late = {name: [part.to(self._device, non_blocking=True) for part in stored] for name, stored in found.items()}
             return late, self._copies and self._copies.record_event()
 
@@ -111,10 +117,7 @@ class Delayed:
 
     def _nothing(self) -> Stored:
         """Updates of zero."""
-        return {
-            name: narrowed(torch.zeros(1, parameter.numel(), dtype=parameter.dtype, device=self._device), self._half)
-            for name, parameter in self._parameters.items()
-        }
+        return {name: narrowed(p.new_zeros(1, p.numel()), self._updates.half) for name, p in self._parameters.items()}
 
     def state(self) -> dict[str, Tensor]:
         """The tensors kept between steps, by name: those of the updates, and the updates that wait."""
@@ -123,7 +126,7 @@ class Delayed:
         return self._updates.state() | waiting
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over a state. A parameter that is not in it had no gradient."""
+        """Takes over a state. A parameter that is not in it had no gradient, or one that was not finite."""
         self._finish()
         self._updates.load(tensors)
         self._late = {name: parts for name, parts in self._nothing().items() if f"late.{name}.0" in tensors}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,17 +35,15 @@ class Keys:
         length: of a key, at most :data:`KEY_LENGTH` unless it is flattened; shorter inputs are padded, longer ones folded.
         like: a tensor with the dtype and device of the keys.
         outputs: use the layers' outputs instead of their inputs, ``"summed"`` over the batch only or ``"flattened"``: those of
-            several calls, and then of several processes, one after the other. If a module is called inside its own call
-            (Lightning's DDP runs a training step through the module's forward), the innermost call counts.
+            several calls, and then of several processes, one after the other, and zeros after them, more of them if a batch is
+            smaller. If a module is called inside its own call (Lightning's DDP runs a training step through the module's
+            forward), the innermost call counts.
 
     A backward that recomputes activations runs a forward again. Such calls do not count: calls during a backward are skipped,
     and so are calls from a thread other than the first that runs a forward after a step.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Iterable[Layer], length: int, like: Tensor, outputs: str | None = None
-    ) -> None:
-        layers = list(layers)
+    def __init__(self, model: nn.Module, layers: list[Layer], length: int, like: Tensor, outputs: str | None = None) -> None:
         length = length if outputs == "flattened" else min(length, KEY_LENGTH)
         self.sums = torch.zeros(len(layers), length, dtype=like.dtype, device=like.device)
         self._filled = 0
@@ -54,7 +51,7 @@ class Keys:
         self._outputs = outputs
         self._model = weakref.ref(model)
         self._thread: int | None = None
-        self._begun = [True] * len(layers)
+        self.begun = [True] * len(layers)
         self._handles = []
         for number, layer in enumerate(layers):
             self._handles.append(layer.module.register_forward_hook(_Hook(self, number), with_kwargs=True))
@@ -63,11 +60,16 @@ class Keys:
 
     def take(self) -> Tensor:
         """Returns the keys (layers, length) gathered since the last call, summed over all processes, and resets them."""
-        taken = self.sums.clone()
+        taken, length = self.sums.clone(), self.sums.shape[1]
         self.sums.zero_()
         self._thread = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            taken = taken.roll(dist.get_rank() * self._filled, 1)
+            if self._outputs == "flattened":
+                filled = torch.zeros(dist.get_world_size(), dtype=torch.long, device=taken.device)
+                filled[dist.get_rank()] = self._filled
+                dist.all_reduce(filled)  # the batches of processes may differ in size
+                places = filled[: dist.get_rank()].sum() + torch.arange(min(self._filled, length), device=taken.device)
+                taken = torch.zeros_like(taken).index_copy_(1, places % length, taken[:, : len(places)])
             dist.all_reduce(taken)
         self._filled = 0
         return taken
@@ -77,17 +79,14 @@ class Keys:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, number: int) -> None:
-        self._begun[number] = True
-
     def gather(self, number: int, module: nn.Module, given: Any, returned: Any) -> None:
         model = self._model()
         if model is None or not model.training or torch._C._current_graph_task_id() != -1:
             return
         self._thread = self._thread or threading.get_ident()
-        if threading.get_ident() != self._thread or (self._outputs and not self._begun[number]):
+        if threading.get_ident() != self._thread or (self._outputs and not self.begun[number]):
             return
-        self._begun[number] = False
+        self.begun[number] = False
         tensor = next((t for t in tree_leaves(returned if self._outputs else (given, returned)) if _is_floating(t)), None)
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
@@ -116,9 +115,6 @@ class _Hook:
         if self._keys is not None:
             self._keys.gather(self._number, module, (args, kwargs), returned)
 
-    def __deepcopy__(self, memo: dict) -> _Hook:
-        return type(self)(None, self._number)
-
     def __reduce__(self):
         return type(self), (None, self._number)
 
@@ -128,7 +124,7 @@ class _Beginning(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if self._keys is not None:
-            self._keys.begin(self._number)
+            self._keys.begun[self._number] = True
 
 
 def _total(x: Tensor, module: nn.Module, dtype: torch.dtype, over_batch: bool) -> Tensor:

@@ -30,7 +30,7 @@ def layers_of(model: nn.Module, covers: Covers | None = None) -> list[Layer]:
 
     Raises:
         ValueError: no parameter is covered; a parameter is complex, or sharded otherwise than FSDP2 does over all processes;
-            parameters are on several devices.
+            some are sharded and others whole, or on several devices.
     """
     taken: set[int] = set()
     layers = []
@@ -59,16 +59,22 @@ def _pairs(layers: list[Layer]) -> Iterator[tuple[str, nn.Parameter]]:
 def _check(named: list[tuple[str, nn.Parameter]]) -> None:
     if not named:
         raise ValueError("no parameter is covered: none requires grad, or covers selects none")
-    first, device = named[0][0], named[0][1].device
+    first, other = named[0]
     for name, parameter in named:
-        if type(parameter).__name__ == "FlatParameter" or not _in_rows(parameter):
+        by_rows = not is_sharded(parameter) or (
+            parameter.device_mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard(0)
+        )
+        if type(parameter).__name__ == "FlatParameter" or not by_rows:
             raise ValueError(
                 f"{name} is sharded by FSDP1 or tensor parallel; synthesis needs whole ones, or fully_shard over all processes"
             )
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is of {parameter.dtype}; synthesis needs real floating parameters")
-        if parameter.device != device:
-            raise ValueError(f"{name} is on {parameter.device} and {first} on {device}; synthesis needs one device")
+        if parameter.device != other.device:
+            raise ValueError(f"{name} is on {parameter.device} and {first} on {other.device}; synthesis needs one device")
+        if is_sharded(parameter) != is_sharded(other):
+            sharded, whole = (name, first) if is_sharded(parameter) else (first, name)
+            raise ValueError(f"{sharded} is sharded by FSDP2 and {whole} is not; cover either sharded parameters or whole ones")
         if parameter.device.type == "meta":
             raise ValueError(f"{name} is on the meta device; allocate it before it is covered")
 
@@ -76,13 +82,6 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
 def shares_of(layers: list[Layer]) -> int:
     """The number of processes over which the rows of parameters are divided."""
     return max(parameter.device_mesh.size() if is_sharded(parameter) else 1 for _, parameter in _pairs(layers))
-
-
-def _in_rows(parameter: nn.Parameter) -> bool:
-    """Whether it is whole, or its rows are divided over all processes."""
-    if not is_sharded(parameter):
-        return True
-    return parameter.device_mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard(0)
 
 
 def working_dtype(layers: list[Layer]) -> torch.dtype:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from holotrain.shards import local
 from holotrain.synthesis.layers import Layer
 
+Numbered = list[tuple[int, Layer]]
 Stretches = list[tuple[int, slice]]
 """Numbers of layers, with their rows in a part."""
 
@@ -129,15 +130,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        numbered: list[tuple[int, Layer]],
-        chosen: Chosen,
-        run: int,
-        length: int,
-        slots: int,
-        most: int,
-        together: bool,
-        like: Tensor,
+        self, numbered: Numbered, chosen: Chosen, run: int, length: int, slots: int, most: int, together: bool, like: Tensor
     ) -> None:
         self.length, self.slots = length, slots
         extents: list[tuple[int, int, int, nn.Parameter, Tensor | None]] = []
@@ -203,20 +196,15 @@ def _stretches(owners: list[int]) -> Stretches:
 
 def choose(layers: Iterable[Layer], subsample: float, run: int, generator: torch.Generator) -> Chosen:
     """Chooses a random part of the runs of each parameter, in order; None for all entries."""
-    return {
-        parameter: None if subsample == 1 else _choice(local(parameter).numel() // run, subsample, generator)
-        for layer in layers
-        for parameter in layer.parameters.values()
-    }
+    runs = {p: local(p).numel() // run for layer in layers for p in layer.parameters.values()}
+    if subsample == 1:
+        return dict.fromkeys(runs)
+    return {p: torch.randperm(n, generator=generator)[: round(subsample * n)].sort().values for p, n in runs.items()}
 
 
 def size_of(layer: Layer, chosen: Chosen, run: int) -> int:
     """How many entries of a layer take part."""
     return sum(_size(parameter, chosen[parameter], run) for parameter in layer.parameters.values())
-
-
-def _choice(runs: int, subsample: float, generator: torch.Generator) -> Tensor:
-    return torch.randperm(runs, generator=generator)[: round(subsample * runs)].sort().values
 
 
 def _size(parameter: nn.Parameter, runs: Tensor | None, run: int) -> int:

@@ -65,8 +65,7 @@ class HolographicSynthesis:
             layers = as_one(model, layers)
             if not self.recipe.mix and self.recipe.cosine_floor is None:
                 warnings.warn(
-                    "bind as published is not a descent direction and does not train; use mix or cosine_floor",
-                    stacklevel=2,
+                    "bind as published is not a descent direction and does not train; use mix or cosine_floor", stacklevel=2
                 )
         self.parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
         self.steps = 0
@@ -83,8 +82,7 @@ class HolographicSynthesis:
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """The tensors kept between steps: holograms, running means, and updates that wait. Momentum would take as many bytes as
-        the parameters.
+        """The tensors kept between steps: holograms, running means, and updates that wait.
 
         A step also needs temporary memory: a few MiB on a CPU; as much as the gradients on a GPU, and where updates change
         layer by layer (``match_norm``, ``mix``, ``cosine_floor``).
@@ -95,8 +93,8 @@ class HolographicSynthesis:
         """Rewrites the gradients of the covered parameters. Call it between ``backward()`` and ``optimizer.step()``.
 
         Returns whether it did. If any gradient of the model holds NaN or infinity, the holograms do not change and all
-        gradients of the model are set to None, so that the optimizer skips the step too. Such steps are counted and reported by
-        a warning.
+        gradients of the model are set to None, so that the optimizer skips the step too (with a split on a GPU the next step,
+        which would apply the update). Such steps are counted and reported by a warning.
 
         Raises:
             RuntimeError: no covered parameter has a gradient, or ``bind`` has no output of the model.
@@ -175,10 +173,7 @@ class HolographicSynthesis:
                 raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: as :meth:`check_state`.
-        """
+        """Takes over a state; raises as :meth:`check_state`."""
         self.check_state(state, self._processes)
         tensors = state["tensors"] if self._processes == 1 else state[EACH]
         self._updates.load(tensors[dist.get_rank()] if isinstance(tensors, list) else tensors)

@@ -61,7 +61,6 @@ class Hadamard:
 TRANSFORMS = {"fft": Fourier, "hadamard": Hadamard}
 Transform = Fourier | Hadamard
 
-
 LARGEST_FACTOR = 256
 
 

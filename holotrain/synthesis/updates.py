@@ -15,7 +15,7 @@ from holotrain.synthesis.association import Association
 from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
 from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
-from holotrain.synthesis.rows import RUN, Part, Rows, choose, size_of
+from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose, size_of
 from holotrain.synthesis.transforms import Fourier, Hadamard, folded, next_power_of_two, units
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
@@ -43,9 +43,8 @@ class RowGroup:
     """
 
     def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
-        self.rows, self._recipe = rows, recipe
         length, slots = rows.length, rows.slots
-        self._slots = slots
+        self.rows, self._recipe, self._slots = rows, recipe, slots
         self.transform = Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else Fourier(length)
         # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
         self._marks = None
@@ -147,12 +146,16 @@ class Updates:
         chosen = choose(layers, recipe.subsample, run, generator)
         sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
         entries = sum(sizes.values())
+        if self._sharded:  # shares differ, and all processes must refuse together
+            most = torch.tensor(entries, device=like.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            entries = int(most)
         if entries == 0:
             raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
         if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
             raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} covered entries")
         whole = recipe.representation == "flattened" and recipe.transform == "fft"  # as published, without padding
-        by_length: dict[int, list[tuple[int, Layer]]] = {}
+        by_length: dict[int, Numbered] = {}
         for number, layer in enumerate(layers):
             if sizes[number]:
                 length = recipe.entries_a_block or (sizes[number] if whole else next_power_of_two(sizes[number]))
@@ -168,7 +171,7 @@ class Updates:
             rows = Rows(numbered, chosen, run, length, slots, most, self._together, like)
             self._groups.append(RowGroup(rows, recipe, like, generator))
         self._parts = [part for group in self._groups for part in group.rows.parts]
-        self.key_length = max(by_length)
+        self.key_length = max(by_length, default=recipe.entries_a_block)  # a process may have no entries
         self._scalars = {name: like.new_ones(()) for name in AT_REST}
         self.half = HALVES.get(recipe.dtype) if recipe.mode == "bind" else None
         self._graphs: dict[tuple, Graphed] = {}
@@ -197,11 +200,7 @@ class Updates:
 
     def _set_scalars(self, step: int) -> None:
         recipe = self.recipe
-        values = {
-            "decay": recipe.decay_at(step),
-            "fresh": 1 - recipe.ema,
-            "unbias": 1 / (1 - recipe.ema ** (step + 1)),
-        }
+        values = {"decay": recipe.decay_at(step), "fresh": 1 - recipe.ema, "unbias": 1 / (1 - recipe.ema ** (step + 1))}
         for name, scalar in self._scalars.items():
             scalar.fill_(values[name])
 
@@ -232,7 +231,9 @@ class Updates:
         of_rows = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
         a = b = measured = None
         if measure:
-            products = sum(group.rows.by_layer(rows, self._layers) for group, rows in zip(self._groups, of_rows, strict=True))
+            products = keys.new_zeros(3, self._layers)
+            for group, rows in zip(self._groups, of_rows, strict=True):
+                products += group.rows.by_layer(rows, self._layers)
             if self._sharded:
                 dist.all_reduce(products)
             if self.recipe.reshapes:
@@ -295,8 +296,7 @@ def total(tensors: list[Tensor]) -> Tensor:
     """A number that is finite if all entries are finite (and their sum does not overflow)."""
     if tensors[0].device.type == "cpu":
         return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
-    norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
-    return torch.stack(norms).sum()
+    return torch.stack(torch._foreach_norm(tensors, 1, dtype=torch.float32)).sum()
 
 
 def arriving(flag: Tensor) -> Callable[[], bool]:

@@ -1,5 +1,7 @@
 """Optimizers with two parameter groups: with weight decay and without."""
 
+from typing import Literal
+
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
@@ -59,46 +61,24 @@ def adafactor(
     return ShardedAdafactor(groups, lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), d=d)
 
 
-def adamw_8bit(
-    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
+def adamw_low_bit(
+    model: nn.Module,
+    bits: Literal["8bit", "4bit", "fp8"] = "8bit",
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.05,
 ) -> Optimizer:
-    """AdamW with averages in 8 bits (Dettmers et al., 2022), of torchao.
+    """AdamW with averages in 8 bits (Dettmers et al., 2022), 4 bits (Li et al., 2023) or FP8 (E4M3), of torchao.
 
     Args:
+        bits: of an entry of the averages; fp8 is E4M3
         lr: peak learning rate
         betas: decay rates of the running averages of the gradient and its square
         eps: term added to the denominator
         weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
     """
-    return low_bit("AdamW8bit", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
-
-
-def adamw_4bit(
-    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
-) -> Optimizer:
-    """AdamW with averages in 4 bits (Li et al., 2023), of torchao.
-
-    Args:
-        lr: peak learning rate
-        betas: decay rates of the running averages of the gradient and its square
-        eps: term added to the denominator
-        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
-    """
-    return low_bit("AdamW4bit", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
-
-
-def adamw_fp8(
-    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05
-) -> Optimizer:
-    """AdamW with averages in FP8 (E4M3), of torchao.
-
-    Args:
-        lr: peak learning rate
-        betas: decay rates of the running averages of the gradient and its square
-        eps: term added to the denominator
-        weight_decay: weight decay of matrices and kernels; norms, biases and position embeddings have none
-    """
-    return low_bit("AdamWFp8", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
+    return low_bit(f"AdamW{bits.capitalize()}", decay_groups(model, weight_decay), lr=lr, betas=tuple(betas), eps=eps)
 
 
 def muon(

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import Adafactor
 
 from holotrain.optimizers.standing_in import standing_in
+from holotrain.shards import is_sharded
 
 
 class ShardedAdafactor(Adafactor):
@@ -23,13 +24,13 @@ class ShardedAdafactor(Adafactor):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter in (p for p in parameters if isinstance(p, DTensor)):
-            whole = parameter.full_tensor()
-            whole.grad = parameter.grad.full_tensor()
-            with standing_in(self, {parameter: whole}):
-                super().step()
-            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
-        with standing_in(self, {p: p for p in parameters if not isinstance(p, DTensor)}):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None and is_sharded(p)):
+                whole = parameter.full_tensor()
+                whole.grad = parameter.grad.full_tensor()
+                with standing_in(self, [(group, {parameter: whole})]):
+                    super().step()
+                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        with standing_in(self, [(group, {p: p for p in group["params"] if not is_sharded(p)}) for group in self.param_groups]):
             super().step()
         return loss

@@ -285,7 +285,7 @@ def test_a_signal_after_the_last_epoch_ends_too(tmp_path, capfd):
     late.on_train_end = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Interrupted):
         fit([late, SaveOnSignal(path)])
-    said = "holotrain: SIGTERM: saving when this step is complete; SIGTERM again ends at once, without saving\n"
+    said = "holotrain: SIGTERM: saving; SIGTERM again ends at once, without saving\n"
     assert capfd.readouterr().err.endswith(said)
     assert_resumed(fit(checkpoint=path), reference, STEPS)
 

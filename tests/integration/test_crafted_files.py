@@ -305,6 +305,16 @@ def test_no_training_continues_from_a_part_of_a_checkpoint(holotrain, honest, la
     assert holotrain("fit", "ckpt_path=crafted.ckpt")[::2] == (2, said)
 
 
+def test_no_training_continues_with_parts_of_another_optimizers_state(holotrain):
+    assert holotrain("fit", *SMALL, "optimizer=adamw_8bit", "test=false", "logger=none", "hydra.run.dir=run")[0] == 0
+    crafted = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    crafted["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(7)
+    torch.save(crafted, "crafted.ckpt")
+    status, _, err = holotrain("fit", "ckpt_path=crafted.ckpt", "trainer.max_epochs=9", "logger=none")
+    assert status == 2 and err.count("\n") == 1, err
+    assert err.startswith("holotrain: ckpt_path: the optimizer's state does not fit: exp_avg is torch.float32 (7,), not torch.float32 (")
+
+
 @pytest.mark.parametrize("damage", EXPORTS, ids=lambda damage: damage.__name__)
 def test_crafted_files_of_an_export_are_refused(holotrain, honest, damage):
     from holotrain import load

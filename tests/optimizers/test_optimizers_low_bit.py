@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import sys
 
 import pytest
@@ -48,21 +49,45 @@ def test_a_training_is_resumed_to_the_bit_from_plain_tensors(name, dtype):
     assert all(map(torch.equal, trained(model, resumed, range(3, 5)), expected))
 
 
-def test_states_of_other_classes_or_broken_ones_are_refused():
+FORGED = {
+    "exp_avg as Module, and this optimizer as OptimState8bit": ("exp_avg", "tensor_class", "Module"),
+    "exp_avg.codes is torch.uint8 (96, 64), not torch.uint8 (64, 96)": ("exp_avg", "codes", torch.zeros(96, 64).byte()),
+    "exp_avg.codes is torch.int8 (64, 96), not torch.uint8": ("exp_avg", "codes", torch.zeros(64, 96).char()),
+    "exp_avg.codes is missing": ("exp_avg", "codes", None),
+    "exp_avg.codes is no tensor": ("exp_avg", "codes", [0] * 64),
+    "exp_avg.codes is torch.uint8 (64, 96)": ("exp_avg", "codes", torch.zeros(64, 96).byte().to_sparse()),
+    "exp_avg_sq.scale is torch.float32 (3,), not torch.float32 (24,)": ("exp_avg_sq", "scale", torch.zeros(3)),
+    "exp_avg_sq.qmap is torch.float32 (16,), not torch.float32 (256,)": ("exp_avg_sq", "qmap", torch.zeros(16)),
+    "exp_avg is torch.float32 (5,), not torch.float32 (64, 96)": ("exp_avg", torch.zeros(5)),
+    "exp_avg is torch.int64 (64, 96)": ("exp_avg", torch.zeros(64, 96).long()),
+    "step is torch.float32 (2,), not torch.float32 ()": ("step", torch.zeros(2)),
+    "must hold step, exp_avg, exp_avg_sq, and nothing else": ("more", torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("refusal", FORGED)
+def test_forged_states_are_refused(refusal):
     model = model_of()
     optimizer = low_bit("AdamW8bit", model.parameters())
     trained(model, optimizer, range(1))
-    state = optimizer.state_dict()
-    for change, refusal in (
-        ({"tensor_class": "Module"}, "of Module, a class that this optimizer does not use"),
-        ({"codes": torch.zeros(3)}, r"no OptimState8bit of shape \(64, 96\)"),
-        ({"floats": {"codes": "torch.load"}}, "no OptimState8bit"),
-        ({"context": [True]} | {"qmap": None}, "no OptimState8bit"),
-    ):
-        forged = copy.deepcopy(state)
-        forged["state"][0]["exp_avg"] |= change
-        with pytest.raises(ValueError, match=refusal):
-            optimizer.load_state_dict(forged)
+    forged = copy.deepcopy(optimizer.state_dict())
+    *place, last, new = FORGED[refusal]
+    where = forged["state"][0]
+    for key in place:
+        where = where[key]
+    where[last] = new
+    with pytest.raises(ValueError, match=re.escape(refusal)):
+        optimizer.load_state_dict(forged)
+
+
+def test_a_state_that_lacks_an_average_is_refused():
+    model = model_of()
+    optimizer = low_bit("AdamW8bit", model.parameters())
+    trained(model, optimizer, range(1))
+    forged = optimizer.state_dict()
+    del forged["state"][0]["exp_avg_sq"]
+    with pytest.raises(ValueError, match="must hold step, exp_avg, exp_avg_sq, and nothing else"):
+        optimizer.load_state_dict(forged)
 
 
 def test_without_torchao_it_names_what_to_install(monkeypatch):

@@ -6,6 +6,7 @@ Not a test by itself: test_parallel_few_bits.py starts it twice and reads what r
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.models.checkpoint_files import read
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.tasks.optimizers import adafactor, adamw_4bit, adamw_8bit, adamw_fp8
+from holotrain.tasks.optimizers import adafactor, adamw_low_bit
 from holotrain.tasks.sharded_muon import ShardedMuon
 
 SHAPES = {
@@ -43,9 +44,7 @@ def muon(model: nn.Module, lr: float) -> CombinedOptimizer:
 
 
 OPTIMIZERS = {
-    "adamw_8bit": adamw_8bit,
-    "adamw_4bit": adamw_4bit,
-    "adamw_fp8": adamw_fp8,
+    **{f"adamw_{bits}": partial(adamw_low_bit, bits=bits) for bits in ("8bit", "4bit", "fp8")},
     "adafactor": adafactor,
     "muon": muon,
 }

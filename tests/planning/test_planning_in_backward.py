@@ -1,5 +1,7 @@
 """Steps in the backward: their plan is what the tensors take, and hardly any gradients stand at the peak."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from tracked_memory import TrackedMemory, check_plan
 from holotrain.models import RevGPT, RevViT
 from holotrain.optimizers import InBackward
 from holotrain.planning import ALLOCATORS, Planner, Size, TrainingStep, choose_schedules, imagine, imagined, rehearse
-from holotrain.tasks.optimizers import adafactor, adamw, adamw_4bit, adamw_8bit, adamw_fp8, muon, sgd
+from holotrain.tasks.optimizers import adafactor, adamw, adamw_low_bit, muon, sgd
 
 SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10}
 
@@ -56,7 +58,7 @@ def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(back
     [
         (lambda: vit("pareprop", 2), sgd),
         (lambda: vit("checkpoint", 2), muon),
-        (lambda: vit("reversible", 2), adamw_8bit),
+        (lambda: vit("reversible", 2), adamw_low_bit),
         (lambda: vit("reversible", 2), adafactor),
         (lambda: RevGPT(vocab=260, context=64, dim=64, depth=2, heads=4, backward="reversible"), adamw),
     ],
@@ -68,8 +70,19 @@ def test_a_plan_is_what_the_tensors_take(make, optimizer):
     check_plan(planned, step_of(make, True, imaginary=False, batch=8, optimizer=optimizer))
 
 
-@pytest.mark.parametrize("optimizer", [adamw, adamw_8bit, adamw_4bit, adamw_fp8, adafactor, muon])
-def test_the_bytes_of_the_optimizers_state_are_those_that_it_holds(optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "least", "most"),
+    [
+        (adamw, 8, 8.1),
+        (partial(adamw_low_bit, bits="8bit"), 2, 3),
+        (partial(adamw_low_bit, bits="4bit"), 1, 2),
+        (partial(adamw_low_bit, bits="fp8"), 2, 3),
+        (adafactor, 0, 0.5),
+        (muon, 4, 5),
+    ],
+)
+def test_the_bytes_of_the_optimizers_state_are_those_that_it_holds(optimizer, least, most):
+    """``least`` and ``most`` for an entry of a parameter."""
     with imagined():
         planned = rehearse(step_of(lambda: vit(depth=2), False, optimizer=optimizer)).parts["optimizer"]
     step = step_of(lambda: vit(depth=2), False, imaginary=False, optimizer=optimizer)
@@ -78,19 +91,7 @@ def test_the_bytes_of_the_optimizers_state_are_those_that_it_holds(optimizer):
     storages = (storage for tensor in step.optimizer_state for storage in get_untyped_storages(tensor))
     assert planned == sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     entries = sum(parameter.numel() for parameter in step.model.parameters())
-    least, most = BYTES[optimizer]
     assert least * entries <= planned <= most * entries
-
-
-BYTES = {
-    adamw: (8, 8.1),
-    adamw_8bit: (2, 3),
-    adamw_4bit: (1, 2),
-    adamw_fp8: (2, 3),
-    adafactor: (0, 0.5),
-    muon: (4, 5),
-}
-"""An entry of a parameter, at least and at most."""
 
 
 def test_schedules_are_chosen_with_it():

@@ -19,7 +19,10 @@ CASES = [
     "accumulation 4",
     "NaN on one rank",
 ]
-SHARDED = [f"FSDP2, {which}" for which in ("shared", "shared, every option", "blocks within shares", "NaN on one rank")]
+SHARDED = [
+    f"FSDP2, {which}"
+    for which in ("shared", "shared, every option", "blocks within shares", "entries on one rank", "NaN on one rank")
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +33,15 @@ def found(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])
 def test_two_processes_train_as_one_does(found, case):
     """Under FSDP2 as one does whose layers are the rows of each process; as one does, where no block has rows of both."""
-    assert found.keys() == {*CASES, *SHARDED}
+    assert found.keys() == {*CASES, *SHARDED, "a part sharded"}
     assert found[case]["error"] <= 1e-10
     skipped = 1 if "NaN" in case else 0
     assert found[case]["skipped"] == [skipped] * 2 and found[case]["steps"] == [5 - skipped] * 2
+
+
+def test_a_model_that_is_sharded_in_part_is_refused(found):
+    said = "head.weight is sharded by FSDP2 and stem.weight is not; cover either sharded parameters or whole ones"
+    assert found["a part sharded"] == said
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -23,6 +23,9 @@ from holotrain.synthesis.layers import Layer, layers_of
 from holotrain.synthesis.updates import Updates
 
 BATCH, STEPS = 8, 5
+UNEVEN = (5, 3)
+"""Samples of each rank."""
+
 CASES = {
     "associative": {},
     "shared": {"mode": "shared", "superpose": 4},
@@ -61,7 +64,7 @@ def trained(
     stop: int | None = None,
     kind: type[HolographicSynthesis] = HolographicSynthesis,
 ) -> tuple[nn.Module, HolographicSynthesis]:
-    """A model and its synthesis after training on full batches, or on this rank's half of each batch.
+    """A model and its synthesis after training on full batches, or on this rank's part of each batch.
 
     Args:
         sharded: under FSDP2; otherwise under DDP.
@@ -85,10 +88,11 @@ def trained(
         optimizer.zero_grad()
         for part in range(accumulate):
             x = torch.randn(BATCH, 16, dtype=torch.float64, generator=generator) + 0.3
-            mine = x if rank is None else x.chunk(2)[rank]
+            mine = x if rank is None else x.split(UNEVEN)[rank]
             last = part == accumulate - 1
             with nullcontext() if rank is None or sharded or last else net.no_sync():
-                loss = net(mine).square().mean() / accumulate
+                # Processes divide the sum of their gradients by their number.
+                loss = net(mine).square().sum() * (1 if rank is None else 2) / (BATCH * accumulate)
                 (loss * torch.nan if spoiled and step == 2 and rank in (None, 1) else loss).backward()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -125,10 +129,17 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 SHARDED = {
     "FSDP2, shared": {"mode": "shared", "superpose": 4},
     "FSDP2, shared, every option": {**CASES["every option"], "match_norm": False, "cosine_floor": None},
-    "FSDP2, blocks within shares": {"decay": 0.8, "match_norm": True, "mix": 0.1, "cosine_floor": 0.3},
+    "FSDP2, blocks within shares": {
+        "decay": 0.8,
+        "match_norm": True,
+        "mix": 0.1,
+        "cosine_floor": 0.3,
+        "covers": lambda _, parameter: parameter.ndim > 1,
+    },
+    "FSDP2, entries on one rank": {"subsample": 0.9, "match_norm": True, "covers": lambda name, _: name == "head.weight"},
     "FSDP2, NaN on one rank": {"mode": "shared"},
 }
-"""Where it says so, of weights alone, whose blocks of entries each lie within the share of one process."""
+"""Those with ``covers`` are of weights whose blocks of entries each lie within the share of one process."""
 
 
 class ByShares(HolographicSynthesis):
@@ -169,13 +180,11 @@ def own(parameter: torch.Tensor, rank: int) -> slice:
 
 def compared_in_shares(name: str, options: dict) -> dict:
     how = {"spoiled": "NaN" in name}
-    if "within" in name:
-        options = {**options, "covers": lambda _, parameter: parameter.ndim > 1}
     model, synthesis = trained(options, dist.get_rank(), sharded=True, **how)
     again, other = trained(options, dist.get_rank(), sharded=True, stop=3, **how)
     processes = dist.is_initialized
     dist.is_initialized = lambda: False  # a single process
-    alone, reference = trained(options, None, kind=HolographicSynthesis if "within" in name else ByShares, **how)
+    alone, reference = trained(options, None, kind=HolographicSynthesis if "covers" in options else ByShares, **how)
     dist.is_initialized = processes
     whole, resumed = ([p.full_tensor() for p in of.parameters()] for of in (model, again))
     differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(whole, alone.parameters(), strict=True)]
@@ -187,11 +196,23 @@ def compared_in_shares(name: str, options: dict) -> dict:
     }
 
 
+def of_a_model_in_part() -> str:
+    """What is said of a model of which FSDP2 shards one layer."""
+    model = Model()
+    fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        HolographicSynthesis(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def find(rank: int) -> dict:
     found = {name: compared(options, rank) for name, options in CASES.items()}
     found |= {name: compared_in_shares(name, options) for name, options in SHARDED.items()}
     found["accumulation 4"] = compared({}, rank, accumulate=4)
     found["NaN on one rank"] = compared({}, rank, spoiled=True)
+    found["a part sharded"] = of_a_model_in_part()
     return found
 
 

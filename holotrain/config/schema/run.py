@@ -56,7 +56,7 @@ NAMED = {
 
 GROUPS = (*OPEN, *NAMED, "backward")
 
-LOW_BIT = tuple(f"holotrain.tasks.optimizers.adamw_{bits}" for bits in ("8bit", "4bit", "fp8"))
+LOW_BIT = "holotrain.tasks.optimizers.adamw_low_bit"
 
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 """The base class of callbacks that average the weights."""
@@ -206,8 +206,9 @@ class RunConfig:
             raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
         if getattr(self.synthesis, "split", "none") != "none":
             raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
-        if strategy != "fsdp" and self.optimizer is not None and self.optimizer.target in LOW_BIT:
-            raise UserError(f"optimizer={self.optimizer.name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
+        if strategy != "fsdp" and self.optimizer is not None and self.optimizer.target == LOW_BIT:
+            name = f"adamw_{self.optimizer.bits}"
+            raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
 
     def _check_backward(self) -> None:
         backward, rebuilds = self.backward, reversible(self.model)
