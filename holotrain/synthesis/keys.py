@@ -87,7 +87,8 @@ class Keys:
         if threading.get_ident() != self._thread or (self._outputs and not self.begun[number]):
             return
         self.begun[number] = False
-        tensor = next((t for t in tree_leaves(returned if self._outputs else (given, returned)) if _is_floating(t)), None)
+        tensors = (t for t in tree_leaves(returned if self._outputs else (given, returned)) if isinstance(t, Tensor))
+        tensor = next((t for t in tensors if t.is_floating_point()), None)
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
         self.seen[number] = True
@@ -134,7 +135,3 @@ def _total(x: Tensor, module: nn.Module, dtype: torch.dtype, over_batch: bool) -
     channels = 1 if x.ndim > 1 and isinstance(module, _ConvNd | _NormBase | nn.GroupNorm) else x.ndim - 1
     others = [dim for dim in range(x.ndim) if dim != channels]
     return x.sum(others, dtype=dtype) if others else x.to(dtype).flatten()
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()

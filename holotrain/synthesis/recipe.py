@@ -34,6 +34,7 @@ class Recipe:
         phase_only: use only the phase of the gradient's spectrum, at the norm of the block (``bind`` always does, at norm 1 as
             published).
         ema: decay, in [0, 1), of a running mean of gradients that replaces the gradient; 0: none.
+        key_ema: decay, in [0, 1), of a running mean of the layers' inputs, so that keys turn slowly; 0: no mean.
         superpose: how many rows (blocks of weights) share a row of the hologram in ``shared``; the state is smaller by this
             factor.
         feedback: factor of the part of a gradient that a shared hologram cannot hold, which goes into the update directly.
@@ -61,6 +62,7 @@ class Recipe:
     decay_warmup: int = 0
     phase_only: bool = False
     ema: float = 0.0
+    key_ema: float = 0.0
     superpose: int = 8
     feedback: float = 1.0
     match_norm: bool = False
@@ -74,7 +76,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             _require(name, getattr(self, name), getattr(self, name) in allowed, " or ".join(allowed))
-        for name in ("ema", "cosine_floor", "decay"):
+        for name in ("ema", "key_ema", "cosine_floor", "decay"):
             value = getattr(self, name)
             _require(name, value, value is None or callable(value) or 0 <= value < 1, "in [0, 1)")
         for name, least in {"decay_warmup": 0, "feedback": 0, "block_length": 0, "superpose": 1}.items():
@@ -130,7 +132,7 @@ CHOICES = {
 UNUSED = {
     "associative": ("superpose", "feedback", "representation"),
     "shared": ("representation",),
-    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only"),
+    "bind": ("superpose", "feedback", "decay", "decay_warmup", "phase_only", "key_ema"),
 }
 """Options that have no effect in a mode."""
 

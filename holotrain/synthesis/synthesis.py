@@ -193,6 +193,7 @@ class HolographicSynthesis:
             "block_length": recipe.entries_a_block,
             "superpose": recipe.slots,
             "ema": recipe.ema > 0,
+            "key_ema": recipe.key_ema > 0,
             "parameters": shapes,
             "processes": self._processes,
         }

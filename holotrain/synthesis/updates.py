@@ -13,6 +13,7 @@ from torch.linalg import vecdot as dot
 
 from holotrain.synthesis.association import Association
 from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
+from holotrain.synthesis.keys import KEY_LENGTH
 from holotrain.synthesis.layers import Layer, shares_of
 from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
 from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose, size_of
@@ -27,9 +28,9 @@ TOLD_AT_ONCE = ("cpu",)
 WARM_UPS = 2
 """Ordinary runs before a capture, so that cuFFT has its plans. Its plan cache must not be cleared while the graph exists."""
 
-AT_REST = {"decay": 1, "fresh": 0, "unbias": 0}
-"""What changes between steps: decay of the hologram, weight of the new gradient in the running mean, and the bias correction of
-that mean, which starts at zero. With these values gradients of zero change no lasting state."""
+AT_REST = {"decay": 1, "fresh": 0, "unbias": 0, "key_ema": 1}
+"""What changes between steps: decay of the hologram, weight of the new gradient in the running mean, the bias correction of
+that mean, which starts at zero, and decay of the keys. With these values gradients and keys of zero change no lasting state."""
 
 
 class RowGroup:
@@ -173,6 +174,7 @@ class Updates:
         self._parts = [part for group in self._groups for part in group.rows.parts]
         self.key_length = max(by_length, default=recipe.entries_a_block)  # a process may have no entries
         self._scalars = {name: like.new_ones(()) for name in AT_REST}
+        self._keys = like.new_zeros(len(layers), min(self.key_length, KEY_LENGTH)) if recipe.key_ema else None
         self.half = HALVES.get(recipe.dtype) if recipe.mode == "bind" else None
         self._graphs: dict[tuple, Graphed] = {}
         self._fixed: dict[nn.Parameter, Tensor] = {}
@@ -195,14 +197,11 @@ class Updates:
         arrived = arriving(finite)
         measure = measuring or self.recipe.reshapes
         compute = self._captured(measure, keys, finite) if self.recipe.cuda_graph else partial(self._compute, measure=measure)
-        self._set_scalars(step)
+        ema = self.recipe.ema
+        values = self.recipe.decay_at(step), 1 - ema, 1 / (1 - ema ** (step + 1)), self.recipe.key_ema
+        for scalar, value in zip(self._scalars.values(), values, strict=True):  # in the order of AT_REST
+            scalar.fill_(value)
         return arrived, compute(keys, finite)
-
-    def _set_scalars(self, step: int) -> None:
-        recipe = self.recipe
-        values = {"decay": recipe.decay_at(step), "fresh": 1 - recipe.ema, "unbias": 1 / (1 - recipe.ema ** (step + 1))}
-        for name, scalar in self._scalars.items():
-            scalar.fill_(values[name])
 
     def _captured(self, measure: bool, *inputs: Tensor) -> Graphed:
         """The step as a CUDA graph, which reads and writes gradients at fixed places; gradients elsewhere are moved there."""
@@ -228,12 +227,13 @@ class Updates:
                 part.memory.masked_fill_(~finite, 0)
             for name, value in AT_REST.items():
                 self._scalars[name].masked_fill_(~finite, value)
+        if self._keys is not None:
+            keys = self._keys.mul_(self._scalars["key_ema"]).add_(keys)
         of_rows = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
         a = b = measured = None
         if measure:
-            products = keys.new_zeros(3, self._layers)
-            for group, rows in zip(self._groups, of_rows, strict=True):
-                products += group.rows.by_layer(rows, self._layers)
+            of_layers = (g.rows.by_layer(rows, self._layers) for g, rows in zip(self._groups, of_rows, strict=True))
+            products = sum(of_layers, keys.new_zeros(3, self._layers))
             if self._sharded:
                 dist.all_reduce(products)
             if self.recipe.reshapes:
@@ -250,7 +250,8 @@ class Updates:
 
     def state(self) -> dict[str, Tensor]:
         """The tensors kept between steps, by name."""
-        return {f"{group.rows.length}.{name}": tensor for group in self._groups for name, tensor in group.state().items()}
+        kept = {} if self._keys is None else {"keys": self._keys}
+        return kept | {f"{g.rows.length}.{name}": tensor for g in self._groups for name, tensor in g.state().items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Takes over a state."""

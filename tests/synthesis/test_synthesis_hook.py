@@ -128,7 +128,7 @@ def test_a_step_with_nan_or_inf_is_skipped_counted_and_said(mode, bad, split):
     runs = []
     for spoiled in (False, True):
         model = network()
-        options = {} if mode == "bind" else {"ema": 0.5, "block_length": 16}
+        options = {} if mode == "bind" else {"ema": 0.5, "key_ema": 0.5, "block_length": 16}
         synthesis = HolographicSynthesis(model, mode, split=split, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         for step in range(4):
@@ -160,7 +160,7 @@ PUBLISHED = {"mode": "bind", "representation": "flattened"}
     [
         {},
         {"mode": "shared"},
-        {"dtype": "fp16", "ema": 0.9},
+        {"dtype": "fp16", "ema": 0.9, "key_ema": 0.9},
         {"mode": "bind"},
         {"subsample": 0.5, "block_length": 16},
         {"split": "cpu"},
@@ -200,6 +200,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(options):
         ({"block_length": 32}, "block_length is 1024 there, not 32"),
         ({"mode": "shared"}, "mode is 'associative' there, not 'shared'"),
         ({"ema": 0.5}, "ema is False there, not True"),
+        ({"key_ema": 0.5}, "key_ema is False there, not True"),
         ({"covers": lambda name, parameter: "weight" in name}, "parameters is"),
     ],
 )
@@ -325,7 +326,7 @@ def test_inputs_that_are_nan_do_not_reach_the_holograms():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"ema": 0.5}, {"mode": "shared", "ema": 0.5, "cosine_floor": 0.1}, {"phase_only": True}]
+    "options", [{}, {"ema": 0.5, "key_ema": 0.5}, {"mode": "shared", "ema": 0.5, "cosine_floor": 0.1}, {"phase_only": True}]
 )
 def test_where_the_host_learns_of_nan_later_the_holograms_are_as_untouched(options, monkeypatch):
     """The GPU's way of going about it, on a CPU."""
@@ -518,7 +519,8 @@ class OnTheCPU:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "shared", "cosine_floor": 0.2, "ema": 0.5}, {"subsample": 0.5}, PUBLISHED | {"dtype": "fp16"}]
+    "options",
+    [{"key_ema": 0.5}, {"mode": "shared", "cosine_floor": 0.2, "ema": 0.5}, {"subsample": 0.5}, PUBLISHED | {"dtype": "fp16"}],
 )
 def test_a_graph_gathers_and_scatters_where_gradients_are(options, monkeypatch):
     def graphed(synthesis):
@@ -532,7 +534,7 @@ def test_a_graph_gathers_and_scatters_where_gradients_are(options, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "skipped"),
     [
-        ({"ema": 0.5, "decay_warmup": 9}, 4),
+        ({"ema": 0.5, "key_ema": 0.5, "decay_warmup": 9}, 4),
         ({"mode": "shared", "cosine_floor": 0.2, "dtype": "fp16"}, 4),
         (PUBLISHED | {"block_length": None}, 4),
         ({"covers": lambda name, _: name.startswith("0")}, 3),

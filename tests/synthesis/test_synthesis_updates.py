@@ -61,9 +61,12 @@ def updates(count=4, precision=F64, learn=True, **options):
 class Reference:
     """Layer by layer, block by block, in NumPy."""
 
-    def __init__(self, block: int, decay: float, transform: str = "fft", phase_only: bool = False) -> None:
-        self.block, self.decay, self.phase_only = block, decay, phase_only
+    def __init__(
+        self, block: int, decay: float = 0.9, transform: str = "fft", phase_only: bool = False, key_ema: float = 0.0
+    ) -> None:
+        self.block, self.decay, self.phase_only, self.key_ema = block, decay, phase_only, key_ema
         self.memory: dict = {}
+        self.inputs: dict = {}
         signs = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(0)).numpy() * 2 - 1
         hadamard = np.array([[1.0]])
         while len(hadamard) < block:
@@ -72,8 +75,8 @@ class Reference:
         self.forward = np.fft.rfft if transform == "fft" else lambda v, n: hadamard @ (signs * np.pad(v, (0, n - len(v))))
         self.inverse = np.fft.irfft if transform == "fft" else lambda s, n: signs * (hadamard @ s)
 
-    def key(self, inputs: np.ndarray) -> np.ndarray:
-        mean = inputs.mean(0)
+    def key(self, name: str, inputs: np.ndarray) -> np.ndarray:
+        mean = self.inputs[name] = self.key_ema * self.inputs.get(name, 0) + (1 - self.key_ema) * inputs.mean(0)
         mean = np.pad(mean, (0, -len(mean) % self.block)).reshape(-1, self.block).sum(0)
         spectrum = self.forward(mean, self.block)
         size = np.abs(spectrum)
@@ -81,7 +84,7 @@ class Reference:
         return np.where(present, spectrum / np.where(present, size, 1), 1)
 
     def update(self, name: str, gradient: np.ndarray, inputs: np.ndarray) -> np.ndarray:
-        key, result = self.key(inputs), []
+        key, result = self.key(name, inputs), []
         for start in range(0, len(gradient), self.block):
             part = gradient[start : start + self.block]
             spectrum = self.forward(part, self.block)
@@ -102,6 +105,8 @@ class Reference:
         ({"block_length": 4}, 4),  # keys are longer, and folded
         ({"block_length": 64, "phase_only": True}, 64),
         ({"block_length": 16, "transform": "hadamard"}, 16),
+        ({"block_length": 16, "key_ema": 0.8}, 16),
+        ({"block_length": 4, "key_ema": 0.5}, 4),
     ],
 )
 def test_associative_equals_the_reference(options, block):
@@ -110,7 +115,7 @@ def test_associative_equals_the_reference(options, block):
     for name, module in model.named_children():
         module.register_forward_hook(lambda module, args, out, name=name: inputs.update({name: args[0].detach().numpy()}))
     synthesis = HolographicSynthesis(model, **options)
-    reference = Reference(block, options.get("decay", 0.9), options.get("transform", "fft"), options.get("phase_only", False))
+    reference = Reference(block, **{name: value for name, value in options.items() if name != "block_length"})
     for x in batches(5):
         differentiate(model, x)
         expected = []

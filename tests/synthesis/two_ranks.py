@@ -37,6 +37,7 @@ CASES = {
         "mode": "shared",
         "phase_only": True,
         "ema": 0.5,
+        "key_ema": 0.5,
         "match_norm": True,
         "cosine_floor": 0.3,
         "subsample": 0.5,
