@@ -9,10 +9,10 @@ from holotrain.models.layers.cross_entropy import IGNORED
 from holotrain.ranges import require_within
 from holotrain.tasks.language_modelling import LanguageModelling
 from holotrain.tasks.masking import masked
-from holotrain.tasks.padding import attended
+from holotrain.tasks.padding import PaddedBatches, attended
 
 
-class MaskedLM(LanguageModelling):
+class MaskedLM(PaddedBatches, LanguageModelling):
     """Trains a model to predict masked words, different ones at every step.
 
     Args:
@@ -53,9 +53,8 @@ class MaskedLM(LanguageModelling):
 
     def inputs(self, batch: dict[str, Tensor], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
         tokens, real = batch["tokens"], attended(batch)
-        shown, targets = masked(
-            tokens, real & self.ordinary[tokens], self.mask_id, self.words, self.mask_probability, generator
-        )
+        candidates = real.to(tokens.device, non_blocking=True) & self.ordinary[tokens]
+        shown, targets = masked(tokens, candidates, self.mask_id, self.words, self.mask_probability, generator)
         return shown, real, targets
 
     def loss(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from holotrain.tasks.classification import Classifier
-from holotrain.tasks.padding import attended
+from holotrain.tasks.padding import PaddedBatches, attended
 
 
-class SequenceClassifier(Classifier):
+class SequenceClassifier(PaddedBatches, Classifier):
     """Trains any module that maps tokens (B, T) and a mask (B, T), False for padding, to logits (B, classes).
 
     Takes the arguments of :class:`~holotrain.tasks.classification.Classifier`. Batches are dictionaries of ``tokens`` (B, T),
