@@ -10,23 +10,20 @@ a measurement that does not compare the two forms ends with an error. A GPU comp
 weights, as its kernel for packed sequences needs it.
 """
 
-import argparse
-import json
 import statistics
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import alternating, machine, median_ratio, save, settings_of, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
 
 from holotrain.models import ROBERTA_SIZES, RevRoBERTa, RoBERTa, roberta
 from holotrain.models.layers import packing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--size", choices=ROBERTA_SIZES, default="tiny")
     parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--batch", type=int, default=16)
@@ -34,9 +31,8 @@ def main() -> None:
     parser.add_argument("--padding", type=float, default=0.4, help="share of the batch, up to 0.5")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     torch.manual_seed(0)
     dropout = {"dropout": options.dropout, "attention_dropout": options.dropout if device == "cpu" else 0.0}
     kind = RoBERTa if options.plain else RevRoBERTa
@@ -68,8 +64,8 @@ def main() -> None:
     works = {"step": lambda form: loss(form).backward(), "evaluation": evaluated}
     precision = "fp32" if device == "cpu" else "bf16"
     padding = 1 - mask.float().mean().item()
-    described = machine() | {"model": kind.__name__, "padding": padding, "precision": precision} | dropout
-    print(json.dumps(described))
+    begun = begin(options)
+    begun["machine"] |= {"model": kind.__name__, "padding": padding, "precision": precision} | dropout
     difference = abs(evaluated("packed") - evaluated("masked")).item()
     print(f"the losses of packed and masked evaluation differ by {difference:.1e}")
     rows = {}
@@ -88,7 +84,7 @@ def main() -> None:
         }
         shown = ", ".join(f"{form} {rate:.0f} tokens/s" for form, rate in rates.items())
         print(f"{name:<11}{shown}, ratio {rows[name]['packed_over_masked']:.2f}")
-    save({"machine": described, "options": settings_of(options), "loss_difference": difference} | rows, options.json)
+    save(begun | {"loss_difference": difference} | rows, options.json)
 
 
 if __name__ == "__main__":
