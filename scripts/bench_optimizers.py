@@ -13,10 +13,9 @@ Tasks: a small reversible vision transformer on scikit-learn's digits in 16 patc
 scored by accuracy in per cent; byte-level language models on the source of Python's standard library (``causal``, ``masked``),
 by bits per (hidden) byte; ``rev_vit_tiny`` of bench_training.py. Needs torch, scikit-learn, and torchao for its optimizers.
 
-Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. The
-other seeds train with the chosen rate. The rate warms up over a tenth of the steps and follows a cosine to zero; gradients
-are clipped to norm 1. Each training is a piece of the JSON and is not run again, so a stopped measurement goes on; seed 0 of
-everything comes first, so a stopped one has a table too.
+Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. The rate
+warms up over a tenth of the steps and follows a cosine to zero; gradients are clipped to norm 1. Each training is a piece of the
+JSON and is not run again; seed 0 of everything comes first, so a measurement that was stopped has a table too, and goes on.
 """
 
 from __future__ import annotations
@@ -45,30 +44,22 @@ from holotrain.optimizers.plain_state import parts_of
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.synthesis.transforms import folded, units
 
-MOST_RATES = 6
-
 
 class SmallDigits(Digits):
     """Two blocks of width 64, on patches of 2 x 2 or 4 x 4 pixels."""
 
     def __init__(self, patch: int) -> None:
         super().__init__(flat=False)
-        self.patch = patch
-
-    def model(self) -> nn.Module:
-        return RevViT(
-            image_size=8, patch_size=self.patch, channels=1, classes=10, dim=64, depth=2, heads=2, backward="autograd"
-        )
+        sizes = {"image_size": 8, "patch_size": patch, "channels": 1, "classes": 10, "dim": 64, "depth": 2, "heads": 2}
+        self.model = partial(RevViT, **sizes, backward="autograd")
 
 
 class Causal(Bytes):
     window = 32
 
 
-class Masked(Bytes):
+class Masked(Causal):
     """15 % of the bytes are hidden behind a byte 0, which no source file has."""
-
-    window = 32
 
     def model(self) -> nn.Module:
         return ByteModel(self.window, causal=False)
@@ -134,16 +125,15 @@ class Recall:
     """The mode ``associative``, with other keys. A hologram for each layer, transformed in blocks.
 
     Args:
-        keys: ``mean``: of the layer's input, as in the product; ``phase``: the running mean of that key's phasors;
-            ``random``: fixed; ``several``: the mean of four phasors, each of a quarter of the batch; ``last``: the memory is
-            read through the key of the batch before, which bound what it got last; ``head``: a block has the key of the inputs
-            that it multiplies.
+        keys: ``mean``: of the layer's input, as in the product; ``phase``: the running mean of that key's phasors; ``random``:
+            fixed; ``several``: the mean of four phasors, each of a quarter of the batch; ``last``: the memory is read through
+            the key of the batch before, which bound what it got last; ``head``: a block has the key of the inputs that it
+            multiplies.
         smoothing: decay of a running mean of the key.
         whole: scale the mean of phasors to magnitude 1. Otherwise the memory weakens where phases disagree, and what it does
             not hold of a gradient goes into the update directly.
 
-    Attributes:
-        agreement: cosines of the update and momentum's.
+    Its ``agreement`` has cosines of the update and momentum's.
     """
 
     def __init__(
@@ -214,13 +204,8 @@ class Recall:
 
 
 class Method(NamedTuple):
-    """How a method trains.
-
-    Args:
-        optimizer: of a model and a rate.
-        rates: the middle of the grid for digits and for text, and the factor between its rates.
-        synthesis: of a model; rewrites the gradients.
-    """
+    """How a method trains: its optimizer, of a model and a rate; the middle of the grid for digits and for text, and the factor
+    between rates; what rewrites the gradients of a model."""
 
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer]
     rates: tuple[float, float, float]
@@ -259,13 +244,14 @@ KEYS = {
     "key of each head": {"keys": "head", "block": 16},
     "fixed random keys": {"keys": "random"},
 }
+QUANTISED = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 plain_sgd = of_parameters(torch.optim.SGD)
 METHODS = {
     "AdamW": Method(of_parameters(torch.optim.AdamW), ADAM),
     "factored, first moment": Method(of_parameters(Factored, beta=0.9), ADAM),
     "factored": Method(of_parameters(Factored), ADAM),
     "Adafactor": Method(of_parameters(torch.optim.Adafactor), (3e-2, 1e-1, 3)),
-    **{name: Method(of_parameters(torchao, name=name), ADAM) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
+    **{name: Method(of_parameters(torchao, name=name), ADAM) for name in QUANTISED},
     "Muon": Method(muon, ADAM),
     "SGD": Method(plain_sgd, SGD),
     "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), MOMENTUM),
@@ -274,15 +260,10 @@ METHODS = {
     **{name: Method(plain_sgd, MOMENTUM, partial(Recall, **options)) for name, options in KEYS.items()},
 }
 
-OPTIMIZERS = (
-    "AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adafactor", "Muon", "SGD with momentum", "SGD", "shared"
-)  # fmt: skip
+OPTIMIZERS = ("AdamW", *QUANTISED, "Adafactor", "Muon", "SGD with momentum", "SGD", "shared")
 STUDIES: dict[str, tuple[tuple[str, ...], dict[tuple[str, int], int]]] = {
     "recall": (("SGD with momentum", "SGD", "associative", *KEYS), {("coarse digits", 32): 5, ("causal", 8): 3}),
-    "momentum": (
-        ("AdamW", "Adafactor"),
-        {(task, batch): 3 for batch in (8, 64, 512) for task in ("digits", "causal", "masked")},
-    ),
+    "momentum": (("AdamW", "Adafactor"), {(t, b): 3 for b in (8, 64, 512) for t in ("digits", "causal", "masked")}),
     "control": (("factored, first moment", "factored"), {("causal", 8): 3, ("digits", 512): 3, ("causal", 512): 3}),
     "optimizers": (OPTIMIZERS, {("causal", 8): 3}),
 }
@@ -296,17 +277,13 @@ class Cell(NamedTuple):
     batch: int
     method: str
 
-    @property
-    def steps(self) -> int:
-        return TASKS[self.task][1][self.batch]
-
     def key(self, rate: float, seed: int) -> str:
-        return f"{self.task} {self.batch} x {self.steps} | {self.method} | {rate:.3g} | {seed}"
+        return f"{self.task} {self.batch} x {TASKS[self.task][1][self.batch]} | {self.method} | {rate:.3g} | {seed}"
 
 
 def train(cell: Cell, rate: float, seed: int) -> dict:
     """One training: scores on validation and test data, the loss of the last tenth, seconds."""
-    task, steps = task_of(cell.task), cell.steps
+    task, steps = task_of(cell.task), TASKS[cell.task][1][cell.batch]
     task.batch = cell.batch
     torch.manual_seed(seed)
     model = task.model()
@@ -330,10 +307,8 @@ def train(cell: Cell, rate: float, seed: int) -> dict:
     with torch.no_grad():
         val, test = (task.score(model, part) * (100 if task.better is max else 1) for part in ("val", "test"))
     tail = statistics.mean(losses[-max(1, steps // 10) :])
-    found = {"val": val, "test": test, "loss": tail, "seconds": time.perf_counter() - begun}
-    if isinstance(synthesis, Recall):
-        found["agreement"] = statistics.mean(synthesis.agreement)
-    return found
+    agreement = {"agreement": statistics.mean(synthesis.agreement)} if isinstance(synthesis, Recall) else {}
+    return {"val": val, "test": test, "loss": tail, "seconds": time.perf_counter() - begun} | agreement
 
 
 def quality(cell: Cell, piece: dict) -> tuple[float, float]:
@@ -344,11 +319,9 @@ def quality(cell: Cell, piece: dict) -> tuple[float, float]:
 
 
 class Measurement:
-    """The pieces measured so far, kept in a JSON file. Those of another machine than the first name it.
+    """The pieces measured so far, kept in a JSON file, if a path is given. Those of another machine than the first name it."""
 
-    Args:
-        path: of the file; None: pieces are not kept.
-    """
+    MOST_RATES = 6
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.found = path, {"machine": machine(), "costs": {}, "pieces": {}}
@@ -382,7 +355,7 @@ class Measurement:
             tried = {power: quality(cell, self.piece(cell, middle * factor**power, 0)) for power in powers}
             best = max(tried, key=tried.get)
             at_edge = best in (min(powers), max(powers))
-            if not at_edge or len(powers) == MOST_RATES:
+            if not at_edge or len(powers) == self.MOST_RATES:
                 return middle * factor**best, at_edge
             powers.append(best + (1 if best == max(powers) else -1))
 
@@ -459,21 +432,17 @@ def main() -> None:
     print(json.dumps(measurement.found["machine"]))
     for _, steps in TASKS.values():
         steps.update({batch: min(number, options.steps or number) for batch, number in steps.items()})
+    chosen = {(task, min(TASKS[task][1])): 3 for task in options.tasks or ()}
     studies = {}
     for name in options.study:
         methods, cells = STUDIES[name]
-        if options.tasks:
-            cells = {(task, min(TASKS[task][1])): 3 for task in options.tasks}
-        studies[name] = options.methods or methods, {cell: options.seeds or seeds for cell, seeds in cells.items()}
+        studies[name] = options.methods or methods, {c: options.seeds or seeds for c, seeds in (chosen or cells).items()}
     for seeds in range(1, max(seeds for _, cells in studies.values() for seeds in cells.values()) + 1):
         for name, (methods, cells) in studies.items():
             if seeds > max(cells.values()):
                 continue
             costs_of = measurement.costs(methods, options.rounds) if name == "optimizers" else {}
-            rows = {
-                method: [measurement.row(Cell(*cell, method), min(seeds, most)) for cell, most in cells.items()]
-                for method in methods
-            }
+            rows = {m: [measurement.row(Cell(*cell, m), min(seeds, most)) for cell, most in cells.items()] for m in methods}
             print(f"\n{name}, up to {seeds} seed{'s' * (seeds > 1)}")
             show(list(cells), rows, costs_of)
 
