@@ -13,9 +13,9 @@ Tasks: a small reversible vision transformer on scikit-learn's digits in 16 patc
 scored by accuracy in per cent; byte-level language models on the source of Python's standard library (``causal``, ``masked``),
 by bits per (hidden) byte; ``rev_vit_tiny`` of bench_training.py. Needs torch, scikit-learn, and torchao for its optimizers.
 
-Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. The rate
-warms up over a tenth of the steps and follows a cosine to zero; gradients are clipped to norm 1. Each training is a piece of the
-JSON and is not run again; seed 0 of everything comes first, so a measurement that was stopped has a table too, and goes on.
+Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. They warm
+up over a tenth of the steps and follow a cosine to zero; gradients are clipped to norm 1. Each training is a piece of the JSON
+and is not run again; seed 0 of everything comes first, so a measurement that was stopped has a table too, and goes on.
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ class Factored(torch.optim.Optimizer):
 
     def _root(self, state: dict, squares: Tensor, decay: float) -> Tensor:
         if squares.ndim < 2:
-            mean = state.setdefault("squares", torch.zeros_like(squares)).lerp_(squares, 1 - decay)
-            return mean.sqrt()
+            return state.setdefault("squares", torch.zeros_like(squares)).lerp_(squares, 1 - decay).sqrt()
         shape, squares = squares.shape, squares.flatten(1)
         rows = state.setdefault("rows", squares.new_zeros(len(squares), 1)).lerp_(squares.mean(1, True), 1 - decay)
         columns = state.setdefault("columns", squares.new_zeros(1, squares.shape[1]))
