@@ -9,10 +9,10 @@ from holotrain.models.layers.cross_entropy import IGNORED
 from holotrain.ranges import require_within
 from holotrain.tasks.language_modelling import LanguageModelling
 from holotrain.tasks.masking import masked
-from holotrain.tasks.padding import PaddedBatches, attended
+from holotrain.tasks.padding import attended
 
 
-class MaskedLM(PaddedBatches, LanguageModelling):
+class MaskedLM(LanguageModelling):
     """Trains a model to predict masked words, different ones at every step.
 
     Args:
@@ -52,7 +52,7 @@ class MaskedLM(PaddedBatches, LanguageModelling):
         return self.model(tokens, mask)
 
     def inputs(self, batch: dict[str, Tensor], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, real = batch["tokens"], attended(batch)
+        tokens, real = batch["tokens"], attended(batch, self.model)
         candidates = real.to(tokens.device, non_blocking=True) & self.ordinary[tokens]
         shown, targets = masked(tokens, candidates, self.mask_id, self.words, self.mask_probability, generator)
         return shown, real, targets
