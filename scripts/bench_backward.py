@@ -21,7 +21,6 @@ import copy
 import functools
 import gc
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -32,11 +31,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save, settings_of
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models.layers.branches import transformer_branches
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
@@ -295,10 +292,7 @@ def resident(figure: str) -> int:
 
 def draw(points: list[dict], path: Path, title: str) -> None:
     """Throughput against peak memory, one line per engine over the batch sizes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
     for number, name in enumerate(points[0]["engines"]):
@@ -316,7 +310,7 @@ def draw(points: list[dict], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--depth", type=int, default=12, help="blocks")
@@ -329,8 +323,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="activation memory budgets of torch.compile")
     parser.add_argument("--engines", nargs="*", help="only these engines, and autograd")
     parser.add_argument("--minrev", help="path of a checkout of github.com/karttikeya/minREV")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -340,14 +333,12 @@ def main() -> None:
         print(resident_step_bytes(options.measure[0], int(options.measure[1]), options))
         return
 
-    described = machine()
-    print(json.dumps(described))
+    begun = begin(options)
     points = [{"batch": batch, "engines": measured(batch, options)} for batch in options.batch]
-    settings = settings_of(options)
-    settings["minrev"] = bool(options.minrev)
-    save({"machine": described, "options": settings, "points": points}, options.json)
+    begun["options"]["minrev"] = bool(options.minrev)
+    save(begun | {"points": points}, options.json)
     if options.picture:
-        where = described["gpu"] if options.device == "cuda" else described["cpu"]
+        where = begun["machine"]["gpu" if options.device == "cuda" else "cpu"]
         sizes = ", ".join(map(str, options.batch))
         draw(points, options.picture, f"{options.depth} blocks of width {options.dim}, batches of {sizes}, on {where}")
 

@@ -31,10 +31,8 @@ from typing import Any
 
 import torch
 from bench_backward import checkpointed, memcnn, offloaded, plain, revlib, selectively_checkpointed
-from bench_common import alternating, machine, median_ratio, save, settings_of
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.schedules import schedule_blocks, sequences
@@ -209,10 +207,7 @@ OURS = ("reversible", "pareprop", "store half", "keep attention")
 
 def draw(result: dict, path: Path) -> None:
     """Throughput against peak memory: ``auto`` as a line, single engines as points, ours in blue."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     options, engines = argparse.Namespace(**result["options"]), result["engines"]
     fastest = engines["autograd"]["samples_per_second"]
@@ -262,7 +257,7 @@ def draw(result: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument(
         "--model", default="vit_small", help="family and size, such as vit_small; families: vit, swin, roberta, gpt"
     )
@@ -279,8 +274,7 @@ def main() -> None:
     parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
     parser.add_argument("--engines", nargs="*", help="only these engines, and autograd and reversible")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--draw", type=Path, help="figures measured before, to draw again: measures nothing")
     options = parser.parse_args()
@@ -346,8 +340,7 @@ def main() -> None:
     print(f"over budget: {sum(row['over_budget'] for row in autos)} of {len(autos)}")
     print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
     print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in autos):.2%}")
-    print(machine())
-    result = {"machine": machine(), "options": settings_of(options), "engines": figures}
+    result = begin(options) | {"engines": figures}
     save(result, options.json)
     if options.picture:
         draw(result, options.picture)
