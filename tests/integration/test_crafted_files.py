@@ -312,7 +312,9 @@ def test_no_training_continues_with_parts_of_another_optimizers_state(holotrain)
     torch.save(crafted, "crafted.ckpt")
     status, _, err = holotrain("fit", "ckpt_path=crafted.ckpt", "trainer.max_epochs=9", "logger=none")
     assert status == 2 and err.count("\n") == 1, err
-    assert err.startswith("holotrain: ckpt_path: the optimizer's state does not fit: exp_avg is torch.float32 (7,), not torch.float32 (")
+    assert err.startswith(
+        "holotrain: ckpt_path: the optimizer's state does not fit: exp_avg is torch.float32 (7,), not torch.float32 ("
+    )
 
 
 @pytest.mark.parametrize("damage", EXPORTS, ids=lambda damage: damage.__name__)
