@@ -215,8 +215,8 @@ def test_memory_of_a_rank_by_hand():
     assert fsdp_bytes(FOUND, UNITS, 8) < 290
 
 
-@pytest.mark.parametrize(("make", "least"), [(adafactor, 0.7), (muon, 0.5)])
-def test_the_bound_of_an_update_holds_where_shards_are_gathered(make, least):
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_the_bound_of_an_update_holds_where_shards_are_gathered(make):
     """The update of one rank of four, whose collectives do nothing, counted tensor by tensor."""
 
     def model():
@@ -248,7 +248,7 @@ def test_the_bound_of_an_update_holds_where_shards_are_gathered(make, least):
     finally:
         dist.destroy_process_group()
     bound = fsdp_bytes(planned, [], 4, whole)
-    assert least * bound <= tracked.peak <= bound
+    assert 0.85 * bound <= tracked.peak <= bound
     assert fsdp_bytes(planned, [], 4) < tracked.peak
 
 
