@@ -43,7 +43,7 @@ class TrackedMemory(TorchDispatchMode):
             return NotImplemented  # it comes again, as operations of the parts of these tensors
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if type(tensor) in (torch.Tensor, nn.Parameter):  # others have no memory of their own
                 self._count(tensor.untyped_storage())
         self.peak = max(self.peak, self.alive + self._within(function, args, result))
         return result

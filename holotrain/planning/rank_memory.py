@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torch.optim import Optimizer
+
+from holotrain.optimizers import CombinedOptimizer
 from holotrain.planning.footprint import Footprint
 
 SHARED_OUT = ("parameters", "gradients", "optimizer", "average", "hologram")
-"""Kinds of memory that FSDP2 shards over the ranks."""
+"""Kinds of memory that FSDP2 shards over the ranks, but for optimizers that keep their state whole."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,32 @@ class Unit:
     block: bool
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What an optimizer does not divide under FSDP2.
+
+    Args:
+        state: whether each rank keeps the whole state.
+        copies: bytes of the largest parameter that is gathered for its step, and of what is computed like it on shards.
+    """
+
+    state: bool = False
+    copies: int = 0
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Whole:
+        """By the attributes of an optimizer that gathers parameters: ``whole_state`` and ``whole_copies``, their number."""
+        parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+        copies = [
+            part.whole_copies * parameter.nbytes
+            for part in parts
+            if hasattr(part, "whole_copies")
+            for group in part.param_groups
+            for parameter in group["params"]
+        ]
+        return cls(any(getattr(part, "whole_state", False) for part in parts), max(copies, default=0))
+
+
 def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
     """The bound in bytes over the three phases, each with all gradients, which are views of permanent buckets.
 
@@ -43,22 +72,24 @@ def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
     )
 
 
-def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
+def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int, whole: Whole = Whole()) -> int:
     """The bound in bytes over the three phases, each as on one device except for what is sharded.
 
     Parameters, gradients, optimizer state, averaged weights, holograms and the temporary memory of an update are divided by the
-    number of devices. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one gathered
-    ahead. The backward also holds their gradients until they are reduced. Activations, buffers and batch stay whole.
+    number of devices, except for what ``whole`` says: an optimizer that gathers parameters computes with them as on one device,
+    and holds the copies, too. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one
+    gathered ahead. The backward also holds their gradients until they are reduced. Activations, buffers and batch stay whole.
     """
     if devices == 1:
         return footprint.bound
     rest = [unit for unit in units if not unit.block]
     gathered = sum(unit.parameters for unit in rest) + _two_blocks([unit.parameters for unit in units if unit.block])
     reduced = sum(sum(unit.gradients) for unit in rest) + _two_blocks([sum(unit.gradients) for unit in units if unit.block])
-    beside = {"forward": gathered, "backward": gathered + reduced, "update": 0}
+    beside = {"forward": gathered, "backward": gathered + reduced, "update": whole.copies}
+    lasting = {*SHARED_OUT} - ({"optimizer"} if whole.state else set())
     found = []
     for phase, parts in footprint.parts_by_phase.items():
-        divided = (*SHARED_OUT, "temporary") if phase == "update" else SHARED_OUT
+        divided = lasting | {"temporary"} if phase == "update" and not whole.copies else lasting
         shares = sum(-(-size // devices) if kind in divided else size for kind, size in parts.items())
         found.append(beside[phase] + shares + footprint.scratch_by_phase.get(phase, 0))
     return max(found)

@@ -102,7 +102,7 @@ def make_scaling(
     footprint, units = plan.configured, work.units
     predictions = [
         make(DDP, ddp_bytes(footprint, units, devices), seconds=_of(ddp_seconds, units, devices)),
-        make(FSDP2, fsdp_bytes(footprint, units, devices), seconds=_of(fsdp_seconds, units, devices)),
+        make(FSDP2, fsdp_bytes(footprint, units, devices, work.whole), seconds=_of(fsdp_seconds, units, devices)),
     ]
     for name, overlapped in ((TP, False), (TP_OVERLAPPED, True)):
         if divided is None:

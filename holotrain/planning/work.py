@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from holotrain.overlap import Job
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.planner import Backward, Planner
-from holotrain.planning.rank_memory import Unit
+from holotrain.planning.rank_memory import Unit, Whole
 from holotrain.planning.rehearsal import TrainingStep, rehearse
 from holotrain.planning.scaling import Divided
 
@@ -25,12 +25,14 @@ class Work:
         forward, backward: FLOPs of one batch.
         units: the parts of the model, first to last.
         batches: number of batches whose gradients are accumulated in one step.
+        whole: what the optimizer does not divide.
     """
 
     forward: float
     backward: float
     units: list[Unit]
     batches: int
+    whole: Whole
 
 
 Divide = Callable[[nn.Module, int], Any]
@@ -48,7 +50,8 @@ def work_of(planner: Planner, backward: Backward) -> Work:
     """
     with planner.imagined_step(planner.imagined_model(backward)) as step:
         forward, backward, of_sequences = _flops(step)
-        return Work(forward, backward, list(_units(step, [flops / forward for flops in of_sequences])), step.batches)
+        units = list(_units(step, [flops / forward for flops in of_sequences]))
+        return Work(forward, backward, units, step.batches, Whole.of(step.optimizer))
 
 
 def divided_work(planner: Planner, backward: Backward, divide: Divide, devices: int, whole: Work) -> tuple[Divided | None, str]:

@@ -16,7 +16,12 @@ class ShardedAdafactor(Adafactor):
     Its update depends on means over rows and columns and on norms of the whole parameter, which torch (2.15) cannot compute in
     place on shards. Here every process gathers one parameter and its gradient at a time and computes what a single process
     would. Its state is small and stays whole.
+
+    Attributes:
+        whole_state, whole_copies: for a plan of the memory: the state is whole, and so are one parameter and its gradient.
     """
+
+    whole_state, whole_copies = True, 2
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -31,6 +36,7 @@ class ShardedAdafactor(Adafactor):
                 with standing_in(self, [(group, {parameter: whole})]):
                     super().step()
                 parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+                del whole  # before the next one is gathered
         with standing_in(self, [(group, {p: p for p in group["params"] if not is_sharded(p)}) for group in self.param_groups]):
             super().step()
         return loss

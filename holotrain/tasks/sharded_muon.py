@@ -13,7 +13,12 @@ class ShardedMuon(Muon):
 
     On shards, each of its ten matrix products would be a collective in half precision, and the result would depend on how many
     there are. Here every process gathers an update once and computes what a single process would. Momentum stays sharded.
+
+    Attributes:
+        whole_copies: for a plan of the memory: a matrix, its gradient and its momentum are whole in a step.
     """
+
+    whole_copies = 3
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

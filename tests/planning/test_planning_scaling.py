@@ -5,11 +5,18 @@ from math import inf
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tracked_memory import TrackedMemory
 
 from holotrain.overlap import LINKS, Job, Link
 from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from holotrain.planning import Footprint
-from holotrain.planning.rank_memory import Unit, ddp_bytes, fsdp_bytes
+from holotrain.planning import Footprint, TrainingStep, imagined
+from holotrain.planning.rank_memory import Unit, Whole, ddp_bytes, fsdp_bytes
+from holotrain.planning.rehearsal import rehearse_update
 from holotrain.planning.scaling import (
     Divided,
     Setting,
@@ -21,6 +28,9 @@ from holotrain.planning.scaling import (
     settings_of,
     tp_seconds,
 )
+from holotrain.reversible import ReversibleBlock
+from holotrain.shards import local
+from holotrain.tasks.optimizers import adafactor, muon
 
 MIB = 2**20
 NOTHING_TO_WAIT_FOR = Setting(Link(inf, 0.0))
@@ -203,6 +213,43 @@ def test_memory_of_a_rank_by_hand():
     assert (forward, backward, update) == (275, 290, 135)
     assert fsdp_bytes(FOUND, UNITS, 4) == 290
     assert fsdp_bytes(FOUND, UNITS, 8) < 290
+
+
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_the_bound_of_an_update_holds_where_shards_are_gathered(make):
+    """The update of one rank of four, whose collectives do nothing, counted tensor by tensor."""
+
+    def model():
+        blocks = [ReversibleBlock(nn.Linear(192, 192), nn.Linear(192, 192)) for _ in range(4)]
+        return nn.Sequential(*blocks, nn.Linear(192, 96))
+
+    def update_of(net):
+        optimizer = make(net)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return TrainingStep(net, lambda: None, optimizer)
+
+    with imagined():
+        net = model()
+        step = update_of(net)
+        update, entries = rehearse_update(step), sum(p.nbytes for p in net.parameters())
+        parts = {"parameters": entries, "gradients": entries, "optimizer": update.state, "temporary": update.beyond}
+        whole, planned = Whole.of(step.optimizer), footprint(update=parts)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        net = model()
+        fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+        step = update_of(net)
+        step.optimizer.step()
+        states = [x for of in step.optimizer.state.values() for x in of.values()]
+        held = [*net.parameters(), *(p.grad for p in net.parameters()), *states]
+        with TrackedMemory(counted=map(local, held)) as tracked:
+            step.optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    bound = fsdp_bytes(planned, [], 4, whole)
+    assert 0.85 * bound <= tracked.peak <= bound
+    assert fsdp_bytes(planned, [], 4) < tracked.peak
 
 
 def test_another_phase_may_be_the_highest_of_a_rank():
