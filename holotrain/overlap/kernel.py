@@ -65,7 +65,7 @@ def launch(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, tiles: T
     Args:
         x: [R, K], any strides.
         matrix: [K, N], any strides.
-        bias: [N] or None.
+        bias: [N] or None, any stride.
         out: [R, N], contiguous; its rows may be in another order than those of x.
         tiles: [tiles, 5] of int32, as :func:`~holotrain.overlap.signals.tiles_of` lists them.
         counts: [groups] of int32, zeros.
@@ -75,7 +75,7 @@ def launch(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, tiles: T
     _product[(min(programs, len(tiles)),)](
         x,
         matrix,
-        out if bias is None else bias,  # not read without a bias
+        out if bias is None else bias.contiguous(),  # not read without a bias
         out,
         tiles,
         counts,

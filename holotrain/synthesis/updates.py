@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import gcd
 
 import torch
@@ -227,8 +227,7 @@ class Updates:
                 part.memory.masked_fill_(~finite, 0)
             for name, value in AT_REST.items():
                 self._scalars[name].masked_fill_(~finite, value)
-        if self._keys is not None:
-            keys = self._keys.mul_(self._scalars["key_ema"]).add_(keys)
+        keys = keys if self._keys is None else self._keys.mul_(self._scalars["key_ema"]).add_(keys)
         of_rows = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
         a = b = measured = None
         if measure:
@@ -295,9 +294,10 @@ def coefficients(products: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 def total(tensors: list[Tensor]) -> Tensor:
     """A number that is finite if all entries are finite (and their sum does not overflow)."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     if tensors[0].device.type == "cpu":
-        return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
-    return torch.stack(torch._foreach_norm(tensors, 1, dtype=torch.float32)).sum()
+        return torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]).sum()
+    return torch.stack(torch._foreach_norm(tensors, 1, dtype=dtype)).sum()  # one launch, which refuses a narrower dtype
 
 
 def arriving(flag: Tensor) -> Callable[[], bool]:

@@ -1,39 +1,86 @@
-"""Runs the signaling product in Triton's interpreter and prints the largest error and the counts as JSON.
+"""Runs the signaling product on random shapes and strides in Triton's interpreter and prints what differs as JSON.
 
-Not a test by itself: test_overlap_signals.py starts it with TRITON_INTERPRET=1, which must be set before Triton is imported.
+Not a test by itself: test_overlap_signals.py starts it with TRITON_INTERPRET=1, set before Triton is imported, and with the
+number of shapes. What lies between and around the entries of an operand is NaN, so an entry that is read or written at
+a wrong place shows.
 """
 
 import json
+import random
+import sys
+from collections import Counter
 
 import torch
+from torch import Tensor
 
 from holotrain.overlap.groups import spans
 from holotrain.overlap.kernel import launch
 from holotrain.overlap.signals import tiles_of
 
-
-def product(sizes: list[int], ranks: int, inner: int, columns: int, dtype: torch.dtype, bias: bool, transposed: bool) -> dict:
-    torch.manual_seed(0)
-    rows, cut = sum(sizes), list(spans(sizes))
-    x = torch.randn(ranks, rows, inner).to(dtype)
-    matrix = torch.randn(columns, inner).to(dtype).t() if transposed else torch.randn(inner, columns).to(dtype)
-    summand = torch.randn(columns).to(dtype) if bias else None
-    out = torch.full((ranks * rows, columns), float("nan"), dtype=dtype)
-    counts = torch.zeros(len(sizes), dtype=torch.int32)
-    tiles = tiles_of(cut, ranks, rows, columns)
-    launch(x.flatten(0, 1), matrix, summand, out, torch.tensor(tiles, dtype=torch.int32), counts, programs=3)
-    true = x.double() @ matrix.double() + (summand.double() if bias else 0)
-    true = torch.cat([true[:, span].flatten(0, 1) for span in cut])  # rows of a group from all ranks, one after the other
-    error = ((out.double() - true).abs().max() / true.abs().max()).item()
-    due = [sum(tile[4] == group for tile in tiles) for group in range(len(sizes))]
-    return {"error": error, "counts": counts.tolist(), "due": due}
+SIZES = (1, 2, 3, 7, 16, 31, 33, 64, 65, 100, 127, 128, 129, 150, 191)
+DTYPES = (torch.float32, torch.float16)  # the interpreter multiplies the bits of bf16 as if they were integers
+LAYOUTS = ("contiguous", "transposed", "sliced", "every other row", "every other column", "offset", "one row repeated")
 
 
-CASES = {
-    "one tile": ([5], 1, 7, 9, torch.float32, False, True),
-    "groups that are no whole tiles": ([130, 1, 150], 1, 70, 150, torch.float32, True, True),
-    "shares of two ranks": ([100, 33], 2, 70, 140, torch.float32, True, False),
-    "half precision": ([130, 60], 1, 130, 40, torch.float16, True, True),
-}
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """The values [R, K] in memory of that layout, with NaN in the gaps."""
+    rows, columns = values.shape
+    if layout == "one row repeated":
+        return values[:1].expand(rows, columns)
+    room, at = {
+        "contiguous": ((rows, columns), slice(None)),
+        "transposed": ((columns, rows), slice(None)),
+        "sliced": ((rows + 2, columns + 5), (slice(1, rows + 1), slice(3, columns + 3))),
+        "every other row": ((2 * rows, columns), slice(None, None, 2)),
+        "every other column": ((rows, 2 * columns), (slice(None), slice(None, None, 2))),
+        "offset": ((1 + rows * columns,), slice(1, None)),
+    }[layout]
+    memory = torch.full(room, float("nan"), dtype=values.dtype)
+    place = memory[at].t() if layout == "transposed" else memory[at].view(rows, columns) if layout == "offset" else memory[at]
+    return place.copy_(values)
 
-print(json.dumps({name: product(*case) for name, case in CASES.items()}))
+
+def product(draw: random.Random) -> tuple[dict, str | None]:
+    """A random product: what was drawn, and what is wrong with it or None."""
+    dtype, ranks = draw.choice(DTYPES), draw.choice((1, 1, 1, 2, 3))
+    sizes = [draw.choice(SIZES) for _ in range(draw.choice((1, 1, 2, 3)))]
+    rows, inner, columns = sum(sizes), draw.choice((0, *SIZES)), draw.choice(SIZES)
+    layouts = [draw.choice(LAYOUTS) for _ in range(2)]
+    drawn = {"dtype": str(dtype), "ranks": ranks, "sizes": sizes, "inner": inner, "columns": columns, "layouts": layouts}
+    x = laid_out(torch.randn(ranks * rows, inner).to(dtype), layouts[0])
+    matrix = laid_out(torch.randn(inner, columns).to(dtype), layouts[1])
+    drawn["bias"] = draw.choice((None, "contiguous", "every other column", "offset"))
+    bias = None if drawn["bias"] is None else laid_out(torch.randn(1, columns).to(dtype), drawn["bias"])[0]
+    around = torch.full((ranks * rows + 2, columns), float("nan"), dtype=dtype)
+    out, cut = around[1:-1], list(spans(sizes))
+    counts, tiles = torch.zeros(len(sizes), dtype=torch.int32), torch.as_tensor(tiles_of(cut, ranks, rows, columns)).int()
+    launch(x, matrix, bias, out, tiles, counts, programs=draw.choice((1, 3, 200)))
+
+    def of_groups(result: Tensor) -> Tensor:
+        """Rows of a group from all ranks, one after the other."""
+        result = result.unflatten(0, (ranks, rows))
+        return torch.cat([result[:, span].flatten(0, 1) for span in cut])
+
+    summand = 0 if bias is None else bias.double()
+    true, like = of_groups(x.double() @ matrix.double() + summand), of_groups(torch.matmul(x, matrix).double() + summand)
+    size = of_groups(x.double().abs() @ matrix.double().abs() + (0 if bias is None else summand.abs()))
+    bound = torch.finfo(dtype).eps * true.abs() + (inner + 2) * torch.finfo(torch.float32).eps * size + 1e-7  # below: subnormal
+    if not ((out.double() - true).abs() <= bound).all():
+        return drawn, "differs from the product in float64"
+    if not ((out.double() - like).abs() <= 2 * bound + torch.finfo(dtype).eps * size).all():
+        return drawn, "differs from torch.matmul"
+    if not (around[0].isnan() & around[-1].isnan()).all():
+        return drawn, "written outside of the output"
+    if not counts.equal(tiles[:, 4].bincount().int()):
+        return drawn, f"counted {counts.tolist()}"
+    return drawn, None
+
+
+wrong, layouts, shapes = [], Counter(), int(sys.argv[1])
+for number in range(shapes):
+    torch.manual_seed(number)
+    drawn, fault = product(random.Random(number))
+    layouts.update(drawn["layouts"])
+    if fault is not None:
+        wrong.append({"number": number, "fault": fault} | drawn)
+print(json.dumps({"shapes": shapes, "layouts": layouts, "wrong": wrong}))

@@ -1,0 +1,426 @@
+"""Every path that uses CUDA streams, on a GPU on paper: nobody reads, writes or frees what another may still use.
+
+See paper_gpu.py for what that shows and what it cannot. The results are compared with the same code on the host.
+"""
+
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from compared import assert_close
+from engine_cases import MIXED, WIDTH, sequence
+from happens_before import Race
+from paper_gpu import Event, Stream, WrongDevice, paper_gpu
+from small_models import FAMILIES
+from torch import Tensor, nn
+
+import holotrain.models
+from holotrain.optimizers import InBackward
+from holotrain.overlap import (
+    Columns,
+    all_to_all_linear,
+    collectives,
+    column_parallel_linear,
+    linear_all_to_all,
+    row_parallel_linear,
+    sending,
+    signals,
+)
+from holotrain.reversible import GraphedStep
+from holotrain.reversible.graphs import WARM_UPS
+from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.delayed import Delayed
+
+
+@pytest.fixture
+def on_paper(monkeypatch):
+    with paper_gpu(monkeypatch) as machine:
+        yield machine
+
+
+class TestTheRecorder:
+    def test_a_read_needs_a_wait(self, on_paper):
+        side, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
+        with torch.cuda.stream(side), pytest.raises(Race, match="mul on side stream 1 reads what the default stream"):
+            x * 2
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        with pytest.raises(Race):
+            y.tanh()
+        torch.cuda.current_stream().wait_event(side.record_event())
+        assert y.tanh().device == torch.device("cuda", 0)
+
+    def test_a_write_needs_a_wait_for_the_bytes_it_touches_and_no_others(self, on_paper):
+        side, x = torch.cuda.Stream(), torch.zeros(4, 6, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x[:, 1::2].sum()
+        x[:, ::2].add_(1)
+        with pytest.raises(Race, match="may not have read yet"):
+            x[2].zero_()
+
+    @pytest.mark.parametrize("recorded", [True, False])
+    def test_memory_is_given_out_again_when_its_users_are_done(self, on_paper, recorded):
+        side, x = torch.cuda.Stream(), torch.zeros(3, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x + 1
+        if recorded:
+            x.record_stream(side)
+        del x
+        if recorded:
+            torch.ones(3, device="cuda")
+        else:
+            with pytest.raises(Race, match="still uses"):
+                torch.ones(3, device="cuda")
+
+    def test_a_copy_to_the_host_is_there_after_its_event(self, on_paper):
+        x = torch.arange(3, device="cuda")
+        host, event = x.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+        with pytest.raises(Race, match="tolist on the host"):
+            host.tolist()
+        event.synchronize()
+        assert host.tolist() == x.to("cpu").tolist() == [0, 1, 2]
+
+    def test_a_pinned_source_stays_as_it_is_until_it_is_copied(self, on_paper):
+        source = torch.ones(3).pin_memory()
+        source.to("cuda", non_blocking=True)
+        with pytest.raises(Race, match="the host overwrites"):
+            source.zero_()
+
+    def test_operands_are_on_one_device(self, on_paper):
+        with pytest.raises(WrongDevice):
+            torch.ones(3, device="cuda") + torch.ones(3)
+
+    def test_a_capture_waits_for_its_streams_and_the_host_never_in_it(self, on_paper):
+        x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
+        with pytest.raises(Race, match="ends before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x + 1
+        with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x.sum().item()
+
+    def test_a_replay_computes_again(self, on_paper):
+        x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = torch.zeros(3, device="cuda").add_(x).unsqueeze(0) * 2
+        x.fill_(4)
+        graph.replay()
+        assert y.tolist() == [[8, 8, 8]]
+
+
+def gradients(net, x):
+    y1, y2 = net(x, x.tanh())
+    return torch.autograd.grad((y1 * y2.sin()).sum(), [x, *net.parameters()])
+
+
+ENGINES = ["checkpoint", "reversible", "pareprop", MIXED]
+
+
+def engine(depth, backward, device, exact=False):
+    """Gradients of a sequence, twice, as the second backward meets memory of the first."""
+    net = sequence(depth)
+    net.backward = [*backward[:depth]] if isinstance(backward, tuple) else backward
+    if exact:
+        net.exact = 30
+    x = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(2, 3, WIDTH)
+    net, x = net.to(device), x.to(device).requires_grad_()
+    gradients(net, x)
+    return [grad.cpu() for grad in gradients(net, x)]
+
+
+@pytest.mark.parametrize("backward", ENGINES, ids=str)
+def test_the_engine(on_paper, backward):
+    for depth in (1, 2, 5):
+        assert_close(engine(depth, backward, "cuda"), engine(depth, backward, "cpu"))
+    assert any("side" in stream for _, stream in on_paper.log) == ("pareprop" in backward)
+
+
+def test_the_exact_grid_reports_what_has_arrived(on_paper):
+    net = sequence(2).float()
+    net = type(net)([*net.blocks], "pareprop", exact=30).to("cuda")  # streams of at most 2^-6
+    x = torch.full((2, WIDTH), 0.5, device="cuda")
+    sum(net(x, x)).sum().backward()
+    with pytest.warns(UserWarning, match="beyond"):  # by the second forward
+        net(x, x)
+
+
+@pytest.mark.parametrize("backward", ["autograd", *ENGINES[:3]])
+def test_a_captured_step(on_paper, backward):
+    net = sequence(2)
+    net.backward = backward
+    net.to("cuda")
+
+    def loss(x):
+        y1, y2 = net(x, x.tanh())
+        return (y1 * y2.sin()).mean()
+
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step = GraphedStep(loss, net.parameters())
+    for number in range(WARM_UPS + 3):
+        x = torch.linspace(-1, number, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH).to("cuda")
+        value = step(x)
+        due = torch.autograd.grad(loss(x), list(net.parameters()))
+        assert_close(value, loss(x))
+        assert_close([p.grad for p in net.parameters()], due)
+        del due
+        optimizer.step()
+    step(x[:2]).item()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["RevViT", "RevRoBERTa", "RevGPT", *(pytest.param(each, marks=pytest.mark.slow) for each in ("RevSwin", "RevMViT"))],
+)
+def test_models_that_are_stepped_in_the_backward(on_paper, family):
+    arguments = FAMILIES[family.removeprefix("Rev")]
+
+    def trained(device):
+        torch.manual_seed(0)
+        model = getattr(holotrain.models, family)(**arguments).eval().to(device)
+        for module in model.modules():
+            if hasattr(module, "backward") and hasattr(module, "blocks"):
+                module.backward = "pareprop"
+        if family in ("RevRoBERTa", "RevGPT"):
+            given = torch.arange(24).view(2, 12) % arguments["vocab"]
+        else:
+            given = torch.linspace(-1, 1, 2 * 64).view(2, arguments["channels"], 8, 8)
+        optimizer = InBackward(torch.optim.AdamW(model.parameters(), 1e-3, foreach=True))
+        for _ in range(2):
+            model(given.to(device)).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    assert_close(trained("cuda"), trained("cpu"), rtol=1e-4, atol=1e-6)
+
+
+def synthesised(device, steps=4, **options):
+    """A model after some steps, and the figures of the last. Gradients are in memory that is used again, as DDP's are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 5)).double().to(device)
+    synthesis = HolographicSynthesis(model, block_length=64, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    buckets = [torch.empty_like(parameter) for parameter in model.parameters()]
+    for number in range(steps):
+        x = torch.linspace(-1, number, 18, dtype=torch.float64).view(3, 6).to(device)
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        for parameter, bucket in zip(model.parameters(), buckets, strict=True):
+            parameter.grad = bucket.copy_(parameter.grad)
+        synthesis.measuring = number == steps - 1
+        assert synthesis.step()
+        optimizer.step()
+    return [synthesis.measured.cpu(), *(parameter.detach().cpu() for parameter in model.parameters())]
+
+
+SYNTHESES = [
+    {"mode": "associative"},
+    {"mode": "associative", "cuda_graph": True},
+    {"mode": "shared", "match_norm": True, "cosine_floor": 0.1},
+    {"mode": "bind", "mix": 0.5, "dtype": "fp16"},
+]
+
+
+@pytest.mark.parametrize("options", SYNTHESES, ids=str)
+def test_synthesis(on_paper, options):
+    on_host = {name: value for name, value in options.items() if name != "cuda_graph"}
+    assert_close(synthesised("cuda", **options), synthesised("cpu", **on_host))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("options", [SYNTHESES[0], SYNTHESES[3]], ids=str)
+def test_synthesis_split_between_the_device_and_the_host(monkeypatch, options, late):
+    with paper_gpu(monkeypatch, late) as machine:
+        on_device = synthesised("cuda", split="cpu", **options)
+        assert any("copy" in what and "side" in stream for what, stream in machine.log)
+        assert_close(on_device, synthesised("cpu", split="cpu", **options))
+
+
+class Nccl:
+    """Stands for ``torch.distributed`` with two ranks, of which this is the first and the other has what this one has.
+
+    Collectives run one after the other on a stream of their own, which waits for the stream that launched them. They hold no
+    tensors, so that whoever launches them must.
+    """
+
+    ReduceOp, ProcessGroup = dist.ReduceOp, dist.ProcessGroup
+
+    def __init__(self, device):
+        self._stream = torch.cuda.Stream(priority=-1) if device == "cuda" else None
+
+    def get_world_size(self, group):
+        return 2
+
+    def get_rank(self, group):
+        return 0
+
+    def get_backend(self, group):
+        return "nccl"
+
+    def _launched(self, work):
+        if self._stream is None:
+            work()
+            return SimpleNamespace(wait=lambda: None)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        done = self._stream.record_event()
+        return SimpleNamespace(wait=lambda: torch.cuda.current_stream().wait_event(done))
+
+    def all_reduce(self, tensor, group, async_op):
+        return self._launched(lambda: tensor.mul_(2))
+
+    def reduce_scatter_tensor(self, share, parts, group, async_op):
+        return self._launched(lambda: share.copy_(parts[: len(share)]).mul_(2))
+
+    def all_gather_into_tensor(self, parts, share, group, async_op):
+        return self._launched(lambda: parts.unflatten(0, (2, -1)).copy_(share))
+
+    def all_gather(self, parts, share, group, async_op):
+        return self._launched(lambda: [part.copy_(share) for part in parts])
+
+    def all_to_all(self, received, sent, group, async_op):
+        return self._launched(lambda: [to.copy_(sent[0][: len(to)]) for to in received])
+
+
+class SignallingProduct:
+    """Stands for the kernel and for the driver's wait: it counts the tiles of each group, and notes what was done by then."""
+
+    def __init__(self, machine, monkeypatch):
+        self._machine, self.counted = machine, {}
+        monkeypatch.setitem(sys.modules, "holotrain.overlap.kernel", self)
+        monkeypatch.setattr(signals, "supported", lambda x: x.is_cuda)
+        monkeypatch.setattr(signals, "_wait_for_count", lambda: self.wait_value)
+
+    def launch(self, x, matrix, bias, out, tiles, counts, programs):
+        for read, written, height, column, group in self._machine.read_by_a_kernel(tiles):
+            columns = slice(column, column + signals.TILE_COLUMNS)
+            here = x[read : read + height] @ matrix[:, columns]
+            out[written : written + height, columns] = here if bias is None else here + bias[columns]
+            self._count(counts, group)
+
+    def _count(self, counts, group):
+        self.counted.setdefault(counts.data_ptr() + 4 * group, []).append(dict(self._machine.current.clock))
+        self._zeros = counts
+
+    def wait_value(self, handle, address, due, how):
+        stream = next(stream for stream in self._machine.streams if stream.cuda_stream == handle)
+        with torch.cuda.stream(stream):
+            self._machine.read_by_a_kernel(self._zeros)  # counts of another product would be misunderstood
+        stream.learn(self.counted[address][due - 1])
+        return 0
+
+
+LAYERS = {
+    "row": partial(row_parallel_linear),
+    "row, sequence": partial(row_parallel_linear, sequence_dim=0),
+    "column": partial(column_parallel_linear),
+    "column, sequence": partial(column_parallel_linear, sequence_dim=0),
+    "to all": partial(linear_all_to_all),
+    "to all, features": partial(linear_all_to_all, sequence_dim=0),
+    "from all": partial(all_to_all_linear),
+    "from all, features": partial(all_to_all_linear, sequence_dim=0),
+}
+
+
+def overlapped(monkeypatch, device, layer, groups, signalling):
+    with monkeypatch.context() as patch:
+        patch.setattr(collectives, "dist", Nccl(device))
+        group = collectives.Collectives(None)
+        inputs = 12 if layer == "from all, features" else 6
+        x = torch.linspace(-1, 1, 22 * 6, dtype=torch.float64).view(22, 6).to(device).requires_grad_()
+        weight = torch.linspace(-1, 1, 10 * inputs, dtype=torch.float64).view(10, inputs).sin().to(device).requires_grad_()
+        bias = torch.linspace(1, 2, 10, dtype=torch.float64).to(device).requires_grad_()
+        made = []
+        for _ in range(2):  # the second meets memory of the first
+            y = LAYERS[layer](x, weight, bias, group=group, groups=groups, signals=signalling)
+            made = [y, *torch.autograd.grad(y.square().sum(), (x, weight, bias))]
+        return [tensor.detach().cpu() for tensor in made]
+
+
+@pytest.mark.parametrize("signalling", [False, True], ids=["products", "signals"])
+@pytest.mark.parametrize("groups", [3, Columns(3)], ids=["rows", "columns"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_overlap(on_paper, monkeypatch, layer, groups, signalling):
+    kernel = SignallingProduct(on_paper, monkeypatch)
+    made = overlapped(monkeypatch, "cuda", layer, groups, signalling)
+    assert_close(made, overlapped(monkeypatch, "cpu", layer, groups, False))
+    assert any("side" in stream for _, stream in on_paper.log)
+    shares_of_columns = isinstance(groups, Columns) and layer in ("row, sequence", "column, sequence")
+    assert bool(kernel.counted) == (signalling and not shares_of_columns)
+
+
+def nothing(*args):
+    pass
+
+
+def an_overlapped_layer(machine, monkeypatch, layer, signalling):
+    SignallingProduct(machine, monkeypatch)
+    overlapped(monkeypatch, "cuda", layer, 3, signalling)
+
+
+def a_graphed_step(machine, monkeypatch):
+    net = sequence(1).to("cuda")
+    step = GraphedStep(lambda x: sum(net(x, x)).sum(), net.parameters())
+    step(torch.ones(2, WIDTH, dtype=torch.float64, device="cuda")).item()
+
+
+def a_grid(machine, monkeypatch):
+    net = sequence(1)
+    net = type(net)([*net.blocks], exact=30).to("cuda")
+    for _ in range(2):
+        net(*torch.ones(2, 3, WIDTH, dtype=torch.float64, device="cuda"))
+
+
+def the_engine(machine, monkeypatch):
+    engine(3, "pareprop", "cuda")
+
+
+def a_synthesis(machine, monkeypatch, **options):
+    synthesised("cuda", mode="associative", **options)
+
+
+def at_once(self, grads, keys, copied, step, compute=Delayed._compute):
+    return compute(self, grads, keys, None, step)
+
+
+def not_holding(work, held, then=None):
+    return collectives.Holding(work, None, then)
+
+
+a_split_synthesis = partial(a_synthesis, split="cpu")
+a_layer, a_signalling_layer = (partial(an_overlapped_layer, layer="row", signalling=each) for each in (False, True))
+a_layer_that_scatters = partial(an_overlapped_layer, layer="row, sequence", signalling=False)
+
+WITHOUT = {name: (Stream, name, nothing) for name in ("wait_stream", "wait_event")}
+WITHOUT |= {"synchronize": (Event, "synchronize", nothing), "record_stream": (Tensor, "record_stream", nothing)}
+
+MISTAKES = {
+    "the side stream begins at once": (the_engine, ["wait_stream"], r"side stream \d reads what the default stream"),
+    "gradients do not wait": (the_engine, ["wait_event"], r"the default stream reads what side stream"),
+    "a graphed step begins at once": (a_graphed_step, ["wait_stream"], r"side stream \d reads what the default stream"),
+    "a flag is read too early": (a_synthesis, ["synchronize"], r"the host reads what the default stream"),
+    "gradients are let go of": (a_split_synthesis, ["record_stream", "wait_event"], r"side stream \d still uses"),
+    "gradients are read too early": (a_split_synthesis, [(Delayed, "_compute", at_once)], r"the thread reads what side stream"),
+    "gradients are overwritten": (a_split_synthesis, ["wait_event"], r"the default stream overwrites what side stream"),
+    "the grid is read too early": (a_grid, ["synchronize"], r"tolist on the host reads what the default stream"),
+    "a sum is read too early": (a_layer, ["wait_event"], r"the default stream reads what side stream"),
+    "what is sent is let go of": (a_layer_that_scatters, [(sending, "Holding", not_holding)], r"side stream \d still uses"),
+    "old counts look like signals": (a_signalling_layer, ["wait_stream"], r"a kernel on side stream \d reads what the default"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_would_be_found(on_paper, monkeypatch, mistake):
+    run, forgotten, complaint = MISTAKES[mistake]
+    run(on_paper, monkeypatch)
+    for each in forgotten:
+        monkeypatch.setattr(*WITHOUT.get(each, each) if isinstance(each, str) else each)
+    with pytest.raises(Race, match=complaint):
+        run(on_paper, monkeypatch)
