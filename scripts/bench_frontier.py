@@ -261,8 +261,8 @@ def draw(result: dict, path: Path) -> None:
     print(f"drawn to {path}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a model, its batch and its engines."""
     parser.add_argument(
         "--model", default="vit_small", help="family and size, such as vit_small; families: vit, swin, roberta, gpt"
     )
@@ -273,7 +273,6 @@ def main() -> None:
     parser.add_argument(
         "--vocab", type=int, default=8192, help="vocabulary size of text models; small, so that blocks dominate"
     )
-    parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="CPU threads of torch's operations")
     parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
@@ -281,6 +280,12 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", help="only these engines, and autograd and reversible")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_options(parser)
+    parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--draw", type=Path, help="figures measured before, to draw again: measures nothing")
     options = parser.parse_args()

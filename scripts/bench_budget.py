@@ -1,0 +1,133 @@
+"""The largest batch of each engine within a budget of memory, and its throughput there.
+
+    python scripts/bench_budget.py --model vit_small --memory 16 24 40 --amp
+    python scripts/bench_budget.py --model vit_tiny --depth 4 --pixels 64 --memory 0.25       # scaled to a small machine
+
+Needs only torch; revlib and memcnn are included if installed. Models, engines and the step are those of bench_frontier.py. A batch
+fits if the peak of its step does. On CUDA a process can also reserve no more than the budget, so what fragmentation costs counts.
+Batches are found to within a thirty-second of their size. ``auto`` is given the largest batch of each other engine in turn, and
+its fastest choice is shown.
+
+One engine after the other is timed, since two of them would not fit. Throughput comes from the median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import gc
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_common import machine, save, settings_of
+from bench_frontier import Auto, add_model_options, contestant, engines, make_step, shape_of
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from holotrain.models.schedules import schedule_blocks
+from holotrain.planning.measured import measured_peak
+
+GIB = 2**30
+
+
+def with_batch(options: argparse.Namespace, batch: int) -> argparse.Namespace:
+    given = copy.copy(options)
+    given.batch = batch
+    return given
+
+
+def peak(apply: Callable[[nn.Module], None], options: argparse.Namespace) -> float:
+    """The bytes of a step; infinite if it runs out of memory."""
+    device = torch.device(options.device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        return measured_peak(make_step(shape_of(options), apply, options), device)
+    except torch.OutOfMemoryError:
+        return float("inf")
+
+
+def largest_batch(apply: Callable[[nn.Module], None], options: argparse.Namespace, budget: int) -> int:
+    """0 if not even one sample fits."""
+
+    def fits(batch: int) -> bool:
+        return peak(apply, with_batch(options, batch)) <= budget
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def measured(apply: Callable[[nn.Module], None], options: argparse.Namespace) -> dict[str, Any]:
+    """Throughput and memory of steps with this batch."""
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    run = contestant(make_step(shape_of(options), apply, options), options.device)
+    run()
+    seconds = [run() for _ in range(options.rounds)]
+    row = {"batch": options.batch, "seconds": seconds, "samples_per_second": options.batch / statistics.median(seconds)}
+    if options.device == "cuda":
+        row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return row
+
+
+def automatic(batches: set[int], options: argparse.Namespace, budget: int) -> dict[str, Any] | None:
+    """The fastest of what ``auto`` chooses for these batches; None if none fits."""
+    rows = []
+    for batch in sorted(batches):
+        given = with_batch(options, batch)
+        try:
+            choice = Auto(shape_of(given), given).choice(budget)
+            rows.append(measured(functools.partial(schedule_blocks, schedules=choice.blocks), given))
+            rows[-1]["blocks"] = dict(Counter(choice.blocks))
+        except (torch.OutOfMemoryError, ValueError) as error:
+            print(f"  auto, batch {batch}: {str(error).splitlines()[0]}", file=sys.stderr)
+    return max(rows, key=lambda row: row["samples_per_second"], default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_options(parser)
+    parser.add_argument("--memory", type=float, nargs="+", default=[16, 24, 40], help="budgets in GiB")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+
+    budgets: dict[str, dict[str, dict]] = {}
+    for gib in options.memory:
+        budget = int(gib * GIB)
+        if options.device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(min(budget / torch.cuda.get_device_properties(0).total_memory, 1.0))
+        rows: dict[str, dict] = {}
+        for name, apply in engines(options).items():
+            batch = largest_batch(apply, options, budget)
+            if batch:
+                rows[name] = measured(apply, with_batch(options, batch))
+            print(f"  {gib:g} GiB, {name}: {batch} samples", file=sys.stderr)
+        if auto := automatic({row["batch"] for row in rows.values()}, options, budget):
+            rows["auto"] = auto
+        budgets[f"{gib:g} GiB"] = rows
+        print(f"\n{gib:g} GiB\n{'':22}{'batch':>8}{'samples/s':>12}{'over autograd':>15}")
+        plain = rows.get("autograd", {}).get("samples_per_second")
+        for name, row in rows.items():
+            over = f"{row['samples_per_second'] / plain:.2f}" if plain else "autograd does not fit"
+            print(f"{name:22}{row['batch']:8}{row['samples_per_second']:12.1f}{over:>15}")
+    save({"machine": machine(), "options": settings_of(options), "budgets": budgets}, options.json)
+
+
+if __name__ == "__main__":
+    main()
