@@ -3,10 +3,10 @@
     python scripts/bench_budget.py --model vit_small --memory 16 24 40 --amp
     python scripts/bench_budget.py --model vit_tiny --depth 4 --pixels 64 --memory 0.25       # scaled to a small machine
 
-Needs only torch; revlib and memcnn are included if installed. Models, engines and the step are those of bench_frontier.py. A batch
-fits if the peak of its step does. On CUDA a process can also reserve no more than the budget, so what fragmentation costs counts.
-Batches are found to within a thirty-second of their size. ``auto`` is given the largest batch of each other engine in turn, and
-its fastest choice is shown.
+Needs only torch; revlib and memcnn are included if installed. An engine that does not work on this machine is named and left
+out. Models, engines and the step are those of bench_frontier.py. A batch fits if the peak of its step does. On CUDA a process can
+also reserve no more than the budget, so what fragmentation costs counts. Batches are found to within a sixteenth of their size.
+``auto`` is given the largest batch of each other engine in turn, and its fastest choice is shown.
 
 One engine after the other is timed, since two of them would not fit. Throughput comes from the median step.
 """
@@ -17,6 +17,7 @@ import argparse
 import copy
 import functools
 import gc
+import math
 import statistics
 import sys
 from collections import Counter
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import machine, save, settings_of
+from bench_common import last_line, machine, save, settings_of, those_that_work
 from bench_frontier import Auto, add_model_options, contestant, engines, make_step, shape_of
 from torch import nn
 
@@ -35,6 +36,10 @@ from holotrain.models.schedules import schedule_blocks
 from holotrain.planning.measured import measured_peak
 
 GIB = 2**30
+PRECISION = 16
+"""The largest batch is found to within this part of it."""
+LEAP = 16
+"""How many times as large a batch is tried at most, since a line through two small batches is not exact."""
 
 
 def with_batch(options: argparse.Namespace, batch: int) -> argparse.Namespace:
@@ -56,17 +61,21 @@ def peak(apply: Callable[[nn.Module], None], options: argparse.Namespace) -> flo
 
 
 def largest_batch(apply: Callable[[nn.Module], None], options: argparse.Namespace, budget: int) -> int:
-    """0 if not even one sample fits."""
-
-    def fits(batch: int) -> bool:
-        return peak(apply, with_batch(options, batch)) <= budget
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 32):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    """0 if not even one sample fits. Memory is nearly a straight line over the batch, so the line finds it in a few steps."""
+    peaks: dict[int, float] = {}
+    low, high, guess = 0, math.inf, 1
+    while high - low > max(1, low // PRECISION):
+        peaks[guess] = peak(apply, with_batch(options, guess))
+        low, high = (guess, high) if peaks[guess] <= budget else (low, guess)
+        known = sorted(batch for batch, taken in peaks.items() if math.isfinite(taken))[-2:]
+        if len(known) < 2:
+            guess = 2 * low
+            continue
+        fewer, more = known
+        slope = max((peaks[more] - peaks[fewer]) / (more - fewer), 1)
+        nearest = max(1, low // PRECISION)
+        guess = int(max(more + (budget - peaks[more]) // slope, low + nearest))
+        guess = min(guess, max(high - nearest, low + 1), LEAP * low)
     return low
 
 
@@ -95,7 +104,7 @@ def automatic(batches: set[int], options: argparse.Namespace, budget: int) -> di
             rows.append(measured(functools.partial(schedule_blocks, schedules=choice.blocks), given))
             rows[-1]["blocks"] = dict(Counter(choice.blocks))
         except (torch.OutOfMemoryError, ValueError) as error:
-            print(f"  auto, batch {batch}: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"  auto, batch {batch}: {last_line(error)}", file=sys.stderr)
     return max(rows, key=lambda row: row["samples_per_second"], default=None)
 
 
@@ -112,15 +121,19 @@ def main() -> None:
         budget = int(gib * GIB)
         if options.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(min(budget / torch.cuda.get_device_properties(0).total_memory, 1.0))
-        rows: dict[str, dict] = {}
-        for name, apply in engines(options).items():
+
+        def row_of(name: str, apply: Callable[[nn.Module], None], budget: int = budget) -> dict[str, Any]:
             batch = largest_batch(apply, options, budget)
-            if batch:
-                rows[name] = measured(apply, with_batch(options, batch))
-            print(f"  {gib:g} GiB, {name}: {batch} samples", file=sys.stderr)
+            print(f"  {name}: {batch} samples", file=sys.stderr)
+            if not batch:
+                raise torch.OutOfMemoryError("not even one sample fits")
+            return measured(apply, with_batch(options, batch))
+
+        makers = {name: functools.partial(row_of, name, apply) for name, apply in engines(options).items()}
+        rows, left_out = those_that_work(makers)
         if auto := automatic({row["batch"] for row in rows.values()}, options, budget):
             rows["auto"] = auto
-        budgets[f"{gib:g} GiB"] = rows
+        budgets[f"{gib:g} GiB"] = {"engines": rows, "left_out": left_out}
         print(f"\n{gib:g} GiB\n{'':22}{'batch':>8}{'samples/s':>12}{'over autograd':>15}")
         plain = rows.get("autograd", {}).get("samples_per_second")
         for name, row in rows.items():

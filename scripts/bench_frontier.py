@@ -5,19 +5,20 @@
     python scripts/bench_frontier.py --model gpt_small --depth 4 --tokens 256 --batch 1     # scaled to a small machine
     python scripts/bench_frontier.py --draw scripts/results/frontier_vit_small_cpu.json     # figures measured before
 
-Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. All engines train the same
-reversible model; a step is a forward, a backward and a step of SGD.
+Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. An engine that does not work on
+this machine is named and left out. All engines train the same reversible model; a step is a forward, a backward and a step of
+SGD.
 
-The budgets are evenly spaced between the peaks of ``reversible`` and ``autograd``. For each, ``auto`` times every schedule of a
-block, chooses by a plan, and is measured like the others: peak memory from PyTorch's allocator, step times of alternating runs
-in one process, ratios as medians over rounds.
+The budgets are evenly spaced between the peaks of ``reversible`` and ``autograd``, or ``--shares`` of the latter. For each,
+``auto`` times every schedule of a block, chooses by a plan, and is measured like the others: peak memory from PyTorch's
+allocator, step times of alternating runs in one process, ratios as medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
+import gc
 import json
 import statistics
 import sys
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_backward import checkpointed, memcnn, offloaded, plain, revlib, selectively_checkpointed
-from bench_common import alternating, machine, median_ratio, save, settings_of
+from bench_backward import checkpointed, compiled, memcnn, minrev_like, offloaded, plain, revlib, selectively_checkpointed
+from bench_common import alternating, machine, median_ratio, save, settings_of, those_that_work
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -106,6 +107,7 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
         "autograd": foreign(plain),
         "checkpoint": foreign(checkpointed),
         "selective checkpoint": foreign(selectively_checkpointed),
+        "compile": foreign(compiled),
         "reversible": ours(backward="reversible"),
         "pareprop": ours(backward="pareprop"),
         "store half": ours(backward="reversible", store="half"),
@@ -113,9 +115,7 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
     }
     if options.device == "cuda":
         made["offload"] = foreign(offloaded)
-    for library in (revlib, memcnn):
-        if importlib.util.find_spec(library.__name__):
-            made[library.__name__] = foreign(library)
+    made |= {"minREV-like": foreign(minrev_like), "revlib": foreign(revlib), "memcnn": foreign(memcnn)}
     if options.compiled:
         made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
     if options.engines:
@@ -165,6 +165,15 @@ def contestant(step: TrainingStep, device: str) -> Callable[[], float]:
         return time.perf_counter() - started
 
     return run
+
+
+def memory_of(step: TrainingStep, device: torch.device) -> dict[str, int]:
+    """Peak bytes of a step; on CUDA also what the allocator reserved, and nothing else may be allocated there."""
+    if device.type != "cuda":
+        return {"peak": measured_peak(step, device)}
+    torch.cuda.empty_cache()
+    peak = measured_peak(step, device)
+    return {"peak": peak, "reserved": torch.cuda.max_memory_reserved(device)}
 
 
 class Auto:
@@ -285,7 +294,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
-    parser.add_argument("--budgets", type=int, default=10)
+    parser.add_argument("--budgets", type=int, default=10, help="number of budgets of auto")
+    parser.add_argument("--shares", type=float, nargs="+", default=[], help="budgets of auto as shares of autograd's peak")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--draw", type=Path, help="figures measured before, to draw again: measures nothing")
     options = parser.parse_args()
@@ -295,35 +305,45 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     shape, device = shape_of(options), torch.device(options.device)
 
-    peaks, steps = {}, {}
-    for name, apply in engines(options).items():
-        peaks[name] = measured_peak(make_step(shape, apply, options), device)
-        steps[name] = make_step(shape, apply, options)
-        print(f"  {name}: {peaks[name] / 2**20:.1f} MiB", file=sys.stderr)
-    least, most = peaks["reversible"], peaks["autograd"]
-    auto, budgets, chosen = Auto(shape, options), {}, {}
-    for number in range(options.budgets):
-        budget = round(least + (most - least) * number / (options.budgets - 1))
-        name = f"auto {number + 1}"
-        choice = auto.choice(budget)
-        budgets[name], chosen[name] = budget, choice
-        apply = functools.partial(schedule_blocks, schedules=choice.blocks)
-        peaks[name] = measured_peak(make_step(shape, apply, options), device)
-        steps[name] = make_step(shape, apply, options)
-        print(f"  {name}: {peaks[name] / 2**20:.1f} of {budget / 2**20:.1f} MiB", file=sys.stderr)
+    def memory(name: str, apply: Callable[[nn.Module], None]) -> dict[str, int]:
+        gc.collect()
+        taken = memory_of(make_step(shape, apply, options), device)
+        print(f"  {name}: {taken['peak'] / 2**20:.1f} MiB", file=sys.stderr)
+        return taken
 
+    # All memory is measured before the models that will take turns are made.
+    applied = engines(options)
+    memories, left_out = those_that_work({name: functools.partial(memory, name, apply) for name, apply in applied.items()})
+    if missing := {"autograd", "reversible"} & left_out.keys():
+        raise SystemExit(f"nothing to compare with: {', '.join(left_out[name] for name in missing)}")
+    least, most = (memories[name]["peak"] for name in ("reversible", "autograd"))
+    between = [least + (most - least) * number / max(options.budgets - 1, 1) for number in range(options.budgets)]
+    shared = {f"auto, {share:.0%} of autograd": max(least, share * most) for share in options.shares}
+    budgets = shared or {f"auto {number + 1}": budget for number, budget in enumerate(between)}
+    auto, chosen = Auto(shape, options), {}
+
+    def automatic(name: str, budget: float) -> dict[str, int]:
+        chosen[name] = choice = auto.choice(round(budget))
+        applied[name] = functools.partial(schedule_blocks, schedules=choice.blocks)
+        return memory(name, applied[name])
+
+    autos, without = those_that_work({name: functools.partial(automatic, name, budgets[name]) for name in budgets})
+    memories, left_out = memories | autos, left_out | without
+    peaks = {name: taken["peak"] for name, taken in memories.items()}
+
+    steps = {name: make_step(shape, applied[name], options) for name in memories}
     contestants = {name: contestant(step, options.device) for name, step in steps.items()}
     times = alternating(contestants, options.rounds)
 
     figures: dict[str, dict] = {}
     for name, peak in peaks.items():
-        row: dict[str, Any] = {
-            "peak": peak,
+        row: dict[str, Any] = memories[name] | {
             "seconds": times[name],
+            "throughput_over_autograd": median_ratio(times["autograd"], times[name]),
             "samples_per_second": options.batch / statistics.median(times[name]),
         }
         if name in budgets:
-            fitting = [other for other in engines(options) if peaks[other] <= budgets[name]]
+            fitting = [other for other in peaks if other not in budgets and peaks[other] <= budgets[name]]
             against = {other: median_ratio(times[other], times[name]) for other in fitting}
             row |= {
                 "budget": budgets[name],
@@ -347,12 +367,12 @@ def main() -> None:
         else:
             line += f"{'':20}{row['samples_per_second']:11.2f}"
         print(line)
-    autos = [row for row in figures.values() if "budget" in row]
-    print(f"over budget: {sum(row['over_budget'] for row in autos)} of {len(autos)}")
-    print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
-    print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in autos):.2%}")
+    if rows := [row for row in figures.values() if "budget" in row]:
+        print(f"over budget: {sum(row['over_budget'] for row in rows)} of {len(rows)}")
+        print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in rows):.3f}")
+        print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in rows):.2%}")
     print(machine())
-    result = {"machine": machine(), "options": settings_of(options), "engines": figures}
+    result = {"machine": machine(), "options": settings_of(options), "engines": figures, "left_out": left_out}
     save(result, options.json)
     if options.picture:
         draw(result, options.picture)
