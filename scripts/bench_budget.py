@@ -4,9 +4,9 @@
     python scripts/bench_budget.py --model vit_tiny --depth 4 --pixels 64 --memory 0.25       # scaled to a small machine
 
 Needs only torch; revlib and memcnn are included if installed. An engine that does not work on this machine is named and left
-out. Models, engines and the step are those of bench_frontier.py. A batch fits if the peak of its step does. On CUDA a process can
-also reserve no more than the budget, so what fragmentation costs counts. Batches are found to within a sixteenth of their size.
-``auto`` is given the largest batch of each other engine in turn, and its fastest choice is shown.
+out. Models, engines and the step are those of bench_frontier.py. A batch fits if the peak of its step does. On CUDA a process
+can also reserve no more than the budget, so what fragmentation costs counts. Batches are found to within a sixteenth of their
+size. ``auto`` is given the largest batch of each other engine in turn, and its fastest choice is shown.
 
 One engine after the other is timed, since two of them would not fit. Throughput comes from the median step.
 """
@@ -63,7 +63,7 @@ def peak(apply: Callable[[nn.Module], None], options: argparse.Namespace) -> flo
 def largest_batch(apply: Callable[[nn.Module], None], options: argparse.Namespace, budget: int) -> int:
     """0 if not even one sample fits. Memory is nearly a straight line over the batch, so the line finds it in a few steps."""
     peaks: dict[int, float] = {}
-    low, high, guess = 0, math.inf, 1
+    low, high, guess = 0, options.most + 1, 1
     while high - low > max(1, low // PRECISION):
         peaks[guess] = peak(apply, with_batch(options, guess))
         low, high = (guess, high) if peaks[guess] <= budget else (low, guess)
@@ -112,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument("--memory", type=float, nargs="+", default=[16, 24, 40], help="budgets in GiB")
+    parser.add_argument("--most", type=int, default=2**20, help="the largest batch that is tried")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

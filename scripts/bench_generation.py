@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -19,12 +20,11 @@ import torch
 from bench_common import alternating, machine, median_ratio, save
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from holotrain.models import GPT, GPT_SIZES, RevGPT, Sampling, generate
 
 PROMPT = 8
-COMPARED = 256
-"""Number of tokens of the compared texts."""
-
 GREEDY = Sampling(temperature=0)
 
 
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--size", choices=GPT_SIZES, default="tiny")
     parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--compared", type=int, default=256, help="number of tokens of the compared texts")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
@@ -41,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    context = PROMPT + max(options.tokens, COMPARED)
+    context = PROMPT + max(options.tokens, options.compared)
     sizes = GPT_SIZES[options.size] | {"context": context, "vocab": 260 if options.size == "tiny" else 50257}
     model = (GPT if options.plain else RevGPT)(**sizes).to(device).eval()
     with torch.no_grad():  # an untrained model repeats its input, because the head is tied to the embedding
@@ -65,18 +66,19 @@ def main() -> None:
         contestants["int8"] = lambda: timed(cached, small, prompts, options.tokens)
     result = {"machine": machine(), "model": type(model).__name__, "size": options.size, "batch": options.batch}
     print(json.dumps(result))
-    text, expected = cached(model, prompts, COMPARED), uncached(model, prompts, COMPARED)
+    text, expected = (form(model, prompts, options.compared) for form in (cached, uncached))
     same, words = torch.equal(text, expected), len(expected.unique())
     print(
-        f"cached and uncached texts of {COMPARED} tokens, {words} words in them, are {'the same' if same else 'NOT THE SAME'}"
+        f"cached and uncached texts of {options.compared} tokens, {words} words in them, are {'the same' if same else 'NOT THE SAME'}"
     )
 
     seconds = alternating(contestants, options.rounds)
     ratios = {name: median_ratio(seconds["uncached"], values) for name, values in seconds.items()}
-    for name, values in seconds.items():
-        rate = options.batch * options.tokens / statistics.median(values)
+    rates = {name: options.batch * options.tokens / statistics.median(values) for name, values in seconds.items()}
+    for name, rate in rates.items():
         print(f"{name:<15}{rate:9.1f} tokens/s  {ratios[name]:6.2f} x uncached")
-    save(result | {"same": same, "tokens": options.tokens, "seconds": seconds, "times_uncached": ratios}, options.json)
+    result |= {"same": same, "tokens": options.tokens, "seconds": seconds, "times_uncached": ratios}
+    save(result | {"tokens_per_second": rates}, options.json)
 
 
 def cached(model: nn.Module, prompts: list[Tensor], count: int, compiled: bool = False) -> Tensor:
