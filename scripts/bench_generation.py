@@ -68,9 +68,8 @@ def main() -> None:
     print(json.dumps(result))
     text, expected = (form(model, prompts, options.compared) for form in (cached, uncached))
     same, words = torch.equal(text, expected), len(expected.unique())
-    print(
-        f"cached and uncached texts of {options.compared} tokens, {words} words in them, are {'the same' if same else 'NOT THE SAME'}"
-    )
+    verdict = "the same" if same else "NOT THE SAME"
+    print(f"cached and uncached texts of {options.compared} tokens, {words} words in them, are {verdict}")
 
     seconds = alternating(contestants, options.rounds)
     ratios = {name: median_ratio(seconds["uncached"], values) for name, values in seconds.items()}

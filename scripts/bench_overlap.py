@@ -212,7 +212,7 @@ def gloo_rank(collectives: Collectives, options) -> dict[str, dict]:
 
 
 def cuda(options) -> dict[str, dict]:
-    """Times of product, copy and both, by number of groups, in bf16. Without a GPU only to see that it runs: nothing signals."""
+    """Times of product, copy and both, by number of groups, in bf16. Without a GPU nothing signals."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     found = {"cubes": {size: beside_cublas(size, device, options) for size in options.cubes}}
     for size, row in found["cubes"].items():

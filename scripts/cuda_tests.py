@@ -1,0 +1,68 @@
+"""Runs the tests marked ``cuda`` of some folders of tests/, with torch and pytest alone.
+
+    python scripts/cuda_tests.py reversible models --json scripts/results/cuda/tests.json
+
+A file that imports Lightning is left out, and named, where Lightning is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from bench_common import machine, save
+
+TESTS = Path(__file__).parents[1] / "tests"
+
+
+class Outcomes:
+    """A pytest plugin that counts."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failed: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed[report.nodeid] = report.longreprtext.strip().splitlines()[-1]
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed[report.nodeid] = report.longreprtext.strip().splitlines()[-1]
+
+
+def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files with such tests, and those of them that need Lightning where it is not installed."""
+    marked = sorted(path for path in folder.rglob("test_*.py") if "mark.cuda" in path.read_text())
+    if importlib.util.find_spec("lightning"):
+        return marked, []
+    needing = [path for path in marked if "import lightning" in path.read_text()]
+    return [path for path in marked if path not in needing], needing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", help="folders of tests/")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = [files_of(TESTS / folder) for folder in options.folders]
+    files, left_out = ([path for pair in found for path in pair[part]] for part in (0, 1))
+    for path in left_out:
+        print(f"  {path.relative_to(TESTS)} left out: Lightning is not installed", file=sys.stderr)
+    outcomes = Outcomes()
+    # randomly would be loaded where it is installed, and its order says nothing here
+    status = pytest.main(["-m", "cuda", "-p", "no:cacheprovider", "-p", "no:randomly", *map(str, files)], [outcomes])
+    result = {"machine": machine(), "counts": dict(outcomes.counts), "failed": outcomes.failed}
+    save(result | {"left_out": [str(path.relative_to(TESTS)) for path in left_out]}, options.json)
+    if outcomes.failed or status != pytest.ExitCode.OK:
+        raise SystemExit(f"{len(outcomes.failed)} tests failed: {', '.join(outcomes.failed) or status!r}")
+
+
+if __name__ == "__main__":
+    main()
