@@ -140,7 +140,7 @@ def main() -> None:
         for name, row in rows.items():
             over = f"{row['samples_per_second'] / plain:.2f}" if plain else "autograd does not fit"
             print(f"{name:22}{row['batch']:8}{row['samples_per_second']:12.1f}{over:>15}")
-    save({"machine": machine(), "options": settings_of(options), "budgets": budgets}, options.json)
+        save({"machine": machine(), "options": settings_of(options), "budgets": budgets}, options.json)
 
 
 if __name__ == "__main__":

@@ -35,19 +35,26 @@ SIZES = {
 }
 """The models, the most valuable first, and the batch of the comparison at equal batch."""
 
-TOYS = {"vit": "--model vit_tiny", "swin": "--model swin_nano", "roberta": "--model roberta_tiny", "gpt": "--model gpt_tiny"}
+TOYS = {
+    "vit": "--model vit_tiny --depth 2",
+    "swin": "--model swin_nano",
+    "roberta": "--model roberta_tiny --depth 2",
+    "gpt": "--model gpt_tiny --depth 2",
+}
 SMALL = "--pixels 32 --tokens 16 --vocab 64 --rounds 1"
 ENGINES = ("checkpoint", "selective checkpoint", "pareprop", "minREV-like", "revlib")
 
 
 def toy_of(model: str) -> tuple[str, ...]:
-    family = model.partition("_")[0]
-    depth = () if family == "swin" else ("--depth", "2")
-    return (*TOYS[family].split(), *SMALL.split(), *depth)
+    return words(f"{TOYS[model.partition('_')[0]]} {SMALL}")
 
 
-def script(name: str, arguments: str = "") -> tuple[str, ...]:
-    return (f"scripts/{name}.py", *arguments.split())
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def script(name: str, arguments: str) -> tuple[str, ...]:
+    return (f"scripts/{name}.py", *words(arguments))
 
 
 def equal_batch(model: str) -> Piece:
@@ -60,19 +67,19 @@ def equal_batch(model: str) -> Piece:
     )
 
 
-def largest_batch(model: str, gib: int) -> Piece:
-    words = SIZES[model].partition("--tokens")
-    tokens = "".join(words[1:])
+def largest_batch(model: str, *gib: int) -> Piece:
+    tokens = "".join(SIZES[model].partition("--tokens")[1:])
+    budgets = " ".join(map(str, gib))
     return Piece(
-        f"largest_batch_{gib}_gib_{model}",
-        script("bench_budget", f"--model {model} {tokens} --amp --memory {gib} --rounds 5 --engines checkpoint pareprop"),
-        (*toy_of(model), "--memory", "0.1", "--most", "2"),
-        minutes=6,
+        f"largest_batch_{'_'.join(map(str, gib))}_gib_{model}",
+        script("bench_budget", f"--model {model} {tokens} --amp --memory {budgets} --rounds 5 --engines checkpoint pareprop"),
+        (*toy_of(model), *words("--memory 0.1 --most 2 --engines pareprop")),
+        minutes=7,
     )
 
 
-BACKWARD_TOY = tuple("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds 1 --no-peaks".split())
-GENERATION_TOY = tuple("--size tiny --tokens 4 --compared 8 --rounds 1".split())
+BACKWARD_TOY = words("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds 1 --no-peaks")
+GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
 
 PIECES = (
     Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), minutes=7),
@@ -88,7 +95,7 @@ PIECES = (
     Piece(
         "synthesis",
         script("bench_synthesis", "--shortest 17 --longest 17 --models base --rounds 15"),
-        tuple("--models tiny --batch 1 --rounds 1".split()),
+        words("--models tiny --batch 1 --rounds 1"),
     ),
     Piece(
         "overlap_trace",
@@ -100,23 +107,23 @@ PIECES = (
     *(equal_batch(model) for model in list(SIZES)[2:]),
     Piece(
         "cuda_graphs",
-        script("bench_backward", "--graphs --dim 192 --heads 3 --batch 4 --tokens 64 --rounds 20 --engines reversible pareprop"),
+        script("bench_backward", "--graphs --dim 192 --heads 3 --tokens 64 --rounds 20 --engines reversible pareprop"),
         BACKWARD_TOY,
     ),
     Piece(
         "planned_peaks",
-        script("bench_plan", f"--batch 16 --precisions bf16 --models {' '.join(SIZES)}"),
-        tuple("--batch 1 --tokens 16 --models vit_tiny swin_nano roberta_tiny gpt_tiny --backwards autograd pareprop".split()),
-        minutes=6,
+        script("bench_plan", "--batch 16 --precisions bf16 --backwards autograd checkpoint pareprop --models") + tuple(SIZES),
+        words("--batch 1 --tokens 16 --models vit_tiny swin_nano roberta_tiny gpt_tiny --backwards autograd pareprop"),
+        minutes=7,
     ),
-    Piece("signal_kernel", script("bench_overlap", "--parts cuda"), tuple("--cubes 64 --groups 1 2 --rounds 1".split())),
+    Piece("signal_kernel", script("bench_overlap", "--parts cuda"), words("--cubes 64 --groups 1 2 --rounds 1")),
     Piece(
         "error_diffusion",
         script("bench_error_diffusion", "--shallowest 9 --deepest 12"),
-        tuple("--shallowest 2 --deepest 3 --deep 4 --rounds 1".split()),
+        words("--shallowest 2 --deepest 3 --deep 4 --rounds 1"),
     ),
     Piece("generation", script("bench_generation", "--size medium --batch 8 --tokens 256"), GENERATION_TOY),
-    Piece("generation_int8", script("bench_generation", "--size medium --tokens 128 --int8"), GENERATION_TOY, needs=("torchao",)),
+    Piece("generation_int8", script("bench_generation", "--size medium --int8"), GENERATION_TOY, needs=("torchao",)),
     *(largest_batch(model, 24) for model in list(SIZES)[2:]),
-    *(largest_batch(model, gib) for gib in (16, 40) for model in SIZES),
+    *(largest_batch(model, 16, 40) for model in SIZES),
 )  # fmt: skip

@@ -4,9 +4,9 @@
     python scripts/cuda_session.py --budget 40m --resume   # goes on: leaves out what is done on this machine
     python scripts/cuda_session.py --dry-run               # every piece at toy size on the CPU; its figures mean nothing
 
-A piece (cuda_pieces.py) is one command of another script, of less than eight minutes, in a process of its own. It writes its JSON
-at once. A piece that fails or runs past its limit is named with the last line of its error, and the next goes on; what it has
-written is in a .log file beside the JSON. No piece starts after the budget is spent. Session.png needs matplotlib.
+A piece (cuda_pieces.py) is one command of another script, of less than eight minutes, in a process of its own. It writes its
+JSON at once. A piece that fails or runs past its limit is named with the last line of its error, and the next goes on; what it
+said is in a .log file beside the JSON. No piece starts after the budget is spent. session.png needs matplotlib.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run(piece: Piece, folder: Path, toy: bool) -> Outcome:
         try:
             status = process.wait(60 * piece.minutes)
         except subprocess.TimeoutExpired:
-            failure, status = f"ran past {piece.minutes:g} minutes", None
+            failure = f"ran past {piece.minutes:g} minutes"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -96,10 +96,9 @@ def run(piece: Piece, folder: Path, toy: bool) -> Outcome:
         failure += f"; last line: {last}"
     elif status != 0:
         failure = last
-    elif not part.exists():
+    elif read(part) is None:
         failure = "wrote no JSON"
-    if status is not None and part.exists():  # one that was ended may have written half of it
-        found = json.loads(part.read_text())
+    if (found := read(part)) is not None:
         found["session"] = {"command": command, "seconds": round(seconds, 1), "failure": failure}
         part.write_text(json.dumps(found, indent=2) + "\n")
         part.replace(result)
@@ -110,12 +109,19 @@ def run(piece: Piece, folder: Path, toy: bool) -> Outcome:
     return Outcome("done", seconds)
 
 
+def read(path: Path) -> dict[str, Any] | None:
+    """None: there is no such file, or its writer was ended in the middle."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
 def done_before(piece: Piece, folder: Path, machine: dict[str, Any], toy: bool) -> float | None:
     """Its seconds, if it was done with the same command on this machine."""
-    path = folder / f"{piece.name}.json"
-    if not path.exists():
+    found = read(folder / f"{piece.name}.json")
+    if found is None:
         return None
-    found = json.loads(path.read_text())
     session = found["session"]
     same = all(found["machine"].get(key) == value for key, value in machine.items() if key != "threads")  # an option of some
     return session["seconds"] if same and not session["failure"] and session["command"] == command_of(piece, toy) else None
@@ -148,7 +154,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as aside:
         folder = options.out or (Path(aside) if options.dry_run else RESULTS)
         outcomes = run_all(PIECES, folder.absolute(), options.budget, described, options.resume, options.dry_run)
-        results = {name: json.loads(path.read_text()) for name in outcomes if (path := folder / f"{name}.json").exists()}
+        results = {name: found for name in outcomes if (found := read(folder / f"{name}.json")) is not None}
         states = {name: (outcome.state, outcome.seconds) for name, outcome in outcomes.items()}
         text = markdown(states, results, described, options.dry_run)
         (folder / "session.md").write_text(text)

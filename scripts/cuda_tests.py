@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from bench_common import machine, save
 
-TESTS = Path(__file__).parents[1] / "tests"
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 
 
 class Outcomes:
@@ -56,12 +57,13 @@ def main() -> None:
     for path in left_out:
         print(f"  {path.relative_to(TESTS)} left out: Lightning is not installed", file=sys.stderr)
     outcomes = Outcomes()
-    # randomly would be loaded where it is installed, and its order says nothing here
+    sys.path.insert(0, str(ROOT))
     status = pytest.main(["-m", "cuda", "-p", "no:cacheprovider", "-p", "no:randomly", *map(str, files)], [outcomes])
     result = {"machine": machine(), "counts": dict(outcomes.counts), "failed": outcomes.failed}
     save(result | {"left_out": [str(path.relative_to(TESTS)) for path in left_out]}, options.json)
     if outcomes.failed or status != pytest.ExitCode.OK:
-        raise SystemExit(f"{len(outcomes.failed)} tests failed: {', '.join(outcomes.failed) or status!r}")
+        named = "; ".join(f"{test}: {error}" for test, error in outcomes.failed.items())
+        raise SystemExit(f"{len(outcomes.failed)} failures, pytest ended with {int(status)}: {named}")
 
 
 if __name__ == "__main__":
