@@ -256,7 +256,8 @@ def engines(options) -> dict[str, Callable[[list], Run]]:
         unknown = set(options.engines) - set(made)
         if unknown:
             raise SystemExit(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(made)}")
-        made = {name: make for name, make in made.items() if name in {"autograd", *options.engines}}
+        return {name: make for name, make in made.items() if name in {"autograd", *options.engines}}
+    del made["compile"]
     return made
 
 
@@ -458,7 +459,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="on CUDA, also each engine's step as a CUDA graph")
     parser.add_argument("--trace", action="store_true", help="also profile a step: how long streams are busy at the same time")
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="activation memory budgets of torch.compile")
-    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd")
+    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd; compile is only run if named")
     parser.add_argument("--no-peaks", action="store_true", help="measure no memory, which takes a process per engine on a CPU")
     parser.add_argument("--minrev", help="path of a checkout of github.com/karttikeya/minREV")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -119,7 +119,8 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
     if options.compiled:
         made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
     if options.engines:
-        made = {name: make for name, make in made.items() if name in {"autograd", "reversible", *options.engines}}
+        return {name: make for name, make in made.items() if name in {"autograd", "reversible", *options.engines}}
+    del made["compile"]
     return made
 
 
@@ -286,7 +287,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads of torch's operations")
     parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
-    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd and reversible")
+    parser.add_argument(
+        "--engines", nargs="*", help="only these engines, and autograd and reversible; compile is only run if named"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
 

@@ -1,0 +1,47 @@
+"""Imports every script of cuda_session.py and collects its tests where only torch and pytest can be imported.
+
+Not a test by itself: test_cuda_session.py starts it.
+"""
+
+import runpy
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TORCH = {"torch", "torchgen", "functorch", "triton", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock"}
+TORCH |= {"fsspec", "typing_extensions", "setuptools", "_distutils_hack", "nvidia", "cuda"}
+PYTEST = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"}
+
+
+class OnlyThese:
+    """Finds modules of Python, torch, pytest and this repository. Others look as if they were not installed."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path, target)
+        first = name.partition(".")[0]
+        if spec is None or first in TORCH | PYTEST | sys.stdlib_module_names:
+            return spec
+        places = [spec.origin] if spec.origin else list(spec.submodule_search_locations)
+        return spec if all(Path(place).is_relative_to(ROOT) and "site-packages" not in place for place in places) else None
+
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__.startswith(("_frozen", "importlib"))]
+sys.meta_path[sys.meta_path.index(PathFinder)] = OnlyThese
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import pytest  # noqa: E402
+from cuda_pieces import PIECES  # noqa: E402
+
+for absent in ("numpy", "lightning", "hydra"):
+    with pytest.raises(ModuleNotFoundError):
+        __import__(absent)
+for script in sorted({piece.command[0] for piece in PIECES} | {"scripts/cuda_session.py", "scripts/cuda_table.py"}):
+    runpy.run_path(str(ROOT / script), run_name="imported")
+
+from cuda_tests import TESTS, files_of  # noqa: E402
+
+files, left_out = files_of(TESTS)
+print("left out:", *(path.name for path in left_out))
+sys.exit(pytest.main(["--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider", *map(str, files)]))
