@@ -111,4 +111,4 @@ def test_torch_and_pytest_are_all_that_it_needs():
     assert run.returncode == 0, run.stdout + run.stderr
     assert "left out: test_callbacks_measuring.py test_callbacks_trace.py" in run.stdout
     for module in ("gradients", "graphs", "overlap", "rule", "signals", "text", "hook"):
-        assert f"_{module}.py::" in run.stdout
+        assert f"_{module}.py: " in run.stdout

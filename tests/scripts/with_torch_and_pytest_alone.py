@@ -20,11 +20,10 @@ class OnlyThese:
     @staticmethod
     def find_spec(name, path=None, target=None):
         spec = PathFinder.find_spec(name, path, target)
-        first = name.partition(".")[0]
-        if spec is None or first in TORCH | PYTEST | sys.stdlib_module_names:
+        if spec is None or name.partition(".")[0] in TORCH | PYTEST:
             return spec
         places = [spec.origin] if spec.origin else list(spec.submodule_search_locations)
-        return spec if all(Path(place).is_relative_to(ROOT) and "site-packages" not in place for place in places) else None
+        return None if any("site-packages" in place for place in places) else spec
 
 
 sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__.startswith(("_frozen", "importlib"))]
