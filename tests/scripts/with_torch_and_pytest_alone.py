@@ -1,8 +1,10 @@
-"""Imports every script of cuda_session.py and collects its tests where only torch and pytest can be imported.
+"""Scripts of cuda_session.py read their arguments, and its tests are collected, where only torch and pytest can be imported.
 
 Not a test by itself: test_cuda_session.py starts it.
 """
 
+import argparse
+import importlib
 import runpy
 import sys
 from importlib.machinery import PathFinder
@@ -36,8 +38,28 @@ from cuda_pieces import PIECES  # noqa: E402
 for absent in ("numpy", "lightning", "hydra"):
     with pytest.raises(ModuleNotFoundError):
         __import__(absent)
-for script in sorted({piece.command[0] for piece in PIECES} | {"scripts/cuda_session.py", "scripts/cuda_table.py"}):
-    runpy.run_path(str(ROOT / script), run_name="imported")
+
+
+class Read(Exception):
+    """A script has read its arguments."""
+
+
+parse = argparse.ArgumentParser.parse_args
+
+
+def parse_and_stop(parser: argparse.ArgumentParser) -> None:
+    parse(parser)
+    raise Read
+
+
+argparse.ArgumentParser.parse_args = parse_and_stop
+for script, *arguments in [command for piece in PIECES for command in (piece.command, piece.command + piece.toy)]:
+    sys.argv = [script, *arguments, "--json", "found.json"]
+    with pytest.raises(Read):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+argparse.ArgumentParser.parse_args = parse
+for module in ("cuda_session", "cuda_table"):
+    importlib.import_module(module)
 
 from cuda_tests import TESTS, files_of  # noqa: E402
 
