@@ -104,6 +104,9 @@ def figures(results: Results) -> Iterator[tuple[str, str]]:
     if found := results.get("signal_kernel"):
         for size, row in found["cuda"]["cubes"].items():
             yield f"signalling product / cuBLAS, {size} cubed", f"{row['over_cublas']:.3f}"
+    for name in ("gradients_in_float64", "overlap_trace", "cuda_graphs"):
+        for engine, reason in results[name]["points"][0]["left_out"].items() if name in results else ():
+            yield f"{name.replace('_', ' ')}, {engine}", f"left out: {reason}"
     for name in ("generation", "generation_int8"):
         for form, rate in results.get(name, {}).get("tokens_per_second", {}).items():
             yield f"{name.replace('_', ' ')}, {form}", f"{rate:.0f} tokens/s"
