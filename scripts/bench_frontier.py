@@ -56,7 +56,7 @@ def shape_of(options) -> Shape:
     name, size = options.model.split("_")
     sizes = {"vit": VIT_SIZES, "swin": SWIN_SIZES, "roberta": ROBERTA_SIZES, "gpt": GPT_SIZES}[name][size]
     if options.depth:
-        sizes = sizes | {"depth": options.depth}
+        sizes = sizes | ({"depths": (options.depth,) * len(sizes["depths"])} if name == "swin" else {"depth": options.depth})
     batch = options.batch
     if name in ("vit", "swin"):
         make = functools.partial({"vit": RevViT, "swin": RevSwin}[name], image_size=options.pixels, **sizes)
@@ -276,7 +276,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="vit_small", help="family and size, such as vit_small; families: vit, swin, roberta, gpt"
     )
-    parser.add_argument("--depth", type=int, help="number of blocks; default: that of the model")
+    parser.add_argument("--depth", type=int, help="number of blocks, of a Swin in each stage; default: that of the model")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--tokens", type=int, default=512)
@@ -306,6 +306,7 @@ def main() -> None:
         return draw(json.loads(options.draw.read_text()), options.picture or options.draw.with_suffix(".png"))
     if options.threads:
         torch.set_num_threads(options.threads)
+    gc.freeze()  # the collections before each measurement need not look through all that was imported
     shape, device = shape_of(options), torch.device(options.device)
 
     def memory(name: str, apply: Callable[[nn.Module], None]) -> dict[str, int]:

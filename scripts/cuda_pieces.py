@@ -37,7 +37,7 @@ SIZES = {
 
 TOYS = {
     "vit": "--model vit_tiny --depth 2",
-    "swin": "--model swin_nano",
+    "swin": "--model swin_nano --depth 1",
     "roberta": "--model roberta_tiny --depth 2",
     "gpt": "--model gpt_tiny --depth 2",
 }

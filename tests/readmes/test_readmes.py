@@ -339,7 +339,7 @@ def benches() -> dict[str, Line]:
     found = {}
     for line in filter(is_script, OTHERS.values()):
         options = (word for word in line.words if word.startswith("--"))
-        if Path(line.words[1]).name in BENCHES and "swin_tiny" not in line.words:  # whose depth is no option
+        if Path(line.words[1]).name in BENCHES and "swin_tiny" not in line.words:  # which runs what the others run
             found.setdefault((line.words[1], *sorted(options)), line)
     return {str(line): line for line in found.values()}
 
