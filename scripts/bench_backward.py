@@ -339,7 +339,7 @@ def together(step: Callable[[], float], device: str) -> dict[str, object]:
     of_device = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     spans: dict[int, list[tuple[int, int]]] = {}
     for event in profiler.profiler.kineto_results.events():
-        if event.device_type() == of_device and event.duration_ns():
+        if event.device_type() == of_device and event.duration_ns() and not event.is_user_annotation():
             span = event.start_ns(), event.start_ns() + event.duration_ns()
             spans.setdefault(event.device_resource_id(), []).append(span)
     lines = [merged(found) for found in spans.values()]
@@ -494,8 +494,12 @@ def measured(batch: int, options) -> tuple[dict[str, dict], dict[str, str]]:
     branches = make_branches(options)
 
     def settled(kind: Callable, make: Callable) -> Callable[[], float]:
-        step = kind(make(branches), branches, batch, options)
+        own = (
+            make_branches(options) if kind is graphed else branches
+        )  # a graph writes to the gradients that it was captured with
+        step = kind(make(own), own, batch, options)
         settle(step)
+        step()  # after its warm-ups a graph is captured
         return step
 
     makers = {name: functools.partial(settled, stepper, make) for name, make in contestants.items()}
