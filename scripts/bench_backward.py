@@ -24,7 +24,6 @@ import copy
 import functools
 import gc
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -35,11 +34,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save, settings_of, those_that_work
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, those_that_work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models.layers.branches import transformer_branches
 from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
@@ -353,16 +350,16 @@ def together(step: Callable[[], float], device: str) -> dict[str, object]:
 def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Spans that do not overlap, and cover the same."""
     found: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            found.append((begin, end))
+            found.append((start, end))
     return found
 
 
 def length(spans: list[tuple[int, int]]) -> int:
-    return sum(end - begin for begin, end in spans)
+    return sum(end - start for start, end in spans)
 
 
 def gradient_error(make, options) -> float:
@@ -424,10 +421,7 @@ def resident(figure: str) -> int:
 
 def draw(points: list[dict], path: Path, title: str) -> None:
     """Throughput against peak memory, one line per engine over the batch sizes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
     for number, name in enumerate(points[0]["engines"]):
@@ -445,7 +439,7 @@ def draw(points: list[dict], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--depth", type=int, default=12, help="blocks")
@@ -462,8 +456,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", help="only these engines, and autograd; compile is only run if named")
     parser.add_argument("--no-peaks", action="store_true", help="measure no memory, which takes a process per engine on a CPU")
     parser.add_argument("--minrev", help="path of a checkout of github.com/karttikeya/minREV")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -473,17 +466,14 @@ def main() -> None:
         print(resident_step_bytes(options.measure[0], int(options.measure[1]), options))
         return
 
-    described = machine()
-    print(json.dumps(described))
-    points = []
+    begun, points = begin(options), []
     for batch in options.batch:
         rows, left_out = measured(batch, options)
         points.append({"batch": batch, "engines": rows, "left_out": left_out})
-    settings = settings_of(options)
-    settings["minrev"] = bool(options.minrev)
-    save({"machine": described, "options": settings, "points": points}, options.json)
+    begun["options"]["minrev"] = bool(options.minrev)
+    save(begun | {"points": points}, options.json)
     if options.picture:
-        where = described["gpu"] if options.device == "cuda" else described["cpu"]
+        where = begun["machine"]["gpu" if options.device == "cuda" else "cpu"]
         sizes = ", ".join(map(str, options.batch))
         draw(points, options.picture, f"{options.depth} blocks of width {options.dim}, batches of {sizes}, on {where}")
 

@@ -22,15 +22,12 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import last_line, machine, save, settings_of, those_that_work
+from bench_common import arguments, begin, last_line, save, those_that_work
 from bench_frontier import Auto, add_model_options, contestant, engines, make_step, shape_of
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models.schedules import schedule_blocks
 from holotrain.planning.measured import measured_peak
@@ -109,7 +106,7 @@ def automatic(batches: set[int], options: argparse.Namespace, budget: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     add_model_options(parser)
     parser.add_argument("--memory", type=float, nargs="+", default=[16, 24, 40], help="budgets in GiB")
     parser.add_argument("--most", type=int, default=2**20, help="the largest batch that is tried")
@@ -118,7 +115,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
 
     gc.freeze()  # the collections before each measurement need not look through all that was imported
-    budgets: dict[str, dict[str, dict]] = {}
+    begun, budgets = begin(options), {}
     for gib in options.memory:
         budget = int(gib * GIB)
         if options.device == "cuda":
@@ -141,7 +138,7 @@ def main() -> None:
         for name, row in rows.items():
             over = f"{row['samples_per_second'] / plain:.2f}" if plain else "autograd does not fit"
             print(f"{name:22}{row['batch']:8}{row['samples_per_second']:12.1f}{over:>15}")
-        save({"machine": machine(), "options": settings_of(options), "budgets": budgets}, options.json)
+        save(begun | {"budgets": budgets}, options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Shared by the benchmarks: a description of the machine, timing, medians, JSON. Needs only torch."""
+"""Shared by the benchmarks: options, a description of the machine, timing, medians, JSON. Needs only torch.
+
+It also makes the checkout's ``holotrain`` the one that is imported.
+"""
 
 import argparse
 import json
@@ -12,6 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser that shows the description as it stands, and has ``--json``, the file for the results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def begin(options: argparse.Namespace) -> dict[str, object]:
+    """Prints the machine, and returns what the results begin with: the machine, and the options without paths of this one."""
+    paths = ("json", "picture", "measure", "draw", "folder", "as_rank")
+    begun = {"machine": machine(), "options": {key: value for key, value in vars(options).items() if key not in paths}}
+    print(json.dumps(begun["machine"]))
+    return begun
 
 
 def machine() -> dict[str, object]:
@@ -90,14 +112,20 @@ def median_ratio(over: list[float], under: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    """The options of a benchmark, without output paths."""
-    return {key: value for key, value in vars(options).items() if key not in ("json", "picture", "measure")}
+def plotter():
+    """matplotlib's pyplot, which draws to files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def save(result: dict, path: Path | None) -> None:
-    """Writes the results as JSON, if a path is given."""
+    """Writes the results as JSON, if a path is given, and never half of them."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"written to {path}")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(result, indent=2) + "\n")
+        unfinished.replace(path)

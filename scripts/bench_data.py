@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_common import alternating, machine
+from bench_common import alternating, arguments, begin, save
 from PIL import Image
 
 
@@ -125,7 +125,7 @@ def images(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("what", choices=["stream", "images"])
     parser.add_argument("--gib", type=float, default=2.0, help="size of the generated text")
     parser.add_argument("--files", type=int, default=16, help="files that hold it")
@@ -134,16 +134,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=None, help="worker processes; default: 0 for stream, 2 for images")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="where generated files are put while it runs")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.workers is None:
         options.workers = 2 if options.what == "images" else 0
     torch.manual_seed(0)
+    begun = begin(options)
     found = {"stream": stream, "images": images}[options.what](options)
-    given = {name: value for name, value in vars(options).items() if name not in ("json", "folder")}  # places on this machine
     print(json.dumps({name: value for name, value in found.items() if not isinstance(value, list)}, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "options": given, **found}, indent=2) + "\n")
+    save(begun | found, options.json)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,13 @@ With --device cuda also "as in the article": host time of the launches of an upd
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save, settings_of, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, timed
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, contract
 from holotrain.error_diffusion.rules import kaneko, slope
@@ -156,10 +151,7 @@ def show(row: dict) -> None:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.6))
     for name in COLUMNS:
@@ -176,7 +168,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--shallowest", type=int, default=4, help="log2 of the smallest number of hidden layers")
     parser.add_argument("--deepest", type=int, default=12)
     parser.add_argument("--width", type=int, default=32, help="pairs of cells per layer")
@@ -186,12 +178,10 @@ def main() -> None:
     parser.add_argument("--materialise", type=int, default=512, help="maximum number of layers for the materialised variant")
     parser.add_argument("--deep", type=int, default=512, help="number of layers for the memory measurement by batch size")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    described = machine()
-    print(json.dumps(described))
+    begun = begin(options)
     print("milliseconds; m/c: materialised / contracted")
     print(f"{'layers':>6}{''.join(f'{name:>14}' for name in COLUMNS)}{'m/c':>8}{'peak':>16}")
     rows = []
@@ -204,7 +194,7 @@ def main() -> None:
     for row in batches:
         sizes = (row.get(name) for name in ("activities", "contracted", "materialised"))
         print(f"{row['batch']:>6}" + "".join(f"{'-' if size is None else format(size / 2**20, '.1f'):>14}" for size in sizes))
-    save({"machine": described, "options": settings_of(options), "rows": rows, "batches": batches}, options.json)
+    save(begun | {"rows": rows, "batches": batches}, options.json)
     if options.picture:
         draw(rows, options.picture)
 

@@ -34,11 +34,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from bench_common import machine, save, settings_of
+from bench_common import DEVICE, arguments, begin, save
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.reversible import make_reversible
 
@@ -220,7 +218,7 @@ METHODS: dict[str, Callable[[Net], nn.Module]] = {
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yields the results after each seed."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     task = TASKS[options.task](options)
     found: dict[str, dict[str, list[float]]] = {
         method: {"begun": [], "reached": [], "over_plain": []} for method in options.methods
@@ -245,7 +243,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--task", choices=TASKS, default="text")
     parser.add_argument("--depth", type=int, default=12, help="number of blocks")
     parser.add_argument("--dim", type=int, default=64)
@@ -259,13 +257,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    where = machine()
-    print(where)
+    begun = begin(options)
     for found in measure(options):
-        save({"machine": where, "options": settings_of(options), "results": found}, options.json)
+        save(begun | {"results": found}, options.json)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,11 @@ all in memory.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from pathlib import Path
 
 import torch
-from bench_common import machine, save, settings_of
+from bench_common import arguments, begin, save
 from bench_make_reversible import METHODS, SHAPES, Stack
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.optimizers import InBackward
 from holotrain.planning import TrainingStep, imagine, imagined, measured, rehearse
@@ -96,30 +91,28 @@ def confirm(method: str, shape: str, name: str, size: int, budget: int) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--memory", type=float, nargs="+", default=[8], help="GiB")
     parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--columns", nargs="+", choices=["tokens", "depth", "batch"], default=["tokens", "depth", "batch"])
     parser.add_argument("--confirm", action="store_true", help="run a step of each size found, on this machine")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    where, found = machine(), {}
-    print(where)
+    begun, found = begin(options), {}
     for shape in options.shapes:
         for gibibytes in options.memory:
             print(f"{shape}, {gibibytes:g} GiB; {', '.join(f'{name} {size}' for name, size in SIZES[shape].items())}")
             for method in options.methods:
-                begun = time.monotonic()
+                started = time.monotonic()
                 budget = int(gibibytes * 2**30)
                 row = {name: largest(method, shape, name, budget) for name in options.columns}
                 figures = ", ".join(f"{name} {size}" for name, size in row.items())
-                print(f"  {method}: {figures} ({time.monotonic() - begun:.0f} s)", flush=True)
+                print(f"  {method}: {figures} ({time.monotonic() - started:.0f} s)", flush=True)
                 if options.confirm:
                     row["measured"] = {name: confirm(method, shape, name, size, budget) for name, size in row.items()}
                     print(f"    measured, of the budget: {row['measured']}", flush=True)
                 found.setdefault(shape, {}).setdefault(f"{gibibytes:g} GiB", {})[method] = row
-            save({"machine": where, "options": settings_of(options), "results": found}, options.json)
+            save(begun | {"results": found}, options.json)
 
 
 if __name__ == "__main__":

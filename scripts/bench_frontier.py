@@ -32,10 +32,8 @@ from typing import Any
 
 import torch
 from bench_backward import checkpointed, compiled, memcnn, minrev_like, offloaded, plain, revlib, selectively_checkpointed
-from bench_common import alternating, machine, median_ratio, save, settings_of, those_that_work
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, those_that_work
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.schedules import schedule_blocks, sequences
@@ -219,10 +217,7 @@ OURS = ("reversible", "pareprop", "store half", "keep attention")
 
 def draw(result: dict, path: Path) -> None:
     """Throughput against peak memory: ``auto`` as a line, single engines as points, ours in blue."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     options, engines = argparse.Namespace(**result["options"]), result["engines"]
     fastest = engines["autograd"]["samples_per_second"]
@@ -290,12 +285,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engines", nargs="*", help="only these engines, and autograd and reversible; compile is only run if named"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default=DEVICE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     add_model_options(parser)
     parser.add_argument("--budgets", type=int, default=10, help="number of budgets of auto")
     parser.add_argument("--shares", type=float, nargs="+", default=[], help="budgets of auto as shares of autograd's peak")
@@ -375,8 +369,7 @@ def main() -> None:
         print(f"over budget: {sum(row['over_budget'] for row in rows)} of {len(rows)}")
         print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in rows):.3f}")
         print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in rows):.2%}")
-    print(machine())
-    result = {"machine": machine(), "options": settings_of(options), "engines": figures, "left_out": left_out}
+    result = begin(options) | {"engines": figures, "left_out": left_out}
     save(result, options.json)
     if options.picture:
         draw(result, options.picture)

@@ -8,19 +8,13 @@ bytes (size tiny) or 50,257 words. Ratios are medians over alternating rounds in
 generation are compared and must be equal. ``--int8`` needs torchao.
 """
 
-import argparse
 import copy
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import GPT, GPT_SIZES, RevGPT, Sampling, generate
 
@@ -29,7 +23,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--size", choices=GPT_SIZES, default="tiny")
     parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--tokens", type=int, default=512)
@@ -38,9 +32,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
     parser.add_argument("--int8", action="store_true", help="also measure int8 weights")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(DEVICE)
     torch.manual_seed(0)
     context = PROMPT + max(options.tokens, options.compared)
     sizes = GPT_SIZES[options.size] | {"context": context, "vocab": 260 if options.size == "tiny" else 50257}
@@ -64,8 +57,7 @@ def main() -> None:
         small = copy.deepcopy(model)
         quantise(small)
         contestants["int8"] = lambda: timed(cached, small, prompts, options.tokens)
-    result = {"machine": machine(), "model": type(model).__name__, "size": options.size, "batch": options.batch}
-    print(json.dumps(result))
+    result = begin(options) | {"model": type(model).__name__}
     text, expected = (form(model, prompts, options.compared) for form in (cached, uncached))
     same, words = torch.equal(text, expected), len(expected.unique())
     verdict = "the same" if same else "NOT THE SAME"
@@ -76,7 +68,7 @@ def main() -> None:
     rates = {name: options.batch * options.tokens / statistics.median(values) for name, values in seconds.items()}
     for name, rate in rates.items():
         print(f"{name:<15}{rate:9.1f} tokens/s  {ratios[name]:6.2f} x uncached")
-    result |= {"same": same, "tokens": options.tokens, "seconds": seconds, "times_uncached": ratios}
+    result |= {"same": same, "seconds": seconds, "times_uncached": ratios}
     save(result | {"tokens_per_second": rates}, options.json)
 
 

@@ -25,18 +25,14 @@ import copy
 import functools
 import gc
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch._functorch.config
-from bench_common import alternating, machine, median_ratio, save, settings_of, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.planning import measured
 from holotrain.reversible import make_reversible
@@ -161,7 +157,7 @@ def peak_of(method: str, depth: int, shape: dict, x: Tensor, amp: bool) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     shape = SHAPES[options.shape] | {"lora": options.lora}
     x = torch.randn(options.batch, options.tokens, shape["dim"], device=device)
     few, many = min(options.depths), max(options.depths)
@@ -186,7 +182,7 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="narrow", help="width and kind of the blocks")
     parser.add_argument("--lora", action="store_true", help="frozen int8 weights, and LoRA beside them")
     parser.add_argument("--depths", type=int, nargs="+", default=[12, 24, 48], help="numbers of blocks")
@@ -197,12 +193,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each method; 0: memory alone")
     parser.add_argument("--amp", action="store_true", help="bf16 autocast")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    where = machine()
-    print(where)
-    save({"machine": where, "options": settings_of(options), "results": measure(options)}, options.json)
+    save(begin(options) | {"results": measure(options)}, options.json)
 
 
 if __name__ == "__main__":

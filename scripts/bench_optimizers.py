@@ -13,41 +13,36 @@ Tasks: a small reversible vision transformer on scikit-learn's digits in 16 patc
 scored by accuracy in per cent; byte-level language models on the source of Python's standard library (``causal``, ``masked``),
 by bits per (hidden) byte; ``rev_vit_tiny`` of bench_training.py. Needs torch, scikit-learn, and torchao for its optimizers.
 
-Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. The
-other seeds train with the chosen rate. The rate warms up over a tenth of the steps and follows a cosine to zero; gradients
-are clipped to norm 1. Each training is a piece of the JSON and is not run again, so a stopped measurement goes on; seed 0 of
-everything comes first, so a stopped one has a table too.
+Rates are chosen by the validation score of seed 0 from three; where the best is at an edge, the grid grows up to six. They warm
+up over a tenth of the steps and follow a cosine to zero; gradients are clipped to norm 1. Each training is a piece of the JSON
+and is not run again; seed 0 of everything comes first, so a measurement that was stopped has a table too, and goes on.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
 import math
-import os
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from bench_common import alternating, machine, median_ratio, timed
+from bench_common import alternating, arguments, machine, median_ratio, save, timed
 from bench_training import ByteModel, Bytes, Digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from holotrain.models import RevViT
 from holotrain.optimizers import CombinedOptimizer
+from holotrain.optimizers.plain_state import parts_of
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.synthesis.transforms import folded, units
-
-MOST_RATES = 6
 
 
 class SmallDigits(Digits):
@@ -55,22 +50,16 @@ class SmallDigits(Digits):
 
     def __init__(self, patch: int) -> None:
         super().__init__(flat=False)
-        self.patch = patch
-
-    def model(self) -> nn.Module:
-        return RevViT(
-            image_size=8, patch_size=self.patch, channels=1, classes=10, dim=64, depth=2, heads=2, backward="autograd"
-        )
+        sizes = {"image_size": 8, "patch_size": patch, "channels": 1, "classes": 10, "dim": 64, "depth": 2, "heads": 2}
+        self.model = partial(RevViT, **sizes, backward="autograd")
 
 
 class Causal(Bytes):
     window = 32
 
 
-class Masked(Bytes):
+class Masked(Causal):
     """15 % of the bytes are hidden behind a byte 0, which no source file has."""
-
-    window = 32
 
     def model(self) -> nn.Module:
         return ByteModel(self.window, causal=False)
@@ -123,8 +112,7 @@ class Factored(torch.optim.Optimizer):
 
     def _root(self, state: dict, squares: Tensor, decay: float) -> Tensor:
         if squares.ndim < 2:
-            mean = state.setdefault("squares", torch.zeros_like(squares)).lerp_(squares, 1 - decay)
-            return mean.sqrt()
+            return state.setdefault("squares", torch.zeros_like(squares)).lerp_(squares, 1 - decay).sqrt()
         shape, squares = squares.shape, squares.flatten(1)
         rows = state.setdefault("rows", squares.new_zeros(len(squares), 1)).lerp_(squares.mean(1, True), 1 - decay)
         columns = state.setdefault("columns", squares.new_zeros(1, squares.shape[1]))
@@ -136,16 +124,15 @@ class Recall:
     """The mode ``associative``, with other keys. A hologram for each layer, transformed in blocks.
 
     Args:
-        keys: ``mean``: of the layer's input, as in the product; ``phase``: the running mean of that key's phasors;
-            ``random``: fixed; ``several``: the mean of four phasors, each of a quarter of the batch; ``last``: the memory is
-            read through the key of the batch before, which bound what it got last; ``head``: a block has the key of the inputs
-            that it multiplies.
+        keys: ``mean``: of the layer's input, as in the product; ``phase``: the running mean of that key's phasors; ``random``:
+            fixed; ``several``: the mean of four phasors, each of a quarter of the batch; ``last``: the memory is read through
+            the key of the batch before, which bound what it got last; ``head``: a block has the key of the inputs that it
+            multiplies.
         smoothing: decay of a running mean of the key.
         whole: scale the mean of phasors to magnitude 1. Otherwise the memory weakens where phases disagree, and what it does
             not hold of a gradient goes into the update directly.
 
-    Attributes:
-        agreement: cosines of the update and momentum's.
+    Its ``agreement`` has cosines of the update and momentum's.
     """
 
     def __init__(
@@ -189,69 +176,50 @@ class Recall:
             update, momentum = (torch.cat([part.flatten() for part in parts]) for parts in (gradients, velocity))
             self.agreement.append(torch.cosine_similarity(update, momentum, dim=0).item())
 
-    def _kept(self, name: object, like: Tensor) -> Tensor:
-        if name not in self.kept:
-            self.kept[name] = torch.zeros_like(like)
-        return self.kept[name]
-
     def _recalled(self, layer: nn.Module, spectrum: Tensor, keys: Tensor) -> Tensor:
-        memory = self._kept(layer, spectrum).mul_(self.decay)
+        memory = self.kept.setdefault(layer, torch.zeros_like(spectrum)).mul_(self.decay)
         if self.keys == "last":
-            before = self._kept((layer, "key"), keys)
+            before, self.kept[layer, "key"] = self.kept.get((layer, "key"), 0), keys
             read = memory * before + spectrum
-            memory.addcmul_(spectrum, keys.conj())
-            before.copy_(keys)
-            return read
         memory.addcmul_(spectrum, keys.conj())
-        read = memory * keys
-        return read if self.whole else read + (1 - keys.abs().square()) * spectrum
+        if self.keys != "last":
+            read = memory * keys if self.whole else memory * keys + (1 - keys.abs().square()) * spectrum
+        return read
 
     def _keys_of_layers(self) -> list[Tensor]:
         """(1, bins) for all blocks of a layer, or more for its blocks in turn."""
         seen = [self.inputs[layer] for layer in self.layers]
         together = torch.cat(seen)
         if self.keys == "random":
-            if "random" not in self.kept:
-                self.kept["random"] = torch.randn(together.shape, generator=torch.Generator().manual_seed(0))
-            together = self.kept["random"]
+            together = torch.randn(together.shape, generator=torch.Generator().manual_seed(0))
         if self.keys == "mean":
-            together = self._kept("mean", together).mul_(self.smoothing).add_(together)
+            together = self.kept.setdefault("mean", torch.zeros_like(together)).mul_(self.smoothing).add_(together)
         keys = units(torch.fft.rfft(together, norm="ortho"), empty=1, noise=2**-11.5)
         if self.keys == "phase":
-            keys = self._kept("mean", keys).mul_(self.smoothing).add_((1 - self.smoothing) * keys)
+            keys = self.kept.setdefault("mean", torch.zeros_like(keys)).mul_(self.smoothing).add_((1 - self.smoothing) * keys)
             keys = units(keys, empty=1) if self.whole else keys / (1 - self.smoothing**self.steps)
-        of_layers = list(keys.split([len(rows) for rows in seen]))
-        return [mine.mean(0, keepdim=True) for mine in of_layers] if self.keys == "several" else of_layers
+        of_layers = keys.split([len(rows) for rows in seen])
+        return [mine.mean(0, keepdim=True) for mine in of_layers] if self.keys == "several" else list(of_layers)
 
 
-@dataclass(frozen=True)
-class Method:
-    """How a method trains.
-
-    Args:
-        optimizer: of a model and a rate.
-        rates: the middle of the grid for digits and for text.
-        synthesis: of a model; rewrites the gradients.
-        factor: between the rates of the grid.
-    """
+class Method(NamedTuple):
+    """How a method trains: its optimizer, of a model and a rate; the middle of the grid for digits and for text, and the factor
+    between rates; what rewrites the gradients of a model."""
 
     optimizer: Callable[[nn.Module, float], torch.optim.Optimizer]
-    rates: tuple[float, float]
+    rates: tuple[float, float, float]
     synthesis: Callable[[nn.Module], HolographicSynthesis | Recall] | None = None
-    factor: float = 3
+
+    def made(self, model: nn.Module, rate: float) -> tuple[torch.optim.Optimizer, HolographicSynthesis | Recall | None]:
+        return self.optimizer(model, rate), self.synthesis(model) if self.synthesis else None
 
 
 def of_parameters(kind: Callable, **options: object) -> Callable[[nn.Module, float], torch.optim.Optimizer]:
     return lambda model, rate: kind(model.parameters(), lr=rate, **options)
 
 
-def torchao(name: str) -> Callable[[nn.Module, float], torch.optim.Optimizer]:
-    def made(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-        import torchao.optim
-
-        return getattr(torchao.optim, name)(model.parameters(), lr=rate, weight_decay=0.01)
-
-    return made
+def torchao(parameters: Iterable[nn.Parameter], lr: float, name: str) -> torch.optim.Optimizer:
+    return getattr(importlib.import_module("torchao.optim"), name)(parameters, lr=lr, weight_decay=0.01)
 
 
 def muon(model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -263,79 +231,62 @@ def muon(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     return CombinedOptimizer([matrices, torch.optim.AdamW(rest, lr=rate)])
 
 
-def associated(mode: str, **options: object) -> Callable[[nn.Module], HolographicSynthesis]:
-    return lambda model: HolographicSynthesis(model, mode, **options)
-
-
-def recalled(**options: object) -> Method:
-    return Method(of_parameters(torch.optim.SGD), (0.4, 0.8), lambda model: Recall(model, **options), 2)
-
-
-ADAM = (3e-3, 1e-2)
+ADAM, SGD, MOMENTUM = (3e-3, 1e-2, 3), (1.6, 3.2, 2), (0.4, 0.8, 2)
+"""Grids of rates."""
+KEYS = {
+    "mean input over 10 steps": {"smoothing": 0.9},
+    "mean input over 100 steps": {"smoothing": 0.99},
+    "mean phase over 10 steps": {"keys": "phase", "smoothing": 0.9},
+    "mean phase over 10 steps, magnitude kept": {"keys": "phase", "smoothing": 0.9, "whole": False},
+    "four keys": {"keys": "several", "whole": False},
+    "key of the batch before": {"keys": "last"},
+    "key of each head": {"keys": "head", "block": 16},
+    "fixed random keys": {"keys": "random"},
+}
+QUANTISED = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+plain_sgd = of_parameters(torch.optim.SGD)
 METHODS = {
     "AdamW": Method(of_parameters(torch.optim.AdamW), ADAM),
     "factored, first moment": Method(of_parameters(Factored, beta=0.9), ADAM),
     "factored": Method(of_parameters(Factored), ADAM),
-    "Adafactor": Method(of_parameters(torch.optim.Adafactor), (3e-2, 1e-1)),
-    "AdamW8bit": Method(torchao("AdamW8bit"), ADAM),
-    "AdamW4bit": Method(torchao("AdamW4bit"), ADAM),
-    "AdamWFp8": Method(torchao("AdamWFp8"), ADAM),
+    "Adafactor": Method(of_parameters(torch.optim.Adafactor), (3e-2, 1e-1, 3)),
+    **{name: Method(of_parameters(torchao, name=name), ADAM) for name in QUANTISED},
     "Muon": Method(muon, ADAM),
-    "SGD": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), None, 2),
-    "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), (0.4, 0.8), None, 2),
-    "shared": Method(of_parameters(torch.optim.SGD), (1.6, 3.2), associated("shared"), 2),
-    "associative": Method(of_parameters(torch.optim.SGD), (0.4, 0.8), associated("associative"), 2),
-    "mean input": recalled(),
-    "mean input over 10 steps": recalled(smoothing=0.9),
-    "mean input over 100 steps": recalled(smoothing=0.99),
-    "mean phase over 10 steps": recalled(keys="phase", smoothing=0.9),
-    "mean phase over 10 steps, magnitude kept": recalled(keys="phase", smoothing=0.9, whole=False),
-    "four keys": recalled(keys="several", whole=False),
-    "key of the batch before": recalled(keys="last"),
-    "key of each head": recalled(keys="head", block=16),
-    "fixed random keys": recalled(keys="random"),
+    "SGD": Method(plain_sgd, SGD),
+    "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), MOMENTUM),
+    "shared": Method(plain_sgd, SGD, partial(HolographicSynthesis, mode="shared")),
+    "associative": Method(plain_sgd, MOMENTUM, partial(HolographicSynthesis, mode="associative")),
+    **{name: Method(plain_sgd, MOMENTUM, partial(Recall, **options)) for name, options in KEYS.items()},
 }
 
-OPTIMIZERS = (
-    "AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Adafactor", "Muon", "SGD with momentum", "SGD", "shared"
-)  # fmt: skip
-RECALL = ("SGD with momentum", "SGD", "associative", *list(METHODS)[list(METHODS).index("mean input") + 1 :])
+OPTIMIZERS = ("AdamW", *QUANTISED, "Adafactor", "Muon", "SGD with momentum", "SGD", "shared")
 STUDIES: dict[str, tuple[tuple[str, ...], dict[tuple[str, int], int]]] = {
-    "recall": (RECALL, {("coarse digits", 32): 5, ("causal", 8): 3}),
-    "momentum": (
-        ("AdamW", "Adafactor"),
-        {(task, batch): 3 for batch in (8, 64, 512) for task in ("digits", "causal", "masked")},
-    ),
+    "recall": (("SGD with momentum", "SGD", "associative", *KEYS), {("coarse digits", 32): 5, ("causal", 8): 3}),
+    "momentum": (("AdamW", "Adafactor"), {(t, b): 3 for b in (8, 64, 512) for t in ("digits", "causal", "masked")}),
     "control": (("factored, first moment", "factored"), {("causal", 8): 3, ("digits", 512): 3, ("causal", 512): 3}),
     "optimizers": (OPTIMIZERS, {("causal", 8): 3}),
 }
 """Methods, and seeds at each task and batch size."""
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A row of a table at one task."""
 
     task: str
     batch: int
     method: str
 
-    @property
-    def steps(self) -> int:
-        return TASKS[self.task][1][self.batch]
-
     def key(self, rate: float, seed: int) -> str:
-        return f"{self.task} {self.batch} x {self.steps} | {self.method} | {rate:.3g} | {seed}"
+        return f"{self.task} {self.batch} x {TASKS[self.task][1][self.batch]} | {self.method} | {rate:.3g} | {seed}"
 
 
 def train(cell: Cell, rate: float, seed: int) -> dict:
     """One training: scores on validation and test data, the loss of the last tenth, seconds."""
-    task, method, steps = task_of(cell.task), METHODS[cell.method], cell.steps
+    task, steps = task_of(cell.task), TASKS[cell.task][1][cell.batch]
     task.batch = cell.batch
     torch.manual_seed(seed)
     model = task.model()
-    optimizer = method.optimizer(model, rate)
-    synthesis = method.synthesis(model) if method.synthesis else None
+    optimizer, synthesis = METHODS[cell.method].made(model, rate)
     losses, begun = [], time.perf_counter()
     for step in range(steps):
         scale = min(1.0, (step + 1) / (0.1 * steps), (1 + math.cos(math.pi * step / steps)) / 2)
@@ -355,156 +306,124 @@ def train(cell: Cell, rate: float, seed: int) -> dict:
     with torch.no_grad():
         val, test = (task.score(model, part) * (100 if task.better is max else 1) for part in ("val", "test"))
     tail = statistics.mean(losses[-max(1, steps // 10) :])
-    found = {"val": val, "test": test, "loss": tail, "seconds": time.perf_counter() - begun}
-    if isinstance(synthesis, Recall):
-        found["agreement"] = statistics.mean(synthesis.agreement)
-    return found
+    agreement = {"agreement": statistics.mean(synthesis.agreement)} if isinstance(synthesis, Recall) else {}
+    return {"val": val, "test": test, "loss": tail, "seconds": time.perf_counter() - begun} | agreement
 
 
 def quality(cell: Cell, piece: dict) -> tuple[float, float]:
     """Larger is better; equal accuracies are told apart by the loss."""
     if piece["val"] is None or not math.isfinite(piece["val"]):
         return -math.inf, -math.inf
-    return piece["val"] * (1 if task_of(cell.task).better is max else -1), -piece["loss"]
+    return piece["val"] if task_of(cell.task).better is max else -piece["val"], -piece["loss"]
 
 
 class Measurement:
-    """The pieces measured so far, kept in a JSON file.
+    """The pieces measured so far, kept in a JSON file, if a path is given. Those of another machine than the first name it."""
 
-    Args:
-        path: of the file; None: pieces are not kept.
-    """
+    MOST_RATES = 6
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.found = path, {"machine": machine(), "costs": {}, "pieces": {}}
         if path is not None and path.exists():
             self.found = json.loads(path.read_text())
-
-    def save(self) -> None:
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(self.found, indent=1) + "\n")
-        os.replace(unfinished, self.path)
+        self.elsewhere = {} if self.found["machine"] == machine() else {"machine": machine()}
 
     def piece(self, cell: Cell, rate: float, seed: int) -> dict:
         key = cell.key(rate, seed)
         if key not in self.found["pieces"]:
-            found = self.found["pieces"][key] = train(cell, rate, seed)
-            self.save()
+            found = self.found["pieces"][key] = train(cell, rate, seed) | self.elsewhere
+            save(self.found, self.path)
             test = "diverged" if found["test"] is None else f"{found['test']:.4f}"
             print(f"  {time.strftime('%H:%M:%S')} {key}: {test}, {found['seconds']:.1f} s", file=sys.stderr, flush=True)
         return self.found["pieces"][key]
 
+    def costs(self, methods: Iterable[str], rounds: int) -> dict[str, dict]:
+        """What each method costs; those that have not been measured are, beside AdamW."""
+        if missing := [name for name in methods if name not in self.found["costs"]]:
+            measured = costs(dict.fromkeys(("AdamW", *missing)), rounds)
+            self.found["costs"] = {name: row | self.elsewhere for name, row in measured.items()} | self.found["costs"]
+            save(self.found, self.path)
+        return self.found["costs"]
+
     def rate(self, cell: Cell) -> tuple[float, bool]:
         """The best rate of seed 0, and whether it is at the edge of the rates tried."""
-        method = METHODS[cell.method]
-        middle = method.rates[0 if isinstance(task_of(cell.task), Digits) else 1]
+        *middles, factor = METHODS[cell.method].rates
+        middle = middles[0 if isinstance(task_of(cell.task), Digits) else 1]
         powers = [0, -1, 1]
         while True:
-            tried = {power: quality(cell, self.piece(cell, middle * method.factor**power, 0)) for power in powers}
+            tried = {power: quality(cell, self.piece(cell, middle * factor**power, 0)) for power in powers}
             best = max(tried, key=tried.get)
             at_edge = best in (min(powers), max(powers))
-            if not at_edge or len(powers) == MOST_RATES:
-                return middle * method.factor**best, at_edge
+            if not at_edge or len(powers) == self.MOST_RATES:
+                return middle * factor**best, at_edge
             powers.append(best + (1 if best == max(powers) else -1))
 
-    def row(self, cell: Cell, seeds: int) -> dict:
+    def row(self, cell: Cell, seeds: int) -> tuple[str, str]:
+        """The mean and deviation of the scores, with a star for a rate at the edge of its grid; the mean agreement, if any."""
         rate, at_edge = self.rate(cell)
         of_seeds = [self.piece(cell, rate, seed) for seed in range(seeds)]
         tests = [piece["test"] for piece in of_seeds if piece["test"] is not None]
         agreements = [piece["agreement"] for piece in of_seeds if "agreement" in piece]
-        return {
-            "rate": rate,
-            "at the edge": at_edge,
-            "diverged": len(of_seeds) - len(tests),
-            "mean": statistics.mean(tests) if tests else None,
-            "deviation": statistics.stdev(tests) if len(tests) > 1 else None,
-            "loss": statistics.mean(p["loss"] for p in of_seeds if p["loss"] is not None) if tests else None,
-            "agreement": statistics.mean(agreements) if agreements else None,
-        }
+        digits = 1 if task_of(cell.task).better is max else 3
+        score = f"{statistics.mean(tests):.{digits}f}" if tests else "diverged"
+        score += f" ± {statistics.stdev(tests):.{digits}f}" if len(tests) > 1 else ""
+        score += "*" * at_edge + f" ({seeds - len(tests)} diverged)" * (len(tests) < seeds)
+        return score, f"{statistics.mean(agreements):.2f}" if agreements else "-"
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """torchao's quantized tensors consist of plain ones."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes
-
-
-def state_bytes(optimizer: torch.optim.Optimizer, synthesis: HolographicSynthesis | Recall | None) -> int:
-    kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    return sum(bytes_of(tensor) for tensor in [*kept, *getattr(synthesis, "state_tensors", [])])
-
-
-def stepped(name: str, model: nn.Module, gradients: list[Tensor]) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Runs a step and returns its seconds; the bytes of state for each parameter, once it has stepped."""
-    method = METHODS[name]
-    optimizer = method.optimizer(model, 0.0)
-    synthesis = method.synthesis(model) if method.synthesis else None
+def costs(methods: Iterable[str], rounds: int) -> dict[str, dict[str, float]]:
+    """Bytes of state for each parameter and time of a step of each, for a byte model of 24 blocks of width 64."""
+    torch.manual_seed(0)
+    model = ByteModel(32, depth=24)
+    gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model.parameters()]
+    used = {name: METHODS[name].made(model, 0.0) for name in methods}
     model(torch.zeros(1, 8, dtype=torch.long))  # the keys
 
     def restore() -> None:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone()
 
-    def work() -> None:
+    def step(optimizer: torch.optim.Optimizer, synthesis: HolographicSynthesis | Recall | None) -> None:
         if synthesis is not None:
             synthesis.step()
         optimizer.step()
 
-    return timed(work, "cpu", restore), lambda: state_bytes(optimizer, synthesis) / sum(p.numel() for p in model.parameters())
+    def state(optimizer: torch.optim.Optimizer, synthesis: HolographicSynthesis | Recall | None) -> int:
+        kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        kept += getattr(synthesis, "state_tensors", [])
+        return sum(part.nbytes for tensor in kept for part in parts_of(tensor))
 
-
-def costs(methods: Iterable[str], rounds: int) -> dict[str, dict[str, float]]:
-    """State and time of a step of each, for a byte model of 24 blocks of width 64."""
-    torch.manual_seed(0)
-    model = ByteModel(32, depth=24)
-    gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model.parameters()]
-    steppers = {name: stepped(name, model, gradients) for name in methods}
-    seconds = alternating({name: run for name, (run, _) in steppers.items()}, rounds)
+    seconds = alternating({name: timed(partial(step, *both), "cpu", restore) for name, both in used.items()}, rounds)
     return {
         name: {
-            "state": state(),
+            "state": state(*both) / sum(gradient.numel() for gradient in gradients),
             "over_adamw": median_ratio(seconds[name], seconds["AdamW"]),
             "milliseconds": statistics.median(seconds[name]) * 1e3,
         }
-        for name, (_, state) in steppers.items()
+        for name, both in used.items()
     }
 
 
-def show(cells: list[tuple[str, int]], methods: Iterable[str], rows: dict[Cell, dict], costs: dict[str, dict]) -> None:
-    """A Markdown table; a star marks a rate at the edge of its grid."""
+def show(cells: list[tuple[str, int]], rows: dict[str, list[tuple[str, str]]], costs: dict[str, dict]) -> None:
+    """A Markdown table of methods; ``rows`` has what :meth:`Measurement.row` returns for each cell."""
     heads = [f"{task}, batch {batch}" for task, batch in cells]
-    heads += ["agreement"] if any(row["agreement"] is not None for row in rows.values()) else []
-    heads += ["state", "step"] if costs else []
+    recall = any(agreement != "-" for mine in rows.values() for _, agreement in mine)
+    heads += ["agreement"] * recall + ["state", "step"] * bool(costs)
     print(f"\n| | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
-    for method in methods:
-        mine = [rows[Cell(task, batch, method)] for task, batch in cells]
-        shown = []
-        for (task, _), row in zip(cells, mine, strict=True):
-            digits = 1 if task_of(task).better is max else 3
-            star = "*" * row["at the edge"] + f" ({row['diverged']} diverged)" * bool(row["diverged"])
-            score = "diverged" if row["mean"] is None else f"{row['mean']:.{digits}f}"
-            score += f" ± {row['deviation']:.{digits}f}" if row["deviation"] is not None else ""
-            shown.append(f"{score}{star}")
-        if "agreement" in heads:
-            shown.append(" / ".join("-" if row["agreement"] is None else f"{row['agreement']:.2f}" for row in mine))
-        if costs:
-            shown += [f"{costs[method]['state']:.2f}", f"{costs[method]['over_adamw']:.2f}"]
+    for method, mine in rows.items():
+        shown = [score for score, _ in mine] + [" / ".join(agreement for _, agreement in mine)] * recall
+        shown += [f"{costs[method][name]:.2f}" for name in ("state", "over_adamw") if costs]
         print(f"| {method} | {' | '.join(shown)} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="in the place of the study's own, at their first batch size")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="in the place of the study's own")
     parser.add_argument("--seeds", type=int, help="in the place of the study's own")
     parser.add_argument("--rounds", type=int, default=15, help="of the timing")
     parser.add_argument("--steps", type=int, help="the most that a training takes")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -512,26 +431,19 @@ def main() -> None:
     print(json.dumps(measurement.found["machine"]))
     for _, steps in TASKS.values():
         steps.update({batch: min(number, options.steps or number) for batch, number in steps.items()})
+    chosen = {(task, min(TASKS[task][1])): 3 for task in options.tasks or ()}
     studies = {}
     for name in options.study:
         methods, cells = STUDIES[name]
-        if options.tasks:
-            cells = {(task, min(TASKS[task][1])): 3 for task in options.tasks}
-        studies[name] = options.methods or methods, {cell: options.seeds or seeds for cell, seeds in cells.items()}
+        studies[name] = options.methods or methods, {c: options.seeds or seeds for c, seeds in (chosen or cells).items()}
     for seeds in range(1, max(seeds for _, cells in studies.values() for seeds in cells.values()) + 1):
         for name, (methods, cells) in studies.items():
             if seeds > max(cells.values()):
                 continue
-            if name == "optimizers" and not set(methods) <= set(measurement.found["costs"]):
-                measurement.found["costs"] = costs(dict.fromkeys(("AdamW", *methods)), options.rounds)
-            rows = {
-                Cell(*cell, method): measurement.row(Cell(*cell, method), min(seeds, most))
-                for cell, most in cells.items()
-                for method in methods
-            }
-            measurement.save()
+            costs_of = measurement.costs(methods, options.rounds) if name == "optimizers" else {}
+            rows = {m: [measurement.row(Cell(*cell, m), min(seeds, most)) for cell, most in cells.items()] for m in methods}
             print(f"\n{name}, up to {seeds} seed{'s' * (seeds > 1)}")
-            show(list(cells), methods, rows, measurement.found["costs"] if name == "optimizers" else {})
+            show(list(cells), rows, costs_of)
 
 
 if __name__ == "__main__":

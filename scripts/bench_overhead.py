@@ -8,7 +8,6 @@ process. The time of ``fit`` is ``step_seconds`` in its summary.json, with all d
 throughput monitors, checkpoints. Needs holotrain to be installed.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save
 
 from holotrain.cli import main as command_line
 from holotrain.data import Digits
@@ -32,12 +31,10 @@ BATCH, WARMUP_EPOCHS, EPOCHS = 32, 1, 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = {"machine": machine()}
-    print(json.dumps(result["machine"]))
+    result = begin(options)
 
     seconds = alternating({"fit": fit_step, "bare loop": bare_step}, options.rounds)
     ratio = median_ratio(seconds["fit"], seconds["bare loop"])
@@ -68,7 +65,7 @@ def fit_step() -> float:
 def bare_step() -> float:
     """Seconds per step of a hand-written loop over the same batches."""
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     data = Digits(batch_size=BATCH, augment=False)
     data.setup()
     loader = data.train_dataloader()

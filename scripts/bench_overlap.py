@@ -33,10 +33,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_common import alternating, machine, save, settings_of
+from bench_common import alternating, arguments, begin, plotter, save
 from bench_overlap_parts import StandIn, Undisturbed, errors_against_all_to_all, errors_against_plain
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.overlap import Columns, EmulatedCollectives, Job, Link, MeasuredLink, Predictor
 from holotrain.overlap.collectives import Collectives
@@ -252,10 +250,7 @@ def beside_copies(job: Job, options) -> dict:
 
 def draw(found: dict[str, dict], path: Path, title: str) -> None:
     """Draws predicted and measured time by number of groups, one panel per shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     figure, panels = pyplot.subplots(3, 4, figsize=(13, 8), sharex=True)
     for axes, (name, row) in zip(panels.flat, found.items(), strict=True):
@@ -278,7 +273,7 @@ RANK_PARTS = {"gloo": gloo_rank, "exchange": exchange_rank}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run; default: all that this machine supports")
     parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 17)))
     parser.add_argument("--ranks", type=int, default=2, help="processes of a layer; must be 2 for the parts with two processes")
@@ -289,7 +284,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tries", type=int, default=5, help="tries to get a run of the emulated part without interruption")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch's operations")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="draw the results of the emulated part to this file")
     parser.add_argument("--as-rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -298,20 +292,18 @@ def main() -> None:
         as_rank(*options.as_rank, options)
         return
 
-    described = machine()
-    print(json.dumps(described))
+    result = begin(options)
     parts = options.parts or [part for part in PARTS if part != "cuda" or torch.cuda.is_available()]
     if options.ranks != 2 and (needing := sorted(RANK_PARTS.keys() & set(parts))):
         raise SystemExit(f"--parts {' '.join(needing)} needs --ranks 2")
-    result = {"machine": described | {"usable_cores": len(os.sched_getaffinity(0))}, "options": settings_of(options)}
+    result["machine"]["usable_cores"] = len(os.sched_getaffinity(0))
     for part in parts:
         print(f"\n{part}")
         result[part] = PARTS[part](options)
-    del result["options"]["as_rank"]
     save(result, options.json)
     if options.picture and "emulated" in result:
         speed = f"{options.bandwidth / 1e6:g} MB/s and {options.latency * 1e6:g} us"
-        draw(result["emulated"], options.picture, f"An emulated link of {speed}, products on {described['cpu']}")
+        draw(result["emulated"], options.picture, f"An emulated link of {speed}, products on {result['machine']['cpu']}")
 
 
 if __name__ == "__main__":

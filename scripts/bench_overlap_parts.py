@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import linear
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.overlap import Job, all_to_all_linear, column_parallel_linear, linear_all_to_all, row_parallel_linear
 from holotrain.overlap.measuring import Run, median_seconds, timed

@@ -5,24 +5,25 @@
 
 A step is a forward and a backward of a RevRoBERTa with random weights, an evaluation its forward. Lengths rise evenly to
 ``--tokens``, so that ``--padding`` of the batch is padding. Ratios are medians over rounds that alternate in one process; the
-losses of evaluation are compared, too. Tokens are those that are no padding.
+losses of evaluation are compared, too. Tokens are those that are no padding. Whether attention read packed sequences is seen;
+a measurement that does not compare the two forms ends with an error. A GPU computes in bf16 and without dropout of attention
+weights, as its kernel for packed sequences needs it.
 """
 
-import argparse
-import json
 import statistics
-from pathlib import Path
+from collections import defaultdict
+from functools import partial
+from typing import Any
 
 import torch
-from bench_common import alternating, machine, median_ratio, save, settings_of, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
 
-from holotrain.models import ROBERTA_SIZES, RevRoBERTa, RoBERTa
-from holotrain.models import roberta as module
-from holotrain.models.layers.packing import packing_of
+from holotrain.models import ROBERTA_SIZES, RevRoBERTa, RoBERTa, roberta
+from holotrain.models.layers import packing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--size", choices=ROBERTA_SIZES, default="tiny")
     parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--batch", type=int, default=16)
@@ -30,46 +31,60 @@ def main() -> None:
     parser.add_argument("--padding", type=float, default=0.4, help="share of the batch, up to 0.5")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     torch.manual_seed(0)
-    dropout = {"dropout": options.dropout, "attention_dropout": options.dropout}
+    dropout = {"dropout": options.dropout, "attention_dropout": options.dropout if device == "cpu" else 0.0}
     kind = RoBERTa if options.plain else RevRoBERTa
     model = kind(**ROBERTA_SIZES[options.size], vocab=260, context=options.tokens, **dropout).to(device)
     lengths = (torch.linspace(1 - 2 * options.padding, 1, options.batch) * options.tokens).round().clamp_min(1)
-    mask = (torch.arange(options.tokens) < lengths[:, None]).to(device)
-    tokens = torch.randint(260, mask.shape, device=device)
-    targets = tokens.where(mask & (torch.rand(mask.shape, device=device) < 0.15), -100)
+    mask = torch.arange(options.tokens) < lengths[:, None]
+    tokens = torch.randint(260, mask.shape)
+    targets = tokens.where(mask & (torch.rand(mask.shape) < 0.15), -100).to(device)
+    tokens = tokens.to(device)
+    make, ran = packing.padding_context, defaultdict(set)
 
-    def loss(packed: bool) -> torch.Tensor:
-        module.packing_of = packing_of if packed else lambda *_: None
-        return model(tokens, mask, targets)
+    def loss(form: str) -> torch.Tensor:
+        def seen(*given: Any) -> dict[str, Any]:
+            context = make(*given)
+            ran[form].update(context)
+            return context
 
-    def evaluated(packed: bool) -> torch.Tensor:
+        packing.LEAST_PADDING, roberta.padding_context = (0 if form == "packed" else 2), seen
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return model(tokens, mask, targets)
+
+    def evaluated(form: str) -> torch.Tensor:
         model.eval()
         with torch.no_grad():
-            found = loss(packed)
+            found = loss(form)
         model.train()
         return found
 
-    module.LEAST_PADDING = 0
-    works = {"step": lambda packed: loss(packed).backward(), "evaluation": evaluated}
-    described = machine() | {"model": kind.__name__, "padding": 1 - mask.float().mean().item()}
-    print(json.dumps(described))
-    difference = abs(evaluated(True) - evaluated(False)).item()
+    works = {"step": lambda form: loss(form).backward(), "evaluation": evaluated}
+    precision = "fp32" if device == "cpu" else "bf16"
+    padding = 1 - mask.float().mean().item()
+    begun = begin(options)
+    begun["machine"] |= {"model": kind.__name__, "padding": padding, "precision": precision} | dropout
+    difference = abs(evaluated("packed") - evaluated("masked")).item()
     print(f"the losses of packed and masked evaluation differ by {difference:.1e}")
     rows = {}
     for name, work in works.items():
-        contestants = {
-            form: timed(lambda form=form, work=work: work(form == "packed"), device) for form in ("packed", "masked")
-        }
-        seconds = alternating(contestants, options.rounds)
+        ran.clear()
+        forms = {form: timed(partial(work, form), device) for form in ("packed", "masked")}
+        seconds = alternating(forms, options.rounds)
+        contexts = {form: sorted(ran[form]) for form in forms}
+        if contexts != {"packed": ["packing"], "masked": ["mask"]}:
+            raise SystemExit(f"{name}: attention had {contexts}, so packed sequences were not compared with a mask")
         rates = {form: mask.sum().item() / statistics.median(values) for form, values in seconds.items()}
-        rows[name] = {"tokens_per_second": rates, "packed_over_masked": median_ratio(seconds["masked"], seconds["packed"])}
+        rows[name] = {
+            "attention": contexts,
+            "tokens_per_second": rates,
+            "packed_over_masked": median_ratio(seconds["masked"], seconds["packed"]),
+        }
         shown = ", ".join(f"{form} {rate:.0f} tokens/s" for form, rate in rates.items())
         print(f"{name:<11}{shown}, ratio {rows[name]['packed_over_masked']:.2f}")
-    save({"machine": described, "options": settings_of(options), "loss_difference": difference} | rows, options.json)
+    save(begun | {"loss_difference": difference} | rows, options.json)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,13 @@ the default batch of 2.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import sys
 import time
-from pathlib import Path
 
 import torch
-from bench_common import machine, save, settings_of
+from bench_common import DEVICE, arguments, begin, save
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import (
     GPT_SIZES,
@@ -96,14 +91,13 @@ def make_step(family: str, pixels: int | None, half: bool, options, model: nn.Mo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, help="family and size, such as vit_base")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--backwards", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default=DEVICE)
     options = parser.parse_args()
     device = torch.device(options.device)
     rows = []
@@ -128,8 +122,7 @@ def main() -> None:
                 print(f"{name:15}{precision:>10}{backward:>12}{figures}", flush=True)
     worst = max(rows, key=lambda row: abs(row["error"]))
     print(f"largest error: {worst['error']:.2%} ({worst['model']}, {worst['precision']}, {worst['backward']})")
-    print(machine())
-    save({"machine": machine(), "options": settings_of(options), "plans": rows}, options.json)
+    save(begin(options) | {"plans": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ ranks.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import tempfile
@@ -27,12 +26,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import machine, save, settings_of
+from bench_common import arguments, begin, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models.checkpoint_files import CHECKPOINT, TENSORS, read
 
@@ -109,20 +106,20 @@ def measure(ranks: int, shapes: list[tuple[int, ...]], folder: Path) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 512], help=f"divisors of {WIDTH}")
     parser.add_argument("--tensors", type=int, default=900)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if wrong := [ranks for ranks in options.ranks if WIDTH % ranks or ranks < 2]:
         parser.error(f"--ranks: {wrong[0]} is not a divisor of {WIDTH} above 1")
     warnings.simplefilter("ignore")
+    begun = begin(options)
     shapes, results = list(islice(cycle(BLOCK), options.tensors)), {}
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             results[ranks] = measure(ranks, shapes, Path(folder))
         print(f"{ranks:4} ranks: " + ", ".join(f"{name} {of:.2f} s" for name, of in results[ranks].items()), flush=True)
-        save({"machine": machine(), "settings": settings_of(options), "seconds": results}, options.json)
+        save(begun | {"seconds": results}, options.json)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,13 @@ parameters, which is the size of momentum.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from bench_common import alternating, machine, median_ratio, save, settings_of, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import VIT_SIZES, ViT
 from holotrain.synthesis import HolographicSynthesis, hadamard_bind, phasor_bind
@@ -174,19 +168,16 @@ def model_rows(size: str, options) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="*", default=["small"], choices=list(VIT_SIZES))
     parser.add_argument("--batch", type=int, default=8, help="batch size of the training step")
     parser.add_argument("--recipes", nargs="*", help="only these recipes")
     parser.add_argument("--shortest", type=int, default=10, help="log2 of the shortest vector")
     parser.add_argument("--longest", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default=DEVICE)
     options = parser.parse_args()
-    described = machine()
-    print(json.dumps(described))
-    result = {"machine": described, "options": settings_of(options)}
+    result = begin(options)
     result["vectors"] = vectors(options)
     result["models"] = {size: model_rows(size, options) for size in options.models}
     save(result, options.json)

@@ -17,8 +17,6 @@ with SGD.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -29,11 +27,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from bench_common import machine, save, settings_of
+from bench_common import arguments, begin, plotter, save
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from holotrain.models import RevViT
 from holotrain.models.layers.branches import MLPBranch
@@ -284,10 +280,7 @@ def show(row: dict) -> None:
 
 
 def draw(rows: list[dict], states: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, axes = pyplot.subplots(2, len(tasks), figsize=(4.6 * len(tasks), 7.5), squeeze=False)
@@ -324,18 +317,15 @@ def draw(rows: list[dict], states: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tuning-seeds", type=int, default=1, help="number of seeds for the choice of the learning rate")
     parser.add_argument("--workers", type=int, default=2, help="number of processes, with one thread each")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    described = machine()
-    print(json.dumps(described))
+    begun = begin(options)
     print(f"{'task':<9}{'optimizer':<10}{'synthesis':<28}{'rate':<9}{'test':<18}{'cosine':>9}{'state':>8}")
-    settings = settings_of(options)
     rows, states = [], []
     with ProcessPoolExecutor(options.workers) as pool:
         for task in options.tasks:
@@ -347,7 +337,7 @@ def main() -> None:
                 states += [row for row in rows if (row["task"], row["optimizer"], row["mode"]) == (task, "sgd", "shared")]
                 states += compared(shared, [RATES["sgd"]] * len(shared), options.seeds, options.tuning_seeds, pool)
                 states.sort(key=lambda row: (row["task"], row["state"]))
-            save({"machine": described, "options": settings, "rows": rows, "states": states}, options.json)
+            save(begun | {"rows": rows, "states": states}, options.json)
     if options.picture:
         draw(rows, states, options.picture)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_common import plotter
+
 EQUAL, LARGEST = "equal_batch_", "largest_batch_"
 OVERLAPPED = "pareprop"
 MIXED = "auto, 60% of autograd"
@@ -159,12 +161,9 @@ def markdown(states: Mapping[str, tuple[str, float | None]], results: Results, m
 def draw(results: Results, path: Path) -> str:
     """Draws speed against memory at equal batch, and speed at the largest batch, over plain's; returns what became of it."""
     try:
-        import matplotlib
+        pyplot = plotter()
     except ModuleNotFoundError:
         return f"matplotlib is not installed: no {path.name}"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.5))
     equal = {name.removeprefix(EQUAL): found["engines"] for name, found in results.items() if name.startswith(EQUAL)}
     engines = list(dict.fromkeys(engine for rows in equal.values() for engine in rows))

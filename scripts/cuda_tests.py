@@ -7,17 +7,15 @@ A file that imports Lightning is left out, and named, where Lightning is not ins
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from bench_common import machine, save
+from bench_common import arguments, begin, save
 
-ROOT = Path(__file__).parents[1]
-TESTS = ROOT / "tests"
+TESTS = Path(__file__).parents[1] / "tests"
 
 
 class Outcomes:
@@ -48,18 +46,16 @@ def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", help="folders of tests/")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = [files_of(TESTS / folder) for folder in options.folders]
     files, left_out = ([path for pair in found for path in pair[part]] for part in (0, 1))
     for path in left_out:
         print(f"  {path.relative_to(TESTS)} left out: Lightning is not installed", file=sys.stderr)
     outcomes = Outcomes()
-    sys.path.insert(0, str(ROOT))
     status = pytest.main(["-m", "cuda", "-p", "no:cacheprovider", "-p", "no:randomly", *map(str, files)], [outcomes])
-    result = {"machine": machine(), "counts": dict(outcomes.counts), "failed": outcomes.failed}
+    result = begin(options) | {"counts": dict(outcomes.counts), "failed": outcomes.failed}
     save(result | {"left_out": [str(path.relative_to(TESTS)) for path in left_out]}, options.json)
     if outcomes.failed or status != pytest.ExitCode.OK:
         named = "; ".join(f"{test}: {error}" for test, error in outcomes.failed.items())

@@ -9,17 +9,13 @@ Reads the sweep's sweep.csv.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-from bench_common import save
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench_common import arguments, plotter, save
 
 from holotrain.error_diffusion import BACKPROPAGATION, RULES
 
@@ -41,10 +37,7 @@ def read(path: Path) -> list[dict]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plotter()
 
     widths = sorted({row["width"] for row in rows})
     figure, panels = pyplot.subplots(1, len(widths), figsize=(4.6 * len(widths), 3.8), sharey=True, squeeze=False)
@@ -69,9 +62,8 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("sweep", type=Path, help="folder of the sweep")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     table = options.sweep / "sweep.csv"

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from holotrain.models.layers.branches import Branches, transformer_branches
-from holotrain.models.layers.packing import LEAST_PADDING, packing_of
+from holotrain.models.layers.packing import padding_context
 from holotrain.models.layers.reversible import Reversible
 from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
 from holotrain.models.layers.text_heads import ClassHead, MaskedWordHead
@@ -48,6 +48,8 @@ class RoBERTa(nn.Module):
             longer than ``context`` (at the call).
     """
 
+    reads_masks_on_the_cpu = True
+
     def __init__(
         self,
         vocab: int = 50265,
@@ -69,7 +71,7 @@ class RoBERTa(nn.Module):
         require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
         require_one_of(("pre", "post"), norm=norm)
         first, last = (nn.LayerNorm(dim, eps=1e-5), None) if norm == "post" else (None, nn.LayerNorm(dim, eps=1e-5))
-        self.attention_dropout, self.drop_path = attention_dropout, drop_path
+        self.attention_dropout, self.drop_path, self.head_width = attention_dropout, drop_path, dim // heads
         self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
         self.blocks = self._assemble(branches, norm, backward)
@@ -84,19 +86,19 @@ class RoBERTa(nn.Module):
         """
         Args:
             tokens: (B, T).
-            mask: (B, T), True for tokens, False for padding, whose logits mean nothing; None: no padding.
+            mask: (B, T), True for tokens, False for padding, whose logits mean nothing; None: no padding. Left on the CPU, it
+                lets a GPU skip the padding (:mod:`~holotrain.models.layers.packing`).
             targets: (B, T), the word at each masked position, -100 elsewhere; or (B,), the class of each sequence.
 
         Returns:
             logits, (B, T, V) or (B, classes); with ``targets`` the mean cross-entropy, without ignored ones.
         """
         x = self.embedding(tokens)
-        packing = None if mask is None or not self._packs else packing_of(mask, x, self.training * self.attention_dropout)
-        if packing is not None and packing.counts and packing.padding >= LEAST_PADDING:
-            hidden = packing.padded(self.norm(self.blocks(packing.packed(x), {"packing": packing})))
-        else:
-            needless = mask is None or (packing is not None and not packing.padding)
-            hidden = self.norm(self.blocks(x, {} if needless else {"mask": mask[:, None, None, :]}))
+        dropout = self.training * self.attention_dropout
+        context = {} if mask is None else padding_context(mask, x, self.head_width, dropout, self._packs)
+        packing = context.get("packing")
+        hidden = self.norm(self.blocks(x if packing is None else packing.packed(x), context))
+        hidden = hidden if packing is None else packing.padded(hidden)
         return self.head(hidden, self.embedding.word.weight, targets)
 
     @property

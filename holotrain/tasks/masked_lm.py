@@ -52,10 +52,9 @@ class MaskedLM(LanguageModelling):
         return self.model(tokens, mask)
 
     def inputs(self, batch: dict[str, Tensor], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, real = batch["tokens"], attended(batch)
-        shown, targets = masked(
-            tokens, real & self.ordinary[tokens], self.mask_id, self.words, self.mask_probability, generator
-        )
+        tokens, real = batch["tokens"], attended(batch, self.model)
+        candidates = real.to(tokens.device, non_blocking=True) & self.ordinary[tokens]
+        shown, targets = masked(tokens, candidates, self.mask_id, self.words, self.mask_probability, generator)
         return shown, real, targets
 
     def loss(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:

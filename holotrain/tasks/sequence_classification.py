@@ -14,7 +14,7 @@ class SequenceClassifier(Classifier):
     """
 
     def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
-        return batch["tokens"], attended(batch), batch.get("labels")
+        return batch["tokens"], attended(batch, self.model), batch.get("labels")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The likeliest class and its probability, and ``index`` (B,), the number of each sample, if the batch has it."""

@@ -5,6 +5,7 @@ import math
 import mmap
 import random
 import warnings
+from itertools import pairwise
 
 import lightning.pytorch as pl
 import pytest
@@ -22,6 +23,7 @@ from holotrain.models import RevViT
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 
 MIB = 2**20
+RESETTABLE = pytest.mark.skipif(not LinuxProbe.works(), reason="the kernel does not let a process reset its peak")
 
 
 class Module(pl.LightningModule):
@@ -80,7 +82,7 @@ class Hungry(Module):
         self.eat("validation", batch_idx)
 
 
-@pytest.mark.skipif(not LinuxProbe.works(), reason="the kernel does not let a process reset its peak")
+@RESETTABLE
 def test_the_peak_of_a_window_is_seen_in_its_phase_and_forgotten_after():
     memo = fit(Hungry("forward_backward", 1), MemoryMonitor())
     phase = dict(memo.of("memory/forward_backward_peak_bytes"))
@@ -93,7 +95,7 @@ def test_the_peak_of_a_window_is_seen_in_its_phase_and_forgotten_after():
     assert not memo.of("memory/reserved_bytes")
 
 
-@pytest.mark.skipif(not LinuxProbe.works(), reason="the kernel does not let a process reset its peak")
+@RESETTABLE
 def test_validation_has_a_peak_of_its_own():
     monitor = MemoryMonitor()
     memo = fit(Hungry("validation", 0), monitor, validation=True)
@@ -139,15 +141,22 @@ class LeakingValidation(LeakingForward):
         self.leak.keep(16)
 
 
-class Honest(LeakingForward):
-    """Needs more for some batches than for others, and keeps 64 MiB from the fifth step on."""
+class TableBuiltOnce(LeakingForward):
+    """Keeps 256 MiB from the middle of the steps that are looked at."""
 
     def training_step(self, batch, batch_idx):
-        if batch_idx == 5:
-            self.leak.keep(64)
-        with mmap.mmap(-1, random.Random(batch_idx).randrange(1, 32) * MIB) as pages:
-            torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+        if batch_idx == 12:
+            self.leak.keep(256)
         return Module.training_step(self, batch, batch_idx)
+
+
+class LongerBatches(Module):
+    """Needs 8 MiB more for every batch, and gives all of it back."""
+
+    def training_step(self, batch, batch_idx):
+        with mmap.mmap(-1, 8 * (batch_idx + 1) * MIB) as pages:
+            torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(
@@ -156,20 +165,57 @@ class Honest(LeakingForward):
         (LeakingForward, (), {}, "forward and backward"),
         (Module, (Leak,), {"accumulate_grad_batches": 2, "samples": 96}, "data loading and callbacks"),
         (LeakingValidation, (), {"validation": True, "val_check_interval": 1}, "validation"),
-        (Honest, (), {}, None),
+        (TableBuiltOnce, (), {}, None),
+        pytest.param(LongerBatches, (), {}, None, marks=RESETTABLE),
     ],
 )
 def test_a_leak_is_told_once_with_its_phase(module, callbacks, options, phase):
     gc.collect()  # what tests before have left would go in the middle
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        memo = fit(module(), MemoryMonitor(), *(callback() for callback in callbacks), **{"samples": 48, **options})
+        fit(module(), MemoryMonitor(), *(callback() for callback in callbacks), **{"samples": 48, **options})
     leaks = [str(warning.message) for warning in told if "memory grows" in str(warning.message)]
     assert len(leaks) == (phase is not None)
     assert all(f"MiB a step, most of it in {phase}:" in leak for leak in leaks)
-    marks = {"forward", "backward", "step", *(["validation"] if "validation" in options else [])}
-    assert all(value > 10 * MIB for mark in marks for _, value in memo.of(f"memory/{mark}"))
-    assert all(len(memo.of(f"memory/{mark}")) >= 23 for mark in marks)
+
+
+class Holding(Module):
+    """Holds another number of MiB in each phase; the monitor reads before the module's own hook of the same name."""
+
+    def __init__(self):
+        super().__init__()
+        self.leak = Leak()
+
+    def hold(self, mib):
+        while self.leak.kept:
+            self.leak.kept.pop().close()
+        self.leak.keep(mib)
+
+    def training_step(self, batch, batch_idx):
+        self.hold(200)
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self):
+        self.hold(150)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.hold(100)
+
+    def on_train_batch_end(self, *_):
+        self.hold(1)
+
+    def validation_step(self, batch, batch_idx):
+        self.hold(50)
+
+
+@RESETTABLE
+def test_the_marks_are_what_each_phase_leaves_in_use():
+    memo = fit(Holding(), MemoryMonitor(), validation=True, val_check_interval=1)
+    marks = [dict(memo.of(f"memory/{mark}")) for mark in ("forward", "backward", "step", "validation")]
+    assert [list(mark) for mark in marks] == [[1, 2, 3, 4]] * 3 + [[2, 3, 4]]  # a validation is logged with the next step
+    for step in (2, 3, 4):
+        held = [mark[step] / MIB for mark in marks]
+        assert [before - after for before, after in pairwise(held)] == pytest.approx([50, 50, 50], abs=15)
 
 
 def grown(curve, steps):

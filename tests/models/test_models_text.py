@@ -3,10 +3,12 @@
 import pytest
 import torch
 from compared import assert_equal
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import GPT, GPT_SIZES, ROBERTA_SIZES, RevGPT, RevRoBERTa, RoBERTa, roberta
+from holotrain.models.layers import packing
 from holotrain.models.layers.attention import Attention
 
 SMALL = {"vocab": 50, "context": 12, "dim": 16, "depth": 3, "heads": 2}
@@ -137,6 +139,13 @@ def test_padding_changes_nothing():
     assert not torch.allclose(model(tokens)[mask], padded[mask])  # the mask does something
 
 
+def spied(monkeypatch):
+    """The keyword arguments of attention, as batches with a mask get them."""
+    contexts, make = [], packing.padding_context
+    monkeypatch.setattr(roberta, "padding_context", lambda *given: contexts.append(make(*given)) or contexts[-1])
+    return contexts
+
+
 @pytest.mark.parametrize(
     ("model_class", "options"),
     [
@@ -156,20 +165,16 @@ def test_packed_sequences_are_the_masked_ones(model_class, options, monkeypatch)
     else:
         mask[:, 4], mask[0] = False, False
         targets[~mask] = -100
-    found = []
-    for packed in (True, False):
-        packings = []
-        make = roberta.packing_of if packed else lambda *_: None
-        monkeypatch.setattr(
-            roberta, "packing_of", lambda *given, make=make, packings=packings: packings.append(make(*given)) or packings[-1]
-        )
+    found, contexts = [], spied(monkeypatch)
+    for least, kind in ((0, "packing"), (2, "mask")):
+        monkeypatch.setattr(packing, "LEAST_PADDING", least)
         torch.manual_seed(0)
         model = model_class(**SMALL, **options, dropout=0.0, attention_dropout=0.0).double()
         model(tokens, mask, targets).backward()
         logits = model(tokens, mask)
         grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         found.append(torch.cat([(logits if "classes" in options else logits[mask]).detach().flatten(), *grads]))
-        assert all((packing is not None) == packed for packing in packings) and len(packings) == 2
+        assert [list(context) for context in contexts[-2:]] == [[kind]] * 2
     torch.testing.assert_close(*found, rtol=0, atol=1e-12 if "exact" not in options else 1e-6)
 
 
@@ -182,19 +187,47 @@ def test_a_batch_of_padding_alone_is_masked(count):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_packs_in_16_bits(monkeypatch):
-    tokens, mask, _ = (part.cuda() for part in text_batch(torch.Generator().manual_seed(1)))
+def test_a_gpu_packs_in_16_bits_without_waiting(monkeypatch):
+    tokens, mask, _ = text_batch(torch.Generator().manual_seed(1))
+    found, contexts = [], spied(monkeypatch)
     model = RevRoBERTa(**SMALL).cuda().eval()
-    found = []
-    for make in (roberta.packing_of, lambda *_: None):
-        packings = []
-        monkeypatch.setattr(
-            roberta, "packing_of", lambda *given, make=make, kept=packings: kept.append(make(*given)) or kept[-1]
-        )
-        with torch.autocast("cuda", torch.bfloat16):
-            found.append(model(tokens, mask)[mask])
-        assert [packing is not None for packing in packings] == [not found[1:]]
+    tokens = tokens.cuda()
+    for given, kind in ((mask, "packing"), (mask.cuda(), "mask")):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = model(tokens, given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(logits[mask.cuda()])
+        assert list(contexts[-1]) == [kind]
     torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "dropout", "capability", "expected"),
+    [
+        (torch.bfloat16, 64, 0.0, (9, 0), True),
+        (torch.float16, 256, 0.0, (8, 0), True),
+        (torch.float32, 64, 0.0, (9, 0), False),
+        (torch.bfloat16, 36, 0.0, (9, 0), False),
+        (torch.bfloat16, 264, 0.0, (9, 0), False),
+        (torch.bfloat16, 64, 0.1, (9, 0), False),
+        (torch.bfloat16, 64, 0.0, (7, 5), False),
+    ],
+)
+def test_what_the_kernel_of_a_gpu_takes(dtype, width, dropout, capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with FakeTensorMode():
+        assert packing.has_kernel(torch.empty(1, 1, width, device="cuda", dtype=dtype), width, dropout) == expected
+
+
+def test_a_mask_that_is_not_on_the_cpu_is_not_read():
+    """A meta tensor has nothing to read."""
+    with torch.device("meta"):
+        tokens, mask = torch.zeros(4, 12, dtype=torch.int64), torch.ones(4, 12, dtype=torch.bool)
+        assert RoBERTa(**SMALL)(tokens, mask).shape == (4, 12, SMALL["vocab"])
 
 
 def test_a_batch_without_padding_has_no_mask(monkeypatch):

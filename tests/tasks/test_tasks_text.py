@@ -6,9 +6,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from memo import Memo
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from holotrain.data import TextFiles
 from holotrain.models import RevGPT, RevRoBERTa
 from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier
 from holotrain.tasks.masking import masked
@@ -123,6 +125,16 @@ def test_masked_loss_is_a_mean_over_masked_words():
 def test_attended_is_what_lies_before_the_length():
     batch = {"tokens": torch.zeros(2, 3), "lengths": torch.tensor([1, 3])}
     assert attended(batch).tolist() == [[True, False, False], [True, True, True]]
+
+
+@pytest.mark.parametrize(("model", "device"), [(RevRoBERTa(**SMALL), "cpu"), (nn.Linear(1, 1), "meta")])
+def test_a_mask_stays_on_the_cpu_for_models_that_read_it_there(model, device):
+    batch = {"tokens": torch.zeros(2, 3), "lengths": torch.tensor([1, 3])}
+    moved = TextFiles("*.txt").transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved["tokens"].device.type == moved["lengths"].device.type == "meta"
+    mask = attended(moved, model)
+    assert mask.device.type == device
+    assert device == "meta" or torch.equal(mask, attended(batch))
 
 
 @pytest.mark.parametrize(("kind", "steps", "lr"), [("causal", 30, 2e-2), ("masked", 120, 1e-2), ("classes", 30, 2e-2)])

@@ -8,13 +8,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.fixed import FixedBatches
 from holotrain.data.hub import writing
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader
 from holotrain.data.text.documents import Pieces
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
-from holotrain.data.text.tokenise import PARTS, Corpus, Reading, Rows, as_it_is
+from holotrain.data.text.tokenise import PARTS, Batch, Corpus, Reading, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of, require_within
@@ -203,6 +205,11 @@ class TextDataModule(LoadingModule):
     def longest(self) -> int:
         """Tokens of the longest training document, including start, end and padding."""
         return int(padded(self._pieces("train").lengths, self.multiple).max())
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Keeps the lengths on the CPU, too, as a list, which DDP does not move: to read them on a GPU is to wait for it."""
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return moved | {"cpu_lengths": batch["lengths"].tolist()} if "lengths" in batch else moved
 
     def train_dataloader(self) -> ResumableLoader | StreamLoader:
         if self.streaming:

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, N tokens that are no padding, C channels, H heads, D 
 """
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +19,19 @@ LEAST_PADDING = 1 / 8
 
 
 class Packing:
-    """Where the tokens of a padded batch lie, from the shortest sequence to the longest. On a GPU this waits for the mask.
+    """Where the tokens of a padded batch lie, from the shortest sequence to the longest.
 
     Args:
-        mask: (B, T), True for tokens, False for padding.
+        mask: (B, T), on the CPU, True for tokens, False for padding.
+        device: of the batch.
     """
 
-    def __init__(self, mask: Tensor) -> None:
+    def __init__(self, mask: Tensor, device: torch.device) -> None:
         self.shape = mask.shape
         lengths, order = mask.sum(1).sort(stable=True)
-        self.places = torch.arange(mask.numel(), device=mask.device).view(mask.shape)[order][mask[order]]
         self.counts = Counter(length for length in lengths.tolist() if length)
-        self.ends = F.pad(lengths.cumsum(0), (1, 0)).int()
-
-    @property
-    def padding(self) -> float:
-        """The share of the batch that is padding."""
-        return 1 - len(self.places) / max(1, self.shape.numel())
+        self.places = _moved(torch.arange(mask.numel()).view(mask.shape)[order][mask[order]], device)
+        self.ends = _moved(F.pad(lengths.cumsum(0), (1, 0)).int(), device)
 
     def packed(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (1, N, C)."""
@@ -46,7 +43,7 @@ class Packing:
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Attention within each sequence, (1, H, N, D) each -> (1, H, N, D)."""
-        if q.is_cuda and not q.shape[-1] % 8:
+        if q.is_cuda:
             longest = max(self.counts)
             each = (x[0].transpose(0, 1) for x in (q, k, v))
             return varlen_attn(*each, self.ends, self.ends, longest, longest).transpose(0, 1).unsqueeze(0)
@@ -58,21 +55,46 @@ class Packing:
         return torch.cat(found, dim=1).unsqueeze(0)
 
 
-def packing_of(mask: Tensor, x: Tensor, dropout: float) -> Packing | None:
-    """How to pack a batch; None where that has no advantage: without a kernel for it on this device, and in compiled code.
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
-    On a GPU the kernel takes 16 bits and has no dropout, and a captured graph cannot wait for the mask.
+
+def padding_context(mask: Tensor, x: Tensor, width: int, dropout: float, packs: bool = True) -> dict[str, Any]:
+    """The keyword arguments of attention for a batch: a ``packing`` or a ``mask``, or nothing where there is no padding.
+
+    Only a mask on the CPU is looked into. To read one on a GPU is to wait until the GPU has done all that it was told.
 
     Args:
         mask: (B, T), True for tokens, False for padding.
         x: (B, T, C), what the blocks read.
+        width: D.
         dropout: of attention weights.
+        packs: whether the blocks can read packed sequences.
     """
-    if isinstance(mask, FakeTensor) or torch.compiler.is_compiling():
-        return None
-    if mask.is_cuda:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        modern = torch.cuda.get_device_capability(mask.device) >= (8, 0)
-        if dropout or dtype.itemsize != 2 or not modern or torch.cuda.is_current_stream_capturing():
-            return None
-    return Packing(mask) if mask.device.type in ("cpu", "cuda") else None
+    readable = mask.device.type == "cpu" and not isinstance(mask, FakeTensor) and not torch.compiler.is_compiling()
+    padding = 1 - mask.sum().item() / max(1, mask.numel()) if packs and readable else 1
+    if not padding:
+        return {}
+    if LEAST_PADDING <= padding < 1 and has_kernel(x, width, dropout):
+        return {"packing": Packing(mask, x.device)}
+    return {"mask": mask.to(x.device, non_blocking=True)[:, None, None, :]}
+
+
+def has_kernel(x: Tensor, width: int, dropout: float) -> bool:
+    """Whether attention of packed sequences is fast here; arguments as in :func:`padding_context`.
+
+    On a GPU it is torch's ``varlen_attn``, whose FlashAttention takes 16 bits and heads of 8, 16, ... 256 channels, on Ampere
+    and later (``flash_api.cpp``). It has no dropout.
+    """
+    if not x.is_cuda:
+        return x.device.type == "cpu"
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and not width % 8
+        and width <= 256
+        and not dropout
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and not torch.cuda.is_current_stream_capturing()  # a graph would keep the lengths of one batch
+    )
