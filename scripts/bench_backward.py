@@ -4,9 +4,12 @@
     python scripts/bench_backward.py --batch 1 2 4 --json scripts/results/backward.json --picture backward.png
     python scripts/bench_backward.py --minrev ../minREV               # with a checkout of the PaReprop authors' code
     python scripts/bench_backward.py --compiled --budgets 0.3 0.5     # with torch.compile and its memory budgets
+    python scripts/bench_backward.py --double --rounds 1              # gradient errors in fp64
+    python scripts/bench_backward.py --graphs --trace                 # on CUDA: steps as CUDA graphs; kernels that run together
 
 Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. All engines run the same f and g
-(pre-norm attention and MLP). A step is a forward and a backward.
+(pre-norm attention and MLP). A step is a forward and a backward. An engine that does not work on this machine is named and left
+out.
 
 Step times: the engines alternate in one process; ratios are medians over rounds. Peak memory: of one step, above weights and
 gradients. On CUDA from the allocator (allocated and reserved). On a CPU the resident peak of a fresh process per engine, with
@@ -31,12 +34,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, those_that_work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from holotrain.models.layers.branches import transformer_branches
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
 
 WARM_UPS = 3
 """Steps before the first that is measured."""
@@ -57,8 +60,10 @@ class Coupled(nn.Module):
 
 
 def plain(branches) -> Run:
-    blocks = [Coupled(f, g) for f, g in branches]
+    return in_turn([Coupled(f, g) for f, g in branches])
 
+
+def in_turn(blocks: list[Coupled]) -> Run:
     def run(x):
         y1 = y2 = x
         for block in blocks:
@@ -87,6 +92,14 @@ def selectively_checkpointed(branches) -> Run:
     products += [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
     products += [aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default]
     return checkpointed(branches, context_fn=functools.partial(create_selective_checkpoint_contexts, products))
+
+
+def compiled(branches) -> Run:
+    """torch.compile of each block; equal blocks share their code."""
+    blocks = [Coupled(f, g) for f, g in branches]
+    for block in blocks:
+        block.compile()
+    return in_turn(blocks)
 
 
 def offloaded(branches) -> Run:
@@ -145,6 +158,73 @@ def minrev(branches, checkout: str) -> Run:
     return lambda x: library.RevBackProp.apply(torch.cat((x, x), -1), layers).chunk(2, -1)
 
 
+class Staggered(torch.autograd.Function):
+    """The backward of minREV (``fast_rev.py``): recovers a block on one stream beside the gradients of the block behind it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, branches: list) -> Tensor:
+        ctx.branches, ctx.half = branches, torch.is_autocast_enabled(x.device.type)
+        y1, y2 = x.chunk(2, -1)
+        for f, g in branches:
+            y1 = y1 + f(y2)
+            y2 = y2 + g(y1)
+        ctx.save_for_backward(y1, y2)
+        return torch.cat((y1, y2), -1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        cuda, half = gradient.is_cuda, torch.autocast(gradient.device.type, torch.bfloat16, enabled=ctx.half)
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream()] if cuda else [None, None]
+
+        def after(event, tensors) -> tuple[Tensor, ...]:
+            if cuda:
+                event.synchronize()  # the host waits, as in minREV
+                for tensor in tensors:
+                    tensor.record_stream(torch.cuda.current_stream())
+            return tuple(tensors)
+
+        def recover(event, y1: Tensor, y2: Tensor, f: nn.Module, g: nn.Module) -> tuple:
+            y1, y2 = after(event, (y1, y2))
+            y1 = y1.detach().requires_grad_()
+            with torch.enable_grad(), half:
+                of_g = g(y1)
+            x2 = (y2 - of_g).detach().requires_grad_()
+            with torch.enable_grad(), half:
+                of_f = f(x2)
+            return (y1 - of_f).detach(), x2, y1, of_g, of_f
+
+        def differentiate(event, recovered: tuple, d1: Tensor, d2: Tensor) -> tuple[Tensor, Tensor]:
+            (d1, d2), (_, x2, y1, of_g, of_f) = after(event, (d1, d2)), recovered
+            of_g.backward(d2.to(of_g.dtype))
+            d1 = d1 + y1.grad
+            of_f.backward(d1.to(of_f.dtype))
+            return d1, d2 + x2.grad
+
+        def recorded():
+            return torch.cuda.current_stream().record_event() if cuda else None
+
+        d1, d2 = gradient.chunk(2, -1)
+        recovered, ready = ctx.saved_tensors, recorded()
+        differentiated = ready
+        for number, branches in enumerate(reversed(ctx.branches)):
+            with torch.no_grad(), torch.cuda.stream(streams[number % 2]):
+                before, recovered = recovered, recover(ready, *recovered[:2], *branches)
+                ready = recorded()
+            if number:
+                with torch.cuda.stream(streams[(number - 1) % 2]):
+                    d1, d2 = differentiate(differentiated, before, d1, d2)
+                    differentiated = recorded()
+        with torch.cuda.stream(streams[number % 2]):
+            d1, d2 = differentiate(differentiated, recovered, d1, d2)
+        if cuda:
+            streams[0].wait_stream(streams[1])
+        return torch.cat((d1, d2), -1), None
+
+
+def minrev_like(branches) -> Run:
+    return lambda x: Staggered.apply(torch.cat((x, x), -1), branches).chunk(2, -1)
+
+
 def engines(options) -> dict[str, Callable[[list], Run]]:
     """Factories of the engines, by name."""
     half = options.depth // 2
@@ -152,6 +232,7 @@ def engines(options) -> dict[str, Callable[[list], Run]]:
         "autograd": plain,
         "checkpoint": checkpointed,
         "selective checkpoint": selectively_checkpointed,
+        "compile": compiled,
         "reversible": functools.partial(ours, backward="reversible"),
         "pareprop": functools.partial(ours, backward="pareprop"),
         "store half": functools.partial(ours, backward="reversible", store=half),
@@ -163,9 +244,7 @@ def engines(options) -> dict[str, Callable[[list], Run]]:
         made["pareprop, store half"] = functools.partial(ours, backward="pareprop", store=half)
     for budget in options.budgets:
         made[f"compile, budget {budget}"] = functools.partial(budgeted, budget=budget)
-    for library in (revlib, memcnn):
-        if importlib.util.find_spec(library.__name__):
-            made[library.__name__] = library
+    made |= {"minREV-like": minrev_like, "revlib": revlib, "memcnn": memcnn}
     if options.minrev:
         made["minREV"] = functools.partial(minrev, checkout=options.minrev)
     if options.compiled:  # dispatch modes do not work inside compiled code, and memcnn frees tensors that the compiler needs
@@ -174,7 +253,8 @@ def engines(options) -> dict[str, Callable[[list], Run]]:
         unknown = set(options.engines) - set(made)
         if unknown:
             raise SystemExit(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(made)}")
-        made = {name: make for name, make in made.items() if name in {"autograd", *options.engines}}
+        return {name: make for name, make in made.items() if name in {"autograd", *options.engines}}
+    del made["compile"]
     return made
 
 
@@ -183,7 +263,7 @@ def make_branches(options) -> list:
     branches = transformer_branches(options.dim, options.depth, options.heads)
     for pair in branches:
         for part in pair:
-            part.to(options.device)
+            part.to(options.device, torch.float64 if options.double else None)
             if options.compiled:
                 part.compile()
     return branches
@@ -192,7 +272,7 @@ def make_branches(options) -> list:
 def make_input(batch: int, options) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(batch, options.tokens, options.dim, generator=generator)
-    return x.to(options.device).requires_grad_()
+    return x.to(options.device, torch.float64 if options.double else None).requires_grad_()
 
 
 def loss_of(run: Run, x: Tensor, options) -> Tensor:
@@ -231,6 +311,55 @@ def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> 
 def settle(step: Callable[[], float]) -> None:
     for _ in range(WARM_UPS):
         step()
+
+
+def graphed(run: Run, branches, batch: int, options) -> Callable[[], float]:
+    """A function that replays one step as a CUDA graph, synchronizes, and returns its seconds."""
+    x = make_input(batch, options)
+    replay = GraphedStep(lambda x: loss_of(run, x, options), parameters_of(branches))
+
+    def step() -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        replay(x)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    return step
+
+
+def together(step: Callable[[], float], device: str) -> dict[str, object]:
+    """What a profile of a step says: milliseconds in which each stream is busy (CPU: thread), and in which more than one is."""
+    kind = torch.profiler.ProfilerActivity.CUDA if device == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profiler:
+        step()
+    of_device = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == of_device and event.duration_ns() and not event.is_user_annotation():
+            span = event.start_ns(), event.start_ns() + event.duration_ns()
+            spans.setdefault(event.device_resource_id(), []).append(span)
+    lines = [merged(found) for found in spans.values()]
+    busy = sorted((length(line) for line in lines), reverse=True)
+    any_busy = length(merged([span for line in lines for span in line]))
+    shared = sum(busy) - any_busy  # of two streams; a third counts again
+    figures = {"busy_ms": [taken / 1e6 for taken in busy], "together_ms": shared / 1e6}
+    return figures | {"share_of_the_second": shared / busy[1] if len(busy) > 1 else 0.0}
+
+
+def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans that do not overlap, and cover the same."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(spans: list[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
 
 
 def gradient_error(make, options) -> float:
@@ -320,8 +449,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads of torch's operations")
     parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
+    parser.add_argument("--double", action="store_true", help="compute in fp64")
+    parser.add_argument("--graphs", action="store_true", help="on CUDA, also each engine's step as a CUDA graph")
+    parser.add_argument("--trace", action="store_true", help="also profile a step: how long streams are busy at the same time")
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="activation memory budgets of torch.compile")
-    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd")
+    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd; compile is only run if named")
+    parser.add_argument("--no-peaks", action="store_true", help="measure no memory, which takes a process per engine on a CPU")
     parser.add_argument("--minrev", help="path of a checkout of github.com/karttikeya/minREV")
     parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--picture", type=Path)
@@ -333,8 +466,10 @@ def main() -> None:
         print(resident_step_bytes(options.measure[0], int(options.measure[1]), options))
         return
 
-    begun = begin(options)
-    points = [{"batch": batch, "engines": measured(batch, options)} for batch in options.batch]
+    begun, points = begin(options), []
+    for batch in options.batch:
+        rows, left_out = measured(batch, options)
+        points.append({"batch": batch, "engines": rows, "left_out": left_out})
     begun["options"]["minrev"] = bool(options.minrev)
     save(begun | {"points": points}, options.json)
     if options.picture:
@@ -343,34 +478,49 @@ def main() -> None:
         draw(points, options.picture, f"{options.depth} blocks of width {options.dim}, batches of {sizes}, on {where}")
 
 
-def measured(batch: int, options) -> dict[str, dict]:
-    """The results of every engine for one batch size."""
+def measured(batch: int, options) -> tuple[dict[str, dict], dict[str, str]]:
+    """The results of every engine for one batch size, and why the others have none."""
     contestants = engines(options)
     branches = make_branches(options)
-    steps = {name: stepper(make(branches), branches, batch, options) for name, make in contestants.items()}
-    for step in steps.values():
+
+    def settled(kind: Callable, make: Callable) -> Callable[[], float]:
+        own = (
+            make_branches(options) if kind is graphed else branches
+        )  # a graph writes to the gradients that it was captured with
+        step = kind(make(own), own, batch, options)
         settle(step)
+        step()  # after its warm-ups a graph is captured
+        return step
+
+    makers = {name: functools.partial(settled, stepper, make) for name, make in contestants.items()}
+    if options.graphs:
+        makers |= {f"{name}, graphed": functools.partial(settled, graphed, make) for name, make in contestants.items()}
+    steps, left_out = those_that_work(makers)
     seconds = alternating(steps, options.rounds)
     rows = {}
     print(f"\n{options.depth} blocks of width {options.dim}, {batch} x {options.tokens} tokens")
     print(f"{'engine':<24}{'step':>9}{'/ autograd':>12}{'samples/s':>11}{'peak':>12}{'reserved':>12}{'error':>10}")
-    for name, make in contestants.items():
-        peak = peak_bytes(name, batch, options)
+    for name in steps:
         median = statistics.median(seconds[name])
         row = rows[name] = {
             "seconds": seconds[name],
             "over_autograd": median_ratio(seconds[name], seconds["autograd"]),
             "samples_per_second": batch / median,
-            "peak": peak,
-            "gradient_error": gradient_error(make, options),
         }
+        if name not in contestants:
+            print(f"{name:<24}{median:8.3f}s{row['over_autograd']:12.3f}{row['samples_per_second']:11.2f}", flush=True)
+            continue
+        peak = row["peak"] = {"above_weights": float("nan")} if options.no_peaks else peak_bytes(name, batch, options)
+        row["gradient_error"] = gradient_error(contestants[name], options)
+        if options.trace:
+            row["together"] = together(steps[name], options.device)
         reserved = f"{peak['reserved'] / 2**20:8.0f} MiB" if "reserved" in peak else ""
         print(
             f"{name:<24}{median:8.3f}s{row['over_autograd']:12.3f}{row['samples_per_second']:11.2f}"
             f"{peak['above_weights'] / 2**20:8.1f} MiB{reserved:>12}{row['gradient_error']:10.1e}",
             flush=True,
         )
-    return rows
+    return rows, left_out
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,6 +67,22 @@ def alternating(contestants: dict[str, Callable[[], float]], rounds: int) -> dic
             seconds[name].append(contestant())
         print(f"  round {number + 1} of {rounds}", file=sys.stderr)
     return seconds
+
+
+def those_that_work(makers: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the makers return, and why the others failed: a library that is not installed, too little memory, no compiler."""
+    made, left_out = {}, {}
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except Exception as error:
+            left_out[name] = last_line(error)
+            print(f"  {name} left out: {left_out[name]}", file=sys.stderr)
+    return made, left_out
+
+
+def last_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip().splitlines()[-1]
 
 
 def timed(work: Callable[[], object], device: str, before: Callable[[], object] = lambda: None, repeats: int = 1) -> Callable:

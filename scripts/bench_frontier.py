@@ -5,19 +5,20 @@
     python scripts/bench_frontier.py --model gpt_small --depth 4 --tokens 256 --batch 1     # scaled to a small machine
     python scripts/bench_frontier.py --draw scripts/results/frontier_vit_small_cpu.json     # figures measured before
 
-Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. All engines train the same
-reversible model; a step is a forward, a backward and a step of SGD.
+Needs only torch; revlib and memcnn are included if installed, and --picture needs matplotlib. An engine that does not work on
+this machine is named and left out. All engines train the same reversible model; a step is a forward, a backward and a step of
+SGD.
 
-The budgets are evenly spaced between the peaks of ``reversible`` and ``autograd``. For each, ``auto`` times every schedule of a
-block, chooses by a plan, and is measured like the others: peak memory from PyTorch's allocator, step times of alternating runs
-in one process, ratios as medians over rounds.
+The budgets are evenly spaced between the peaks of ``reversible`` and ``autograd``, or ``--shares`` of the latter. For each,
+``auto`` times every schedule of a block, chooses by a plan, and is measured like the others: peak memory from PyTorch's
+allocator, step times of alternating runs in one process, ratios as medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
+import gc
 import json
 import statistics
 import sys
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_backward import checkpointed, memcnn, offloaded, plain, revlib, selectively_checkpointed
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save
+from bench_backward import checkpointed, compiled, memcnn, minrev_like, offloaded, plain, revlib, selectively_checkpointed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, those_that_work
 from torch import Tensor, nn
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
@@ -53,7 +54,7 @@ def shape_of(options) -> Shape:
     name, size = options.model.split("_")
     sizes = {"vit": VIT_SIZES, "swin": SWIN_SIZES, "roberta": ROBERTA_SIZES, "gpt": GPT_SIZES}[name][size]
     if options.depth:
-        sizes = sizes | {"depth": options.depth}
+        sizes = sizes | ({"depths": (options.depth,) * len(sizes["depths"])} if name == "swin" else {"depth": options.depth})
     batch = options.batch
     if name in ("vit", "swin"):
         make = functools.partial({"vit": RevViT, "swin": RevSwin}[name], image_size=options.pixels, **sizes)
@@ -104,6 +105,7 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
         "autograd": foreign(plain),
         "checkpoint": foreign(checkpointed),
         "selective checkpoint": foreign(selectively_checkpointed),
+        "compile": foreign(compiled),
         "reversible": ours(backward="reversible"),
         "pareprop": ours(backward="pareprop"),
         "store half": ours(backward="reversible", store="half"),
@@ -111,13 +113,12 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
     }
     if options.device == "cuda":
         made["offload"] = foreign(offloaded)
-    for library in (revlib, memcnn):
-        if importlib.util.find_spec(library.__name__):
-            made[library.__name__] = foreign(library)
+    made |= {"minREV-like": foreign(minrev_like), "revlib": foreign(revlib), "memcnn": foreign(memcnn)}
     if options.compiled:
         made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
     if options.engines:
-        made = {name: make for name, make in made.items() if name in {"autograd", "reversible", *options.engines}}
+        return {name: make for name, make in made.items() if name in {"autograd", "reversible", *options.engines}}
+    del made["compile"]
     return made
 
 
@@ -163,6 +164,15 @@ def contestant(step: TrainingStep, device: str) -> Callable[[], float]:
         return time.perf_counter() - started
 
     return run
+
+
+def memory_of(step: TrainingStep, device: torch.device) -> dict[str, int]:
+    """Peak bytes of a step; on CUDA also what the allocator reserved, and nothing else may be allocated there."""
+    if device.type != "cuda":
+        return {"peak": measured_peak(step, device)}
+    torch.cuda.empty_cache()
+    peak = measured_peak(step, device)
+    return {"peak": peak, "reserved": torch.cuda.max_memory_reserved(device)}
 
 
 class Auto:
@@ -256,25 +266,33 @@ def draw(result: dict, path: Path) -> None:
     print(f"drawn to {path}")
 
 
-def main() -> None:
-    parser = arguments(__doc__)
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a model, its batch and its engines."""
     parser.add_argument(
         "--model", default="vit_small", help="family and size, such as vit_small; families: vit, swin, roberta, gpt"
     )
-    parser.add_argument("--depth", type=int, help="number of blocks; default: that of the model")
+    parser.add_argument("--depth", type=int, help="number of blocks, of a Swin in each stage; default: that of the model")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument(
         "--vocab", type=int, default=8192, help="vocabulary size of text models; small, so that blocks dominate"
     )
-    parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="CPU threads of torch's operations")
     parser.add_argument("--amp", action="store_true", help="use bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compile f and g with torch.compile")
-    parser.add_argument("--engines", nargs="*", help="only these engines, and autograd and reversible")
+    parser.add_argument(
+        "--engines", nargs="*", help="only these engines, and autograd and reversible; compile is only run if named"
+    )
     parser.add_argument("--device", default=DEVICE)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add_model_options(parser)
+    parser.add_argument("--budgets", type=int, default=10, help="number of budgets of auto")
+    parser.add_argument("--shares", type=float, nargs="+", default=[], help="budgets of auto as shares of autograd's peak")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--draw", type=Path, help="figures measured before, to draw again: measures nothing")
     options = parser.parse_args()
@@ -282,37 +300,48 @@ def main() -> None:
         return draw(json.loads(options.draw.read_text()), options.picture or options.draw.with_suffix(".png"))
     if options.threads:
         torch.set_num_threads(options.threads)
+    gc.freeze()  # the collections before each measurement need not look through all that was imported
     shape, device = shape_of(options), torch.device(options.device)
 
-    peaks, steps = {}, {}
-    for name, apply in engines(options).items():
-        peaks[name] = measured_peak(make_step(shape, apply, options), device)
-        steps[name] = make_step(shape, apply, options)
-        print(f"  {name}: {peaks[name] / 2**20:.1f} MiB", file=sys.stderr)
-    least, most = peaks["reversible"], peaks["autograd"]
-    auto, budgets, chosen = Auto(shape, options), {}, {}
-    for number in range(options.budgets):
-        budget = round(least + (most - least) * number / (options.budgets - 1))
-        name = f"auto {number + 1}"
-        choice = auto.choice(budget)
-        budgets[name], chosen[name] = budget, choice
-        apply = functools.partial(schedule_blocks, schedules=choice.blocks)
-        peaks[name] = measured_peak(make_step(shape, apply, options), device)
-        steps[name] = make_step(shape, apply, options)
-        print(f"  {name}: {peaks[name] / 2**20:.1f} of {budget / 2**20:.1f} MiB", file=sys.stderr)
+    def memory(name: str, apply: Callable[[nn.Module], None]) -> dict[str, int]:
+        gc.collect()
+        taken = memory_of(make_step(shape, apply, options), device)
+        print(f"  {name}: {taken['peak'] / 2**20:.1f} MiB", file=sys.stderr)
+        return taken
 
+    # All memory is measured before the models that will take turns are made.
+    applied = engines(options)
+    memories, left_out = those_that_work({name: functools.partial(memory, name, apply) for name, apply in applied.items()})
+    if missing := {"autograd", "reversible"} & left_out.keys():
+        raise SystemExit(f"nothing to compare with: {', '.join(left_out[name] for name in missing)}")
+    least, most = (memories[name]["peak"] for name in ("reversible", "autograd"))
+    between = [least + (most - least) * number / max(options.budgets - 1, 1) for number in range(options.budgets)]
+    shared = {f"auto, {share:.0%} of autograd": max(least, share * most) for share in options.shares}
+    budgets = shared or {f"auto {number + 1}": budget for number, budget in enumerate(between)}
+    auto, chosen = Auto(shape, options), {}
+
+    def automatic(name: str, budget: float) -> dict[str, int]:
+        chosen[name] = choice = auto.choice(round(budget))
+        applied[name] = functools.partial(schedule_blocks, schedules=choice.blocks)
+        return memory(name, applied[name])
+
+    autos, without = those_that_work({name: functools.partial(automatic, name, budgets[name]) for name in budgets})
+    memories, left_out = memories | autos, left_out | without
+    peaks = {name: taken["peak"] for name, taken in memories.items()}
+
+    steps = {name: make_step(shape, applied[name], options) for name in memories}
     contestants = {name: contestant(step, options.device) for name, step in steps.items()}
     times = alternating(contestants, options.rounds)
 
     figures: dict[str, dict] = {}
     for name, peak in peaks.items():
-        row: dict[str, Any] = {
-            "peak": peak,
+        row: dict[str, Any] = memories[name] | {
             "seconds": times[name],
+            "throughput_over_autograd": median_ratio(times["autograd"], times[name]),
             "samples_per_second": options.batch / statistics.median(times[name]),
         }
         if name in budgets:
-            fitting = [other for other in engines(options) if peaks[other] <= budgets[name]]
+            fitting = [other for other in peaks if other not in budgets and peaks[other] <= budgets[name]]
             against = {other: median_ratio(times[other], times[name]) for other in fitting}
             row |= {
                 "budget": budgets[name],
@@ -336,11 +365,11 @@ def main() -> None:
         else:
             line += f"{'':20}{row['samples_per_second']:11.2f}"
         print(line)
-    autos = [row for row in figures.values() if "budget" in row]
-    print(f"over budget: {sum(row['over_budget'] for row in autos)} of {len(autos)}")
-    print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in autos):.3f}")
-    print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in autos):.2%}")
-    result = begin(options) | {"engines": figures}
+    if rows := [row for row in figures.values() if "budget" in row]:
+        print(f"over budget: {sum(row['over_budget'] for row in rows)} of {len(rows)}")
+        print(f"lowest throughput relative to an engine that fits the same budget: {min(row['worst'][1] for row in rows):.3f}")
+        print(f"largest error of a plan: {max(abs(row['planned'] / row['peak'] - 1) for row in rows):.2%}")
+    result = begin(options) | {"engines": figures, "left_out": left_out}
     save(result, options.json)
     if options.picture:
         draw(result, options.picture)

@@ -19,9 +19,6 @@ from torch import Tensor, nn
 from holotrain.models import GPT, GPT_SIZES, RevGPT, Sampling, generate
 
 PROMPT = 8
-COMPARED = 256
-"""Number of tokens of the compared texts."""
-
 GREEDY = Sampling(temperature=0)
 
 
@@ -30,6 +27,7 @@ def main() -> None:
     parser.add_argument("--size", choices=GPT_SIZES, default="tiny")
     parser.add_argument("--plain", action="store_true", help="use the non-reversible model")
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--compared", type=int, default=256, help="number of tokens of the compared texts")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
@@ -37,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(DEVICE)
     torch.manual_seed(0)
-    context = PROMPT + max(options.tokens, COMPARED)
+    context = PROMPT + max(options.tokens, options.compared)
     sizes = GPT_SIZES[options.size] | {"context": context, "vocab": 260 if options.size == "tiny" else 50257}
     model = (GPT if options.plain else RevGPT)(**sizes).to(device).eval()
     with torch.no_grad():  # an untrained model repeats its input, because the head is tied to the embedding
@@ -60,18 +58,18 @@ def main() -> None:
         quantise(small)
         contestants["int8"] = lambda: timed(cached, small, prompts, options.tokens)
     result = begin(options) | {"model": type(model).__name__}
-    text, expected = cached(model, prompts, COMPARED), uncached(model, prompts, COMPARED)
+    text, expected = (form(model, prompts, options.compared) for form in (cached, uncached))
     same, words = torch.equal(text, expected), len(expected.unique())
-    print(
-        f"cached and uncached texts of {COMPARED} tokens, {words} words in them, are {'the same' if same else 'NOT THE SAME'}"
-    )
+    verdict = "the same" if same else "NOT THE SAME"
+    print(f"cached and uncached texts of {options.compared} tokens, {words} words in them, are {verdict}")
 
     seconds = alternating(contestants, options.rounds)
     ratios = {name: median_ratio(seconds["uncached"], values) for name, values in seconds.items()}
-    for name, values in seconds.items():
-        rate = options.batch * options.tokens / statistics.median(values)
+    rates = {name: options.batch * options.tokens / statistics.median(values) for name, values in seconds.items()}
+    for name, rate in rates.items():
         print(f"{name:<15}{rate:9.1f} tokens/s  {ratios[name]:6.2f} x uncached")
-    save(result | {"same": same, "seconds": seconds, "times_uncached": ratios}, options.json)
+    result |= {"same": same, "seconds": seconds, "times_uncached": ratios}
+    save(result | {"tokens_per_second": rates}, options.json)
 
 
 def cached(model: nn.Module, prompts: list[Tensor], count: int, compiled: bool = False) -> Tensor:

@@ -210,9 +210,9 @@ def gloo_rank(collectives: Collectives, options) -> dict[str, dict]:
 
 
 def cuda(options) -> dict[str, dict]:
-    """Times of product, copy and both, by number of groups, in bf16."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    found = {"cubes": {size: beside_cublas(size, device, options) for size in (4096, 6144, 8192)}}
+    """Times of product, copy and both, by number of groups, in bf16. Without a GPU nothing signals."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    found = {"cubes": {size: beside_cublas(size, device, options) for size in options.cubes}}
     for size, row in found["cubes"].items():
         print(f"{size} cubed: cuBLAS {row['cublas'] * 1e6:.0f} us, signalling {row['over_cublas']:.3f} of it")
     for name, job in jobs(options, torch.bfloat16, device).items():
@@ -280,6 +280,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=125e6, help="bandwidth of the emulated link in bytes/s")
     parser.add_argument("--latency", type=float, default=1e-4, help="latency of the emulated link in seconds")
     parser.add_argument("--copies", type=int, default=4, help="copies of a group that replace its collective on a GPU")
+    parser.add_argument("--cubes", type=int, nargs="+", default=[4096, 6144, 8192], help="products that cuBLAS computes too")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tries", type=int, default=5, help="tries to get a run of the emulated part without interruption")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch's operations")

@@ -26,25 +26,27 @@ class StandIn:
         self.copies = copies
         self.message = torch.zeros(job.rows, job.outputs, dtype=job.dtype, device=job.device)
         self._aside = torch.empty_like(self.message)
-        self._stream = torch.cuda.Stream(job.device)
+        self._stream = torch.cuda.Stream(job.device) if job.device.type == "cuda" else None
 
     def all_reduce(self, tensor: Tensor) -> Copied:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(self.copies):
                 self._aside[: len(tensor)].copy_(tensor)
-            return Copied(self._stream.record_event())
+            return Copied(self._stream and self._stream.record_event())
 
     def seconds(self, rows: int) -> float:
         return median_seconds(lambda: self.all_reduce(self.message[:rows]).wait(), self.message.device)
 
 
 class Copied:
-    def __init__(self, done: torch.cuda.Event) -> None:
+    def __init__(self, done: torch.cuda.Event | None) -> None:
         self._done = done
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
+        if self._done:
+            torch.cuda.current_stream().wait_event(self._done)
 
 
 PAUSE = 0.25

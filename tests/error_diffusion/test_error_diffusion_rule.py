@@ -19,7 +19,6 @@ from holotrain.error_diffusion import (
 from holotrain.error_diffusion.rules import slope
 from holotrain.reversible import GraphedStep
 from holotrain.reversible.graphs import WARM_UPS
-from holotrain.tasks.schedules import constant
 
 
 def half_squares(network, x, targets):
@@ -71,6 +70,8 @@ def test_an_update_is_that_of_plain_loops(depth, outputs, rule, variant):
 @pytest.mark.parametrize(("rule", "batch"), [("kaneko", 1), ("article", 8)])
 def test_a_training_as_published_is_that_of_plain_loops(rule, batch):
     """Parity of four bits, as in Kaneko's program: alpha is 0.8 at every step; his batches are single patterns."""
+    from holotrain.tasks.schedules import constant  # needs Lightning, which other tests here do not
+
     network, _, _ = example(outputs=1, depth=1 if rule == "kaneko" else 3, inputs=4, rule=rule, **AS_PUBLISHED)
     plain = PlainNetwork(network, 0, 0.4, **PUBLISHED[rule])
     optimizer = torch.optim.SGD(network.parameters(), lr=0.8)

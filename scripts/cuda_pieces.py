@@ -1,0 +1,129 @@
+"""The pieces of cuda_session.py, the most valuable first: one command of a script each, with its time limit and toy size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_MINUTES = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """
+    Args:
+        name: also of its JSON file.
+        command: what follows ``python``, without ``--json``.
+        toy: arguments that come after the others in a dry run, and make it small.
+        minutes: it is ended after these.
+        needs: modules without which it is skipped.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    toy: tuple[str, ...] = ()
+    minutes: float = 4
+    needs: tuple[str, ...] = ()
+
+
+SIZES = {
+    "vit_small": "--batch 128",
+    "gpt_medium": "--batch 8 --tokens 1024",
+    "vit_base": "--batch 64",
+    "swin_tiny": "--batch 64",
+    "roberta_base": "--batch 32 --tokens 512",
+    "swin_base": "--batch 32",
+}
+"""The models, the most valuable first, and the batch of the comparison at equal batch."""
+
+TOYS = {
+    "vit": "--model vit_tiny --depth 2",
+    "swin": "--model swin_nano --depth 1",
+    "roberta": "--model roberta_tiny --depth 2",
+    "gpt": "--model gpt_tiny --depth 2",
+}
+SMALL = "--pixels 32 --tokens 16 --vocab 64 --rounds 1"
+ENGINES = ("checkpoint", "selective checkpoint", "pareprop", "minREV-like", "revlib")
+
+
+def toy_of(model: str) -> tuple[str, ...]:
+    return words(f"{TOYS[model.partition('_')[0]]} {SMALL}")
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def script(name: str, arguments: str) -> tuple[str, ...]:
+    return (f"scripts/{name}.py", *words(arguments))
+
+
+def equal_batch(model: str) -> Piece:
+    toy_engines = ENGINES + ("compile",) * (model == "vit_small")  # compiling takes a CPU the most time
+    return Piece(
+        f"equal_batch_{model}",
+        (*script("bench_frontier", f"--model {model} {SIZES[model]} --amp --shares 0.6 --engines"), *ENGINES, "compile"),
+        (*toy_of(model), "--batch", "2", "--engines", *toy_engines),
+        minutes=6,
+    )
+
+
+def largest_batch(model: str, *gib: int) -> Piece:
+    tokens = "".join(SIZES[model].partition("--tokens")[1:])
+    budgets = " ".join(map(str, gib))
+    return Piece(
+        f"largest_batch_{'_'.join(map(str, gib))}_gib_{model}",
+        script("bench_budget", f"--model {model} {tokens} --amp --memory {budgets} --rounds 5 --engines checkpoint pareprop"),
+        (*toy_of(model), *words("--memory 0.1 --most 2 --engines pareprop")),
+        minutes=7,
+    )
+
+
+BACKWARD_TOY = words("--dim 32 --heads 2 --depth 3 --batch 2 --tokens 8 --rounds 1 --no-peaks")
+GENERATION_TOY = words("--size tiny --tokens 4 --compared 8 --rounds 1")
+
+PIECES = (
+    Piece("tests_of_the_engine", script("cuda_tests", "reversible models"), minutes=7),
+    Piece("tests_of_the_other_rooms", script("cuda_tests", "synthesis error_diffusion overlap callbacks"), minutes=7),
+    Piece(
+        "gradients_in_float64",
+        (*script("bench_backward", "--double --rounds 2 --engines reversible pareprop checkpoint exact"),
+         *("selective checkpoint", "store half", "keep attention", "minREV-like")),
+        BACKWARD_TOY,
+    ),
+    equal_batch("vit_small"),
+    equal_batch("gpt_medium"),
+    Piece(
+        "synthesis",
+        script("bench_synthesis", "--shortest 17 --longest 17 --models base --rounds 15"),
+        words("--models tiny --batch 1 --rounds 1"),
+    ),
+    Piece(
+        "overlap_trace",
+        script("bench_backward", "--trace --amp --batch 64 --rounds 3 --engines reversible pareprop minREV-like"),
+        BACKWARD_TOY,
+    ),
+    largest_batch("vit_small", 24),
+    largest_batch("gpt_medium", 24),
+    *(equal_batch(model) for model in list(SIZES)[2:]),
+    Piece(
+        "cuda_graphs",
+        script("bench_backward", "--graphs --dim 192 --heads 3 --tokens 64 --rounds 20 --engines reversible pareprop"),
+        BACKWARD_TOY,
+    ),
+    Piece(
+        "planned_peaks",
+        script("bench_plan", "--batch 16 --precisions bf16 --backwards autograd checkpoint pareprop --models") + tuple(SIZES),
+        words("--batch 1 --tokens 16 --models vit_tiny swin_nano roberta_tiny gpt_tiny --backwards autograd pareprop"),
+        minutes=7,
+    ),
+    Piece("signal_kernel", script("bench_overlap", "--parts cuda"), words("--cubes 64 --groups 1 2 --rounds 1")),
+    Piece(
+        "error_diffusion",
+        script("bench_error_diffusion", "--shallowest 9 --deepest 12"),
+        words("--shallowest 2 --deepest 3 --deep 4 --rounds 1"),
+    ),
+    Piece("generation", script("bench_generation", "--size medium --batch 8 --tokens 256"), GENERATION_TOY),
+    Piece("generation_int8", script("bench_generation", "--size medium --int8"), GENERATION_TOY, needs=("torchao",)),
+    *(largest_batch(model, 24) for model in list(SIZES)[2:]),
+    *(largest_batch(model, 16, 40) for model in SIZES),
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""scripts/cuda_session.py: what its pieces declare, and how it runs them, with pieces of one line of Python."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+from cuda_pieces import MOST_MINUTES, PIECES, Piece  # noqa: E402
+from cuda_session import run_all  # noqa: E402
+from cuda_table import goals, markdown  # noqa: E402
+
+MACHINE = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11", "python": "3.12", "threads": 1}
+WRITES = "import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({}))"
+HERE = WRITES.replace("{}", f"{{'machine': {MACHINE | {'threads': 4}}}}")
+
+
+def test_pieces_are_scripts_with_names_of_their_own_and_end_in_time():
+    assert len({piece.name for piece in PIECES}) == len(PIECES)
+    for piece in PIECES:
+        assert (ROOT / piece.command[0]).is_file()
+        assert 0 < piece.minutes < MOST_MINUTES
+
+
+def test_what_fails_is_named_and_the_next_goes_on_and_a_resumed_session_leaves_out_what_is_done(tmp_path):
+    pieces = [
+        Piece("good", ("-c", HERE)),
+        Piece("bad", ("-c", f"{HERE}; raise ValueError('no such\\nbatch')")),
+        Piece("mute", ("-c", "pass")),
+        Piece("slow", ("-c", "import time; print('waits', flush=True); time.sleep(60)"), minutes=1 / 150),
+        Piece("lacking", ("-c", HERE), needs=("a_library_of_nobody",)),
+        Piece("last", ("-c", HERE), toy=("small",)),
+    ]
+
+    def states(**options):
+        outcomes = run_all(pieces, tmp_path, budget=100, machine=MACHINE, **options)
+        return {name: outcome.state for name, outcome in outcomes.items()}
+
+    failed = {"bad": "failed: batch", "mute": "failed: wrote no JSON"}
+    failed |= {"slow": f"failed: ran past {1 / 150:g} minutes; last line: waits"}
+    failed |= {"lacking": "skipped: a_library_of_nobody is not installed"}
+    assert states() == failed | {"good": "done", "last": "done"}
+    assert "ValueError: no such" in (tmp_path / "bad.log").read_text()
+    assert json.loads((tmp_path / "last.json").read_text())["session"]["command"] == ["-c", HERE]
+    assert states(resume=True) == failed | {"good": "done before", "last": "done before"}
+    assert states(resume=True, toy=True) == failed | {"good": "done before", "last": "done"}  # another command
+    other = json.loads((tmp_path / "good.json").read_text())
+    (tmp_path / "good.json").write_text(json.dumps(other | {"machine": MACHINE | {"gpu": "another"}}))
+    assert states(resume=True)["good"] == "done"
+
+
+def test_no_piece_starts_after_the_budget_is_spent(tmp_path):
+    pieces = [Piece("first", ("-c", f"import time; time.sleep(0.1); {HERE}")), Piece("second", ("-c", HERE))]
+    outcomes = run_all(pieces, tmp_path, budget=0.1, machine=MACHINE)
+    assert [outcome.state for outcome in outcomes.values()] == ["done", "not started: the budget is spent"]
+
+
+def row(speed, over=1.0, **memory):
+    return {"samples_per_second": speed, "throughput_over_autograd": over, **memory}
+
+
+RESULTS = {
+    "equal_batch_vit": {
+        "options": {"batch": 4},
+        "left_out": {"revlib": "ModuleNotFoundError: No module named 'revlib'"},
+        "engines": {
+            "autograd": row(10.0, peak=100, reserved=110),
+            "pareprop": row(8.0, 0.8, peak=40, reserved=44),
+            "auto, 60% of autograd": row(9.5, 0.95, peak=60, reserved=90),
+        },
+    },
+    "largest_batch_16_40_gib_vit": {
+        "budgets": {
+            "16 GiB": {"engines": {"autograd": row(10.0), "pareprop": row(12.0), "auto": row(16.0)}, "left_out": {}},
+            "40 GiB": {"engines": {"reversible": row(3.0)}, "left_out": {"autograd": "OutOfMemoryError"}},
+        }
+    },
+    "synthesis": {
+        "vectors": [{"length": 2**17, "milliseconds": {"whole": 0.05, "graphed": 0.02, "as published": 0.01}}],
+        "models": {"base": {"associative": {"milliseconds": 3.0}, "AdamW fused": {"milliseconds": 2.0}}},
+    },
+}
+
+
+def test_results_are_compared_with_the_goals():
+    found = {(goal.what, goal.where): (pytest.approx(goal.figure), goal.reached) for goal in goals(RESULTS)}
+    assert found == {
+        ("overlapped / plain, equal batch", "vit"): (0.8, False),
+        ("mixed storing / plain, 60 % of its memory", "vit"): (0.95, True),
+        ("reserved / allocated", "vit, pareprop"): (1.1, True),
+        ("reserved / allocated", "vit, auto, 60% of autograd"): (1.5, False),
+        ("largest batch: ours / plain", "vit, 16 GiB"): (1.6, True),
+        ("largest batch: ours / plain", "vit, 40 GiB"): (float("inf"), True),
+        ("synthesis of 2^17 elements, ms", "vector"): (0.02, True),
+    }
+    text = markdown({"synthesis": ("failed: batch", 3.0)}, RESULTS, MACHINE, dry=False)
+    assert "| overlapped / plain, equal batch | vit | 0.8 | at least 0.85 | **no** |" in text
+    assert "| revlib |  | - | - | - | ModuleNotFoundError: No module named 'revlib' |" in text
+    assert "| synthesis | failed: batch | 3 |" in text
+
+
+def test_torch_and_pytest_are_all_that_it_needs():
+    script = Path(__file__).with_name("with_torch_and_pytest_alone.py")
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "left out: test_callbacks_measuring.py test_callbacks_trace.py" in run.stdout
+    for module in ("gradients", "graphs", "overlap", "rule", "signals", "text", "hook"):
+        assert f"_{module}.py: " in run.stdout
