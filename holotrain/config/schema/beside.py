@@ -63,6 +63,8 @@ PROCESSES = (
     "pipeline_stages",
     "pipeline_schedule",
     "microbatches",
+    "nccl_max_ctas",
+    "nccl_high_priority",
     "compression",
     "sharded_checkpoints",
     "max_restarts",
@@ -95,6 +97,8 @@ class TrainerOptions:
         pipeline_schedule: pipeline: 1f1b (each backward begins as soon as it can) or gpipe (all forwards, then all backwards)
         microbatches: pipeline: parts of a batch that pass through the stages one after another; null: two for each stage
         backend: communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)
+        nccl_max_ctas: SMs of a GPU that a collective of NCCL may take, at most; null: NCCL decides
+        nccl_high_priority: collectives of NCCL come first where an SM is free, before the waiting parts of a product
         compression: ddp: the data type in which gradients are sent: none (their own), bf16 or fp16
         sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
         timeout: seconds after which a collective fails that another process does not join
@@ -116,19 +120,24 @@ class TrainerOptions:
         pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b",
         microbatches: int | None = None,
         backend: Literal["auto", "nccl", "gloo"] = "auto",
+        nccl_max_ctas: int | None = None,
+        nccl_high_priority: bool = False,
         compression: Literal["none", "bf16", "fp16"] = "none",
         sharded_checkpoints: bool = False,
         timeout: float = 600.0,
         max_restarts: int = 0,
     ) -> None:
         counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
-        require_at_least(1, timeout=timeout, microbatches=microbatches, **counts)
+        require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
         require_at_least(2, pipeline_stages=pipeline_stages)
         require_at_least(0, max_restarts=max_restarts)
         if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
             raise UserError(
                 "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline"
             )
+        if strategy == "single" and (nccl_max_ctas or nccl_high_priority):
+            name = "nccl_max_ctas" if nccl_max_ctas else "nccl_high_priority"
+            raise UserError(f"trainer.{name}: needs several processes; use trainer=ddp, fsdp, tp or pipeline")
         if compression != "none" and strategy != "ddp":
             raise UserError(f"trainer.compression={compression}: needs trainer=ddp")
         changed = {
