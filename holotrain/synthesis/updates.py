@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import gcd
 
 import torch
@@ -293,10 +293,10 @@ def coefficients(products: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 def total(tensors: list[Tensor]) -> Tensor:
     """A number that is finite if all entries are finite (and their sum does not overflow)."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     if tensors[0].device.type == "cpu":
-        return torch.stack([tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]).sum()
-    norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
-    return torch.stack(norms).sum()
+        return torch.stack([tensor.sum(dtype=dtype) for tensor in tensors]).sum()
+    return torch.stack(torch._foreach_norm(tensors, 1, dtype=dtype)).sum()  # one launch, which refuses a narrower dtype
 
 
 def arriving(flag: Tensor) -> Callable[[], bool]:
