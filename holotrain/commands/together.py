@@ -23,6 +23,7 @@ from holotrain.commands.screen import console
 from holotrain.commands.summary import completed, ended
 from holotrain.config.build_strategy import backend_of, check_processes, device_of, nccl_options, processes_of, share_of
 from holotrain.config.checkpointed import restore
+from holotrain.config.devices import float32_products
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
 from holotrain.data.share import set_share
@@ -181,7 +182,8 @@ def _member(world: World, command: str, config: RunConfig, run: Run) -> int:
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
-        return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
+        with float32_products(config.trainer.float32_matmul_precision):
+            return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1
             raise KeyboardInterrupt from ended

@@ -71,7 +71,7 @@ PROCESSES = (
 )
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
-BESIDE = (*PROCESSES, "backend", "timeout")
+BESIDE = (*PROCESSES, "float32_matmul_precision", "backend", "timeout")
 """Options that are not passed on to Lightning."""
 
 SPLITS = ("train", "val", "test", "predict")
@@ -83,6 +83,8 @@ class TrainerOptions:
     Args:
         accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
         precision: of the computation: 32-true, 64-true, bf16-mixed or 16-mixed
+        float32_matmul_precision: of products and convolutions of float32 on a GPU: highest, high (TF32) or medium (TF32, or
+            less), as torch.set_float32_matmul_precision names them
         gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
         strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters), tp (tensor parallel) or
             pipeline (each process has some of the blocks)
@@ -109,6 +111,7 @@ class TrainerOptions:
         self,
         accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
         precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
+        float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
         gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
         strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
         devices: int | Literal["auto"] = 1,
