@@ -40,7 +40,8 @@ def run(config: GenerateConfig, run: Run) -> int:
     tokens: list[torch.Tensor] = []
     began = time.monotonic()
     with autocast_of(config.trainer), described_by("generate"):
-        for token in generate(model, starts, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=config.compile):
+        compiled = bool(config.compile)
+        for token in generate(model, starts, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=compiled):
             tokens.append(token.cpu())
             if shown is not None:
                 shown.add(int(token[0]))

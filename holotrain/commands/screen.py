@@ -52,7 +52,7 @@ def show_start(
         "backward": config.backward.kind,
         "synthesis": getattr(config.synthesis, "mode", None),
         "optimizer": _optimizer(config, run) if command == "fit" and config.optimizer else None,
-        "precision": config.trainer.precision,
+        "precision": _precision(config),
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
         "processes": _processes(config, run.place, model) if run.place else None,
@@ -144,6 +144,11 @@ def _optimizer(config: RunConfig, run: Run) -> str:
     name, rate = run.choices.get("optimizer", config.optimizer.name), getattr(config.optimizer, "lr", None)
     words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
     return ", ".join([*words, "in the backward"] if steps_in_backward(config) else words)
+
+
+def _precision(config: RunConfig) -> str:
+    products = config.trainer.float32_matmul_precision
+    return config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)")
 
 
 def _parameters(model: nn.Module) -> str:

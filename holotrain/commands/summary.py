@@ -41,6 +41,7 @@ class Summary:
     synthesis: str
     parameters: int
     seconds: float
+    float32_matmul_precision: str = "highest"
     strategy: str | dict[str, Any] = "single"
     processes: int = 1
     monitor: str | None = None
@@ -69,6 +70,7 @@ class Summary:
             synthesis=getattr(config.synthesis, "mode", "none"),
             parameters=parameter_count(model),
             seconds=0.0,
+            float32_matmul_precision=config.trainer.float32_matmul_precision,
             strategy=config.trainer.strategy,
             processes=run.place.size if run.place else 1,
         )

@@ -21,8 +21,9 @@ from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
 from holotrain.commands.summary import completed, ended
-from holotrain.config.build_strategy import backend_of, check_processes, device_of, processes_of, share_of
+from holotrain.config.build_strategy import backend_of, check_processes, device_of, nccl_options, processes_of, share_of
 from holotrain.config.checkpointed import restore
+from holotrain.config.devices import float32_products
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
 from holotrain.data.share import set_share
@@ -169,7 +170,7 @@ def _member(world: World, command: str, config: RunConfig, run: Run) -> int:
     """Runs a job in this process, one of several. After an error the process group stays, so that the others only wait."""
     trainer = config.trainer
     device = device_of(trainer, world.place)
-    world.join(backend_of(trainer, device), device, trainer.timeout, run.folder)
+    world.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
     set_share(*share_of(trainer, world.place))
     try:
         status = _command(command, config, replace(run, world=world))
@@ -181,7 +182,8 @@ def _member(world: World, command: str, config: RunConfig, run: Run) -> int:
 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
-        return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
+        with float32_products(config.trainer.float32_matmul_precision):
+            return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1
             raise KeyboardInterrupt from ended

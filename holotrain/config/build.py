@@ -150,7 +150,7 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)
     if config.compile:
-        compile_blocks(model)
+        compile_blocks(model, mode=None if config.compile is True else config.compile)
     return task_of(model, config, described)
 
 

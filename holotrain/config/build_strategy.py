@@ -52,6 +52,9 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
         raise UserError("trainer.backend=nccl: needs NVIDIA GPUs, and this run is on the CPU; use gloo")
     if trainer.signals and (kind != "cuda" or trainer.precision != "bf16-mixed"):
         raise UserError("trainer.signals: needs NVIDIA GPUs and trainer.precision=bf16-mixed; set it to false")
+    bounded = [name for name in ("nccl_max_ctas", "nccl_high_priority") if getattr(trainer, name)]
+    if bounded and (kind != "cuda" or trainer.backend == "gloo"):
+        raise UserError(f"trainer.{bounded[0]}: needs NVIDIA GPUs and trainer.backend=nccl")
     if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
         raise UserError(f"trainer={trainer.strategy}: this build of torch has no distributed support; use trainer=default")
     count = processes_of(trainer) if place is None else place.local_size
@@ -103,6 +106,20 @@ def backend_of(config: Chosen, device: torch.device) -> str:
     if config.backend != "auto":
         return config.backend
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def nccl_options(config: Chosen) -> dist.ProcessGroupNCCL.Options | None:
+    """How NCCL's kernels share the GPU; None: its own choice.
+
+    The groups of a device mesh are split from the group of all processes and take these options over.
+    """
+    if config.nccl_max_ctas is None and not config.nccl_high_priority:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_high_priority)
+    if config.nccl_max_ctas is not None:
+        options.config.min_ctas, options.config.max_ctas = 1, config.nccl_max_ctas
+    options._timeout = timedelta(seconds=config.timeout)  # torch warns of another one than that of the group
+    return options
 
 
 def share_of(config: Chosen, place: Place) -> tuple[int, int]:

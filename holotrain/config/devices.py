@@ -1,6 +1,7 @@
 """The device of a run: its type, its name, and whether it supports the options."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -31,6 +32,23 @@ def autocast_of(config: Chosen, device: str | None = None) -> AbstractContextMan
     """The autocast context of a run outside a Trainer; ``device`` replaces the type of the accelerator."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
     return torch.autocast(device or device_kind(config.accelerator), dtype) if dtype else nullcontext()
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Inside, products and convolutions of float32 have this precision; torch alone computes convolutions in TF32.
+
+    Args:
+        precision: of ``torch.set_float32_matmul_precision``; with ``highest`` nothing is in TF32.
+    """
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def check_device(config: Chosen) -> None:

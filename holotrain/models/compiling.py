@@ -14,6 +14,10 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     Blocks of the same kind share compiled code, so this takes a fraction of the time of compiling the whole model. It works
     with every backward schedule and does not change the names in the state_dict.
+
+    Args:
+        options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"``. A mode with CUDA graphs would overwrite
+            what a recomputation has saved; use :class:`~holotrain.reversible.GraphedStep`.
     """
     for module in model.modules():
         if isinstance(module, PostNormBlock):  # which calls parts of its branches

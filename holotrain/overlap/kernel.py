@@ -35,11 +35,13 @@ def _product(
         here = offsets < tl.load(entry + 2)
         read = (tl.load(entry) + offsets).to(tl.int64)
         written = (tl.load(entry + 1) + offsets).to(tl.int64)
-        column = tl.load(entry + 3) + tl.arange(0, TILE_COLUMNS)
+        # The division says that the first column is a multiple of the tile's width. Triton takes the alignment of rows from the
+        # real addresses and strides, so wide reads and writes come where these allow them, and nowhere else.
+        column = (tl.load(entry + 3) // TILE_COLUMNS * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)).to(tl.int64)
         within = column < columns
         total = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
         for start in range(0, inner, TILE_INNER):
-            k = start + tl.arange(0, TILE_INNER)
+            k = (start + tl.arange(0, TILE_INNER)).to(tl.int64)
             left = tl.load(
                 x + read[:, None] * x_row_stride + k[None, :] * x_inner_stride,
                 mask=here[:, None] & (k < inner)[None, :],

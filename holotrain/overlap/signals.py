@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -60,21 +59,21 @@ def send_parts(
     return _signalled(x.flatten(0, 1), matrix, bias, computed, cut, ranks, collective)
 
 
-def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> tuple[tuple[int, int, int, int, int], ...]:
-    """The tiles of an output in the order of their groups, as (first row read, first row written, rows, first column, group).
+def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> Tensor:
+    """The tiles of an output in the order of their groups: [tiles, 5] of int32.
 
-    In the input the rows of rank r begin at ``r * rows``; in the output the rows of a group are contiguous over all ranks.
-    Tiles of one column follow each other, because they share their part of the matrix.
+    A row is (first row read, first row written, rows, first column, group). In the input the rows of rank r begin at
+    ``r * rows``; in the output the rows of a group are contiguous over all ranks. Tiles of one column follow each other,
+    because they share their part of the matrix.
     """
-    tiles = []
+    steps, tiles = partial(torch.arange, device="cpu"), []
     for group, span in enumerate(cut):
         size = span.stop - span.start
-        for column in range(0, columns, TILE_COLUMNS):
-            for rank in range(ranks):
-                for start in range(0, size, TILE_ROWS):
-                    read, written = rank * rows + span.start + start, ranks * span.start + rank * size + start
-                    tiles.append((read, written, min(TILE_ROWS, size - start), column, group))
-    return tuple(tiles)
+        corners = torch.cartesian_prod(steps(0, columns, TILE_COLUMNS), steps(ranks), steps(0, size, TILE_ROWS))
+        column, rank, start = corners.unbind(1)
+        read, written = rank * rows + span.start + start, ranks * span.start + rank * size + start
+        tiles.append(torch.stack((read, written, (size - start).clamp(max=TILE_ROWS), column, torch.full_like(rank, group)), 1))
+    return torch.cat(tiles).int()
 
 
 def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
@@ -83,7 +82,8 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
     with torch.cuda.device(x.device):
         ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
-        order = order_of(tuple(rows.stop - rows.start for rows in cut), ranks, matrix.shape[1], x.device)
+        sizes = tuple(rows.stop - rows.start for rows in cut)
+        order = order_of(sizes, ranks, matrix.shape[1], x.device, ambient.cuda_stream)
         aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
         # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
@@ -137,8 +137,14 @@ class Order:
 
 
 @lru_cache(maxsize=KEPT)
-def order_of(sizes: tuple[int, ...], ranks: int, columns: int, device: torch.device) -> Order:
-    """The order of the tiles of groups of ``sizes`` rows of each rank; see :func:`tiles_of`."""
+def order_of(sizes: tuple[int, ...], ranks: int, columns: int, device: torch.device, stream: int = 0) -> Order:
+    """The order of the tiles of groups of ``sizes`` rows of each rank; see :func:`tiles_of`.
+
+    Args:
+        stream: the current one. Each has tables of its own, so that no other can read one that has not arrived, or is released.
+    """
     tiles = tiles_of(spans(sizes), ranks, sum(sizes), columns)
-    groups = Counter(tile[4] for tile in tiles)
-    return Order(torch.tensor(tiles, dtype=torch.int32, device=device), [groups[group] for group in range(len(sizes))])
+    finished = torch.bincount(tiles[:, 4]).tolist()
+    if device.type == "cuda":  # from pageable memory the host would wait for the copy, at every new shape
+        tiles = tiles.pin_memory().to(device, non_blocking=True)
+    return Order(tiles, finished)

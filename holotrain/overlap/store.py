@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from holotrain.outside import read_json
 from holotrain.overlap.groups import Job
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,24 @@ def default_folder() -> Path:
 
 
 def described(job: Job, link: str) -> dict[str, object]:
-    """Everything that a choice depends on, as plain JSON."""
+    """The job, its device and its link, as plain JSON."""
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else f"{job.device.type}, {threads} threads"
-    return asdict(job) | {
-        "dtype": str(job.dtype).removeprefix("torch."),
-        "device": device,
-        "link": link,
-        "torch": torch.__version__,
-    }
+    return asdict(job) | {"dtype": str(job.dtype).removeprefix("torch."), "device": device, "link": link}
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What else the measured times depend on."""
+    found = {"torch": torch.__version__}
+    if device.type == "cuda":
+        found["compute capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        found["CUDA"] = torch.version.cuda or f"ROCm {torch.version.hip}"
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    return found
 
 
 def path_of(folder: Path, job: Job, link: str) -> Path:
-    """The file of a job: its name has the shape, for people, and a digest of everything that the choice depends on."""
+    """The file of a job: its name has the shape, for people, and a digest of the job, the device and the link."""
     about = described(job, link)
     kind = f"{job.collective}{'_covered' * job.covered}{'_before' * job.before}-{job.rows}x{job.inputs}x{job.outputs}"
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
@@ -63,16 +69,20 @@ def path_of(folder: Path, job: Job, link: str) -> Path:
 
 
 def read(path: Path, job: Job, link: str) -> Tuned | None:
-    """Returns None if there is no file for this job, device and torch. A broken file is reported by a warning."""
+    """Returns None if there is no file for this job and device. A warning names a file that is broken or of other versions."""
     try:
         found = read_json(path)
         if found["version"] != VERSION or found["of"] != described(job, link):
+            raise ValueError("of another job")
+        if (before := found["with"]) != (now := versions(job.device)):
+            changed = [f"{name} {before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
+            warnings.warn(f"{path} was measured with {'; '.join(changed)}; measuring again", stacklevel=2)
             return None
         tuned = Tuned(**found["tuned"])
         _require(tuned, job)
     except OSError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(f"{path} is not a valid choice of groups ({error!r}); measuring again", stacklevel=2)
         return None
     return tuned
@@ -89,7 +99,8 @@ def _require(tuned: Tuned, job: Job) -> None:
 
 def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
     """Writes a temporary file and renames it. A folder that cannot be written does not stop the training."""
-    text = json.dumps({"version": VERSION, "of": described(job, link), "tuned": asdict(tuned)}, indent=2) + "\n"
+    choice = {"version": VERSION, "of": described(job, link), "with": versions(job.device), "tuned": asdict(tuned)}
+    text = json.dumps(choice, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,10 +72,13 @@ class World:
         else:
             act()
 
-    def join(self, backend: str, device: torch.device, timeout: float, folder: Path) -> None:
+    def join(
+        self, backend: str, device: torch.device, timeout: float, folder: Path, options: dist.Backend.Options | None = None
+    ) -> None:
         """Creates the process group of torch.distributed.
 
         Args:
+            options: of the backend.
             timeout: seconds after which a collective fails that another process does not join.
             folder: if NCCL's collectives time out, each process writes its last ones to flight_recorder_RANK there.
         """
@@ -91,6 +94,7 @@ class World:
             rank=self.place.rank,
             world_size=self.place.size,
             timeout=self.timeout,
+            pg_options=options,
             device_id=device if device.type == "cuda" else None,
         )
 

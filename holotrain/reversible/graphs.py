@@ -88,7 +88,8 @@ class GraphedStep:
         self._inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         self._generators.prepare(graph)
-        with torch.cuda.graph(graph), self._generators.available():
+        # A loader's thread may pin memory meanwhile, which would end a capture that forbids it to all threads.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"), self._generators.available():
             self._result = self._ordinary(tuple(self._inputs))
         self._grads = [parameter.grad for parameter in self._parameters]
         self._graph = graph

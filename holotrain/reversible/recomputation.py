@@ -12,12 +12,15 @@ stay on the stream of the forward, and the recomputation is on a second CUDA str
 
 from __future__ import annotations
 
+import math
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,9 @@ from holotrain.reversible.schedules import Schedule
 
 _verified: WeakSet[nn.Module] = WeakSet()
 """Branches of which a recomputation was compared with the forward."""
+
+_no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Branches that found no memory to run ahead, and how many elements a stream had then."""
 
 
 class Branch:
@@ -266,8 +272,12 @@ class SideStream:
         main = torch.cuda.current_stream(self._device)
         side = _side_stream(self._device, main.cuda_stream)
         side.wait_stream(main)
-        with torch.cuda.stream(side):
-            work()
+        try:
+            with torch.cuda.stream(side):
+                work()
+        except BaseException:
+            main.wait_stream(side)  # for what it had begun
+            raise
         return side.record_event()
 
     def wait(self, done: torch.cuda.Event) -> None:
@@ -474,15 +484,30 @@ class Tape:
         if self._side is None or self._position < 0:
             return
         branch, streams, saved = self._branches[self._position], self._streams, []
-        if not branch.ahead or not branch.kinds:  # nobody would wait for a branch without gradient
+        size = streams[0].numel()
+        # Nobody would wait for a branch without gradient.
+        if not branch.ahead or not branch.kinds or size >= _no_room.get(branch.module, math.inf):
             return
         try:
             done = self._side.run(lambda: saved.extend(self._rebuild()))
         except torch.OutOfMemoryError:
-            if branch.reusing is not None:
-                raise  # what was kept can be reused once
-            return  # there was no room for two branches at once: put off until the first is gone
+            if branch.reusing is not None or _is_shared_out(branch.module):
+                raise  # what was kept can be reused once; other processes would meet the branch's collectives in another order
+            if not _no_room:
+                warnings.warn(
+                    "there is no memory to recompute one block beside the gradients of another; where this happens, blocks are "
+                    "recomputed in turn from now on, in batches as large as this one",
+                    stacklevel=2,
+                )
+            _no_room[branch.module] = size  # each attempt empties the allocator's cache, and waits for the device
+            return  # put off until the memory of the branch behind it is free
         self._early = branch, saved, streams, done  # the streams too: the side stream reads them until ``done``
+
+
+def _is_shared_out(module: nn.Module) -> bool:
+    """Whether several processes hold the module's parameters (tensor parallel)."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # not imported for the question's sake
+    return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in module.parameters())
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:

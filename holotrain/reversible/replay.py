@@ -132,19 +132,21 @@ def _global_marks() -> tuple[bytes, ...]:
 
 
 class _Settings(NamedTuple):
-    """Autocast and the attention kernels allowed. The backward runs outside autocast."""
+    """Autocast, the attention kernels allowed and which comes first. The backward runs outside autocast."""
 
     kinds: tuple[str, ...]
     enabled: list[bool]
     dtypes: list[torch.dtype]
     cached: bool
     kernels: list[bool]
+    order: list[int]
 
     @classmethod
     def present(cls, kinds: tuple[str, ...]) -> _Settings:
         enabled = [*map(torch.is_autocast_enabled, kinds)]
         dtypes = [*map(torch.get_autocast_dtype, kinds)] if any(enabled) else []
-        return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), [allowed() for allowed, _ in _KERNELS])
+        allowed = [allowed() for allowed, _ in _KERNELS]
+        return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, torch._C._get_sdp_priority_order())
 
     @contextmanager
     def reinstated(self, cached: bool) -> Iterator[None]:
@@ -155,6 +157,8 @@ class _Settings(NamedTuple):
             for (_, allow), allowed, was in zip(_KERNELS, self.kernels, before, strict=True):
                 allow(allowed)
                 stack.callback(allow, was)
+            stack.callback(torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order())
+            torch._C._set_sdp_priority_order(self.order)
             yield
 
 
@@ -164,6 +168,22 @@ _KERNELS = (
     (kernels.math_sdp_enabled, kernels.enable_math_sdp),
     (kernels.cudnn_sdp_enabled, kernels.enable_cudnn_sdp),
 )
+
+
+@contextmanager
+def _one_convolution() -> Iterator[None]:
+    """Inside, cuDNN takes the algorithm that its heuristics name, among those that repeat their result bit for bit.
+
+    With ``benchmark`` it takes the fastest of a few runs. Each thread measures for itself, and a backward has another one than
+    the forward.
+    """
+    cudnn = torch.backends.cudnn
+    before, cudnn.benchmark = cudnn.benchmark, False
+    repeated, cudnn.deterministic = cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before, repeated
 
 
 class Call:
@@ -227,10 +247,18 @@ class Replay:
         if others:
             self._states = self._states + [(source, source.get()) for source in others]
         self._pair = _next_pair(call.device) if call.device.type == "cuda" else None
+        self._on_gpu = call.device.type == "cuda"
+
+    @contextmanager
+    def _repeatable(self, recomputation: bool) -> Iterator[None]:
+        pair = self._pair
+        own = _NOTHING if pair is None else pair.used(pair.recomputation if recomputation else pair.forward)
+        with _one_convolution(), own:
+            yield
 
     def recorded(self) -> AbstractContextManager:
         """The context in which the branch runs."""
-        return _NOTHING if self._pair is None else self._pair.used(self._pair.forward)
+        return self._repeatable(recomputation=False) if self._on_gpu else _NOTHING
 
     def settle(self) -> None:
         """After the run: keeps the state of the generators that were used."""
@@ -253,8 +281,8 @@ class Replay:
         for source, state in self._states:
             source.set(state)
         self._contexts = [call.reinstated()]
-        if self._pair is not None:
-            self._contexts.append(self._pair.used(self._pair.recomputation))
+        if self._on_gpu:
+            self._contexts.append(self._repeatable(recomputation=True))
         for context in self._contexts:
             context.__enter__()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -18,6 +19,7 @@ from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.checks import described_by
 from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
+from holotrain.config.build_strategy import nccl_options
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.composition import composed, config_folder, option_names, register
 from holotrain.config.devices import check_device, check_training_device
@@ -576,3 +578,13 @@ def test_several_loggers_at_once(tmp_path):
 def test_what_is_no_logger_is_named(tmp_path):
     with pytest.raises(UserError, match="logger.mine: torch.nn.ReLU is not a Logger; calling it gives a ReLU"):
         build_loggers(configuration("fit", "logger.mine._target_=torch.nn.ReLU").logger, tmp_path)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build of torch with NCCL")
+def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
+    assert nccl_options(configuration("fit", "trainer=tp").trainer) is None
+    words = ["trainer.nccl_max_ctas=2", "trainer.nccl_high_priority=true", "trainer.timeout=60"]
+    given = configuration("fit", "trainer=tp", *words)
+    options = nccl_options(given.trainer)
+    assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
+    assert options._timeout.total_seconds() == 60

@@ -50,6 +50,20 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert "hp_metric" not in seen and seen["test/accuracy"] == [pytest.approx(left["metrics"]["test/accuracy"])]
 
 
+def test_products_in_tf32_are_asked_for_and_told(holotrain, monkeypatch):
+    """Convolutions too, which torch alone computes in TF32. What the caller's process had is put back."""
+    from holotrain.tasks import ImageClassifier
+
+    settings = lambda: (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)  # noqa: E731
+    before, seen, start = settings(), [], ImageClassifier.on_fit_start
+    monkeypatch.setattr(ImageClassifier, "on_fit_start", lambda self: seen.append(settings()) or start(self))
+    for words in ([], ["trainer.float32_matmul_precision=high"]):
+        status, out, _ = holotrain("fit", *QUICK, "trainer.max_steps=1", f"hydra.run.dir=left{len(words)}", *words)
+        assert status == 0 and ("float32: high (TF32)" in out) == bool(words)
+        assert summary(Path(f"left{len(words)}"))["float32_matmul_precision"] == ("high" if words else "highest")
+    assert seen == [("highest", False), ("high", True)] and settings() == before
+
+
 EXACTNESS = [("64-true", 1e-9), ("32-true", 1e-3)]
 EACH_LENGTH = [(*case, steps) for steps in (8, 50) for case in EXACTNESS]
 SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop")

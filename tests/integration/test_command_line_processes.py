@@ -475,6 +475,8 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
     [
         (["trainer.devices=2"], "trainer=default uses one process"),
         (["trainer=ddp", "trainer.backend=nccl"], "trainer.backend=nccl: needs NVIDIA GPUs"),
+        (["trainer=ddp", "trainer.nccl_max_ctas=2"], "trainer.nccl_max_ctas: needs NVIDIA GPUs and trainer.backend=nccl"),
+        (["trainer.nccl_high_priority=true"], "trainer.nccl_high_priority: needs several processes"),
         (["trainer=ddp", "trainer.backend=mpi"], "'mpi' is not one of auto, nccl, gloo"),
         (["trainer=ddp", "trainer.num_nodes=2"], "start it with torchrun or srun"),
         (["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=3"], "4 processes are not a multiple of it"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_models import FAMILIES, TRANSFORMERS
+from torch._dynamo.utils import counters
 
 from holotrain.models import compile_blocks
 from holotrain.models.registry import build
@@ -32,3 +33,35 @@ def test_gradients_are_those_of_the_model_as_it_is(name, options):
     assert traced, "nothing was compiled"
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-12)
     assert not any("_orig_mod" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize(("name", "codes"), [("RevViT", 4), ("ViT", 4), ("RevGPT", 4), ("RevRoBERTa", 4)])
+def test_twelve_blocks_share_the_codes_of_one(name, codes):
+    """Those of f and g, and both again for the first block, in which no sample is dropped. No graph breaks."""
+    torch.compiler.reset()
+    counters.clear()
+    arguments = FAMILIES[name.removeprefix("Rev")] | {"depth": 12, "dropout": 0.1, "drop_path": 0.2}
+    model = build(f"holotrain.models.{name}", arguments)
+    compile_blocks(model, backend="eager")
+    inputs = torch.randn(3, 1, 8, 8) if "image_size" in arguments else torch.randint(40, (3, 12))
+    for _ in range(2):  # with the recomputations
+        model(inputs).square().sum().backward()
+    assert counters["stats"]["unique_graphs"] == codes and not counters["graph_break"]
+
+
+@pytest.mark.parametrize(("backward", "breaks"), [("autograd", 0), ("checkpoint", 0), ("reversible", 1)])
+def test_a_model_compiled_as_a_whole_breaks_its_graph_where_blocks_are_rebuilt_alone(backward, breaks):
+    torch.compiler.reset()
+    counters.clear()
+    model = torch.compile(build("holotrain.models.RevViT", FAMILIES["ViT"] | {"backward": backward}), backend="eager")
+    model(torch.randn(3, 1, 8, 8)).sum().backward()
+    reasons = {line.splitlines()[0] for line in counters["graph_break"]}
+    assert len([reason for reason in reasons if "torch.compiler.disable" in reason]) >= breaks
+    assert counters["stats"]["unique_graphs"] == 1 + breaks and bool(reasons) == bool(breaks)
+
+
+def test_the_mode_is_torchs(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda forward, mode=None: modes.append(mode) or forward)
+    compile_blocks(build("holotrain.models.RevViT", FAMILIES["ViT"] | {"depth": 2}), mode="max-autotune-no-cudagraphs")
+    assert modes == 4 * ["max-autotune-no-cudagraphs"]

@@ -6,7 +6,8 @@ import torch
 from compared import assert_equal
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.models import VIT_SIZES, RevViT, ViT
+from holotrain.models import VIT_SIZES, MViT, RevMViT, RevSwin, RevViT, Swin, ViT
+from holotrain.models.layers.branches import AttentionBranch, MLPBranch
 
 # Mangalam et al. (CVPR 2022), table 1; Dosovitskiy et al. (2021) for the large one: parameters and multiply-accumulates.
 # The paper gives parameters in whole millions, so the small model's can only be held to half a million.
@@ -47,6 +48,17 @@ def test_the_twins_differ_in_the_head_alone(size):
     assert {name for name in shared if plain[name] != reversible[name]} == {"head.weight"}
     assert set(plain) - shared == {"norm.weight", "norm.bias"}
     assert set(reversible) - shared == {"fusion.norm.weight", "fusion.norm.bias"}
+
+
+@pytest.mark.parametrize("network", [ViT, RevViT, Swin, RevSwin, MViT, RevMViT])
+def test_the_channels_of_streams_are_in_a_row(network):
+    """A norm copies what is not, in each branch, forward and recomputation."""
+    model, found = network(image_size=32, channels=3, classes=2), []
+    for branch in model.modules():
+        if isinstance(branch, AttentionBranch | MLPBranch):
+            branch.register_forward_pre_hook(lambda branch, given: found.append(given[0].is_contiguous()))
+    model(torch.ones(1, 3, 32, 32))
+    assert found and all(found)
 
 
 @pytest.mark.parametrize("pool", ["mean", "class"])

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holotrain.overlap import Columns, EmulatedCollectives, row_parallel_linear, signals
 from holotrain.overlap.groups import spans
@@ -24,7 +27,7 @@ def test_tiles_cover_every_element_once_in_the_order_of_groups(sizes, ranks):
     cut, columns, rows = list(spans(sizes)), 200, sum(sizes)
     seen = torch.zeros(ranks * rows, columns, dtype=torch.int)
     group_of = torch.full((ranks * rows,), -1)
-    tiles = signals.tiles_of(cut, ranks, rows, columns)
+    tiles = signals.tiles_of(cut, ranks, rows, columns).tolist()
     for read, written, height, column, group in tiles:
         seen[written : written + height, column : column + TILE_COLUMNS] += 1
         group_of[written : written + height] = group
@@ -39,7 +42,7 @@ def test_tiles_cover_every_element_once_in_the_order_of_groups(sizes, ranks):
 def test_orders_on_the_device_are_made_once_and_few_are_kept():
     """As for texts, whose batches differ in length from step to step."""
     made = signals.order_of((40, 60), 2, 200, torch.device("cpu"))
-    assert made.table.tolist() == [list(tile) for tile in signals.tiles_of(list(spans([40, 60])), 2, 100, 200)]
+    assert made.table.tolist() == signals.tiles_of(spans([40, 60]), 2, 100, 200).tolist()
     assert made.finished == [4, 4]
     assert signals.order_of((40, 60), 2, 200, torch.device("cpu")) is made
     kept = weakref.ref(made)
@@ -48,6 +51,100 @@ def test_orders_on_the_device_are_made_once_and_few_are_kept():
         signals.order_of((rows,), 1, 8, torch.device("cpu"))
     gc.collect()
     assert kept() is None
+
+
+class Stream:
+    cuda_stream = 7
+
+    def wait_stream(self, other) -> None:
+        pass
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """What a signalled product asks of the GPU, in order, with stand-ins for all of it."""
+    log = []
+    kernel = SimpleNamespace(launch=lambda *_: log.append("product"))
+    monkeypatch.setitem(sys.modules, "holotrain.overlap.kernel", kernel)
+    monkeypatch.setattr(signals, "_wait_for_count", lambda: lambda *_: log.append("wait") or 0)
+    monkeypatch.setattr(signals, "_stream_of", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    return log
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+def test_the_host_does_as_much_for_any_number_of_tiles(launched, groups):
+    """One product, then a wait and a collective a group; the table of tiles is made once. Nothing reads from the device."""
+
+    def sent(rows: int, columns: int) -> None:
+        x, matrix, out = torch.empty(rows, 1), torch.empty(1, columns), torch.empty(rows, columns)
+        link = SimpleNamespace(all_reduce=lambda rows: launched.append("collective"))
+        signals.send_sum(x, matrix, None, out, list(spans([rows // groups] * groups)), link)
+
+    def calls(rows: int, columns: int) -> int:
+        events = []
+        sys.setprofile(lambda frame, event, _: events.append(event) if event.endswith("call") else None)
+        try:
+            sent(rows, columns)
+        finally:
+            sys.setprofile(None)
+        return len(events)
+
+    def operations(rows: int, columns: int) -> list[str]:
+        with Operations() as seen:
+            sent(rows, columns)
+        return [name for name in seen.names if name != "empty"]
+
+    few, many = (640, 256), (12800, 2560)  # up to 100 tiles for each before
+    sent(1280, 256)
+    gc.disable()
+    try:
+        signals.order_of.cache_clear()
+        assert calls(*few) == calls(*many)
+        assert calls(*few) == calls(*many)  # in later steps
+    finally:
+        gc.enable()
+    launched.clear()
+    assert operations(*few) == operations(*many) == ["zeros", *["slice"] * groups]
+    assert launched == 2 * ["product", *["wait", "collective"] * groups]
+    signals.order_of.cache_clear()
+    assert "_local_scalar_dense" not in operations(*few)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("aligned", [True, False])
+def test_wide_reads_and_writes_come_where_strides_allow_them(aligned):
+    """Of code that Triton makes for a GPU, which takes no GPU. 128 bits that are not aligned to 128 bits are a fault there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from holotrain.overlap.kernel import _product
+
+    pointers, tables = ("x", "matrix", "bias", "out"), ("tiles", "counts")
+    strides = ("columns", "inner", "x_row_stride", "matrix_inner_stride")
+    sizes = {"TILE_ROWS": signals.TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS, "TILE_INNER": 64}
+    constants = {"x_inner_stride": 1, "matrix_column_stride": 1, "HAS_BIAS": True} | sizes
+    kinds = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(tables, "*i32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in _product.arg_names}
+    places = [_product.arg_names.index(name) for name in (*pointers, *tables, *(strides if aligned else ()))]
+    source = ASTSource(_product, signature, constants, {(place,): [["tt.divisibility", 16]] for place in places})
+    made = compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8, "num_stages": 3}).asm["ptx"]
+    assert ("cp.async.cg" in made) == ("st.global.v4" in made) == aligned
+    assert ("ld.global.b16" in made) == ("st.global.b16" in made) == (not aligned)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

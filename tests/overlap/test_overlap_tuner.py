@@ -20,6 +20,7 @@ from holotrain.overlap import (
     linear_all_to_all,
     measuring,
     row_parallel_linear,
+    store,
 )
 from holotrain.overlap import tuner as module
 from holotrain.overlap.groups import COLLECTIVES
@@ -103,6 +104,9 @@ def test_a_choice_is_kept_in_a_file_of_its_own(measured, emulated, tmp_path):
         lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"sizes": [30, -10]}}),
         lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"confirmed": "soon"}}),
         lambda kept: json.dumps(kept | {"tuned": {}}),
+        lambda kept: json.dumps(kept | {"version": 1}),
+        lambda kept: json.dumps(kept | {"of": {}}),
+        lambda kept: json.dumps(kept | {"with": []}),
     ],
 )
 def test_a_broken_file_is_named_and_written_anew(measured, emulated, tmp_path, damage):
@@ -115,14 +119,28 @@ def test_a_broken_file_is_named_and_written_anew(measured, emulated, tmp_path, d
     assert path.read_text() == kept
 
 
-@pytest.mark.parametrize("change", [{"version": 0}, {"of": {}}])
-def test_a_file_of_something_else_does_not_count(measured, emulated, tmp_path, change):
+GPU = {"torch": torch.__version__, "compute capability": "9.0", "CUDA": "13.2", "NCCL": "2.29.3"}
+
+
+@pytest.mark.parametrize("changed", GPU)
+def test_a_file_of_other_versions_is_named_and_measured_anew(measured, emulated, tmp_path, monkeypatch, changed):
+    monkeypatch.setattr(store, "versions", lambda device: GPU)
     Tuner(tmp_path)(JOB, emulated)
-    (path,) = tmp_path.iterdir()
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     measured.clear()
-    Tuner(tmp_path)(JOB, emulated)
-    assert measured
+    assert Tuner(tmp_path)(JOB, emulated) and measured == []
+    monkeypatch.setattr(store, "versions", lambda device: GPU | {changed: "11"})
+    with pytest.warns(UserWarning, match=f"was measured with {changed} .*, now 11; measuring again"):
+        Tuner(tmp_path)(JOB, emulated)
+    assert measured and len(list(tmp_path.iterdir())) == 1
+    measured.clear()
+    assert Tuner(tmp_path)(JOB, emulated) and measured == []
+
+
+def test_the_versions_of_a_gpu_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = store.versions(torch.device("cuda", 0))
+    assert found.keys() == GPU.keys() and found["compute capability"] == "9.0" and found["torch"] == torch.__version__
+    assert store.versions(torch.device("cpu")) == {"torch": torch.__version__}
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(measured, emulated, tmp_path):

@@ -11,10 +11,11 @@ import torch
 from compared import assert_equal
 from engine_cases import ENGINES, F64, WIDTH, Branch, relative_error, sequence
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, replay
 from holotrain.reversible.grid import FixedPointGrid
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -598,3 +599,37 @@ def test_a_branch_may_catch_exceptions_and_have_hooks(engine, hooked):
     if hooked:
         runs = [calls.count(module) for module in dict.fromkeys(calls)]
         assert runs == [2, 4]  # the plain one, and the one that is recomputed as a whole both times
+
+
+class Settings(nn.Module):
+    """Notes what the library that computes it is told: in which order attention's kernels, which convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.ones(4)), []
+
+    def forward(self, x):
+        cudnn = torch.backends.cudnn
+        self.seen.append((torch._C._get_sdp_priority_order(), cudnn.benchmark, cudnn.deterministic))
+        return (x * self.weight).sin()
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible"])
+def test_libraries_choose_in_the_recomputation_as_in_the_forward(monkeypatch, backward):
+    """Attention's order is that of the forward, and no convolution is chosen by a race, which each thread has for itself."""
+    ordinary = replay.Replay.__init__
+
+    def on_gpu(self, *arguments):
+        ordinary(self, *arguments)
+        self._on_gpu = True
+
+    monkeypatch.setattr(replay.Replay, "__init__", on_gpu)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    default, branch = torch._C._get_sdp_priority_order(), Settings()
+    net = ReversibleSequence([ReversibleBlock(branch, branch)], backward)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        y1, y2 = net(torch.rand(2, 4), torch.rand(2, 4))
+    (y1 * y2).sum().backward()
+    assert len(branch.seen) == 4 and set(map(str, branch.seen)) == {str(branch.seen[0])}
+    assert branch.seen[0][0][0] == SDPBackend.MATH.value and branch.seen[0][1:] == (False, True)
+    assert torch._C._get_sdp_priority_order() == default and torch.backends.cudnn.benchmark

@@ -1,5 +1,8 @@
 """A step captured as a CUDA graph: every schedule, with random numbers that move on and repeat where they must."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from compared import assert_close
@@ -9,6 +12,7 @@ from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequenc
 from holotrain.reversible.graphs import WARM_UPS
 
 WIDTH = 16
+ROOT = Path(__file__).parents[2]
 SCHEDULES = ["autograd", "checkpoint", "reversible", "pareprop"]
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -33,6 +37,17 @@ def test_tensors_off_the_gpu_are_refused():
     model = Model("reversible", 0.0)
     with pytest.raises(ValueError, match="CUDA device"):
         GraphedStep(model, model.parameters())(torch.zeros(2, WIDTH))
+
+
+def test_no_capture_forbids_other_threads_what_a_loader_does():
+    """A thread that pins memory ends a capture in the mode that torch takes by default."""
+    modes = []
+    for path in [*ROOT.glob("holotrain/**/*.py"), *ROOT.glob("scripts/*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.cuda.graph":
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                modes.append(options.get("capture_error_mode"))
+    assert modes and set(modes) == {"'thread_local'"}
 
 
 class TestOnCuda:

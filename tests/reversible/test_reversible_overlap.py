@@ -135,13 +135,20 @@ def watcher(monkeypatch):
     return watcher
 
 
-def watched_backward(watcher, depth=4, backward="pareprop"):
+def watched_net(watcher, depth=4, backward="pareprop"):
     torch.manual_seed(0)
     blocks = [ReversibleBlock(Branch(watcher, f"{i}.f"), Branch(watcher, f"{i}.g")) for i in range(depth)]
-    net = ReversibleSequence(blocks, backward)
-    x = torch.rand(3, WIDTH, requires_grad=True)
+    return ReversibleSequence(blocks, backward)
+
+
+def gradients(net, x):
     y1, y2 = net(x, x.tanh())
     return torch.autograd.grad((y1 * y2).sum(), [x, *net.parameters()])
+
+
+def watched_backward(watcher, depth=4, backward="pareprop"):
+    net = watched_net(watcher, depth, backward)
+    return gradients(net, torch.rand(3, WIDTH, requires_grad=True))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -179,18 +186,47 @@ def test_a_forgotten_wait_would_be_found(watcher, monkeypatch, forgotten):
 
 
 def test_a_recomputation_that_finds_no_memory_is_put_off(watcher, monkeypatch):
-    plain = watched_backward(watcher)
+    """Once, and said once: where there was none, no later backward tries again, unless its batch is smaller."""
     watched, failures = recomputation.Branch.run_again, []
 
     def short_of_memory(self, source, output=True):
-        if watcher.current.name == "side" and len(failures) < 2:
-            failures.append(self)
+        if watcher.current.name == "side" and self.name in ("2.f", "1.g") and len(source) == 3:
+            failures.append(self.name)
+            watcher.writes(torch.empty(1))
             raise torch.OutOfMemoryError
         return watched(self, source, output)
 
+    net, x = watched_net(watcher), torch.rand(3, WIDTH, requires_grad=True)
+    plain = gradients(net, x)
     monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)
-    assert_equal(watched_backward(watcher), plain)
-    assert len(failures) == 2
+    with pytest.warns(UserWarning, match="in turn from now on") as said:
+        assert_equal(gradients(net, x), plain)
+        watcher.log.clear()
+        assert_equal(gradients(net, x), plain)
+    assert failures == ["2.f", "1.g"] and len(said) == 1 and not watcher.races
+    ahead = {what for what, stream in watcher.log if stream == "side"}
+    assert ahead == {f"recompute {half}" for half in ("3.f", "2.g", "1.f", "0.g", "0.f")}
+    watcher.log.clear()
+    gradients(net, x[:2].detach().requires_grad_())
+    assert ("recompute 2.f", "side") in watcher.log and len(failures) == 2
+
+
+def test_a_branch_that_talks_to_other_processes_is_not_put_off(watcher, monkeypatch):
+    """They would have met its collectives in another order."""
+
+    watched = recomputation.Branch.run_again
+
+    def short_of_memory(self, source, output=True):
+        if watcher.current.name == "side":
+            raise torch.OutOfMemoryError
+        return watched(self, source, output)
+
+    net = watched_net(watcher)
+    y = net(torch.rand(3, WIDTH), torch.rand(3, WIDTH))
+    monkeypatch.setattr(recomputation, "_is_shared_out", lambda module: True)
+    monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        sum(y).sum().backward()
 
 
 def test_gradients_are_the_same_ahead_and_in_turn(watcher):

@@ -13,7 +13,7 @@ from torch import nn
 
 from holotrain.synthesis import HolographicSynthesis, phasor_bind
 from holotrain.synthesis.transforms import Hadamard
-from holotrain.synthesis.updates import MOST
+from holotrain.synthesis.updates import MOST, total
 
 F64 = torch.float64
 
@@ -519,6 +519,18 @@ def test_transforms_take_no_part_in_random_numbers():
     assert_equal(torch.get_rng_state(), after_model)
     assert not torch.equal(state, after_model)
     assert Hadamard(8, 1).forward(torch.ones(8)).tolist() != Hadamard(8, 2).forward(torch.ones(8)).tolist()
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float64], [torch.bfloat16, torch.float16], [torch.bfloat16, torch.float64]])
+def test_the_check_of_gradients_on_a_device_takes_every_dtype(monkeypatch, dtypes):
+    """By the fused norm, which refuses to return less than it is given; here the CPU's, which refuses the same."""
+    norm = torch._foreach_norm
+
+    def on_the_cpu(tensors, *args, **options):
+        return norm([torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in tensors], *args, **options)
+
+    monkeypatch.setattr(torch, "_foreach_norm", on_the_cpu)
+    assert total([torch.empty(5, dtype=dtype, device="meta") for dtype in dtypes]) == 5 * len(dtypes)
 
 
 def live_bytes() -> int:

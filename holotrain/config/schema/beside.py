@@ -63,13 +63,15 @@ PROCESSES = (
     "pipeline_stages",
     "pipeline_schedule",
     "microbatches",
+    "nccl_max_ctas",
+    "nccl_high_priority",
     "compression",
     "sharded_checkpoints",
     "max_restarts",
 )
 """Options about several processes. A training continues with the same ones; the other commands default to one process."""
 
-BESIDE = (*PROCESSES, "backend", "timeout")
+BESIDE = (*PROCESSES, "float32_matmul_precision", "backend", "timeout")
 """Options that are not passed on to Lightning."""
 
 SPLITS = ("train", "val", "test", "predict")
@@ -81,6 +83,8 @@ class TrainerOptions:
     Args:
         accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
         precision: of the computation: 32-true, 64-true, bf16-mixed or 16-mixed
+        float32_matmul_precision: of products and convolutions of float32 on a GPU: highest, high (TF32) or medium (TF32, or
+            less), as torch.set_float32_matmul_precision names them
         gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
         strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters), tp (tensor parallel) or
             pipeline (each process has some of the blocks)
@@ -95,6 +99,8 @@ class TrainerOptions:
         pipeline_schedule: pipeline: 1f1b (each backward begins as soon as it can) or gpipe (all forwards, then all backwards)
         microbatches: pipeline: parts of a batch that pass through the stages one after another; null: two for each stage
         backend: communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)
+        nccl_max_ctas: SMs of a GPU that a collective of NCCL may take, at most; null: NCCL decides
+        nccl_high_priority: collectives of NCCL come first where an SM is free, before the waiting parts of a product
         compression: ddp: the data type in which gradients are sent: none (their own), bf16 or fp16
         sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
         timeout: seconds after which a collective fails that another process does not join
@@ -105,6 +111,7 @@ class TrainerOptions:
         self,
         accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
         precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
+        float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
         gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
         strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
         devices: int | Literal["auto"] = 1,
@@ -116,19 +123,24 @@ class TrainerOptions:
         pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b",
         microbatches: int | None = None,
         backend: Literal["auto", "nccl", "gloo"] = "auto",
+        nccl_max_ctas: int | None = None,
+        nccl_high_priority: bool = False,
         compression: Literal["none", "bf16", "fp16"] = "none",
         sharded_checkpoints: bool = False,
         timeout: float = 600.0,
         max_restarts: int = 0,
     ) -> None:
         counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
-        require_at_least(1, timeout=timeout, microbatches=microbatches, **counts)
+        require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
         require_at_least(2, pipeline_stages=pipeline_stages)
         require_at_least(0, max_restarts=max_restarts)
         if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
             raise UserError(
                 "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline"
             )
+        if strategy == "single" and (nccl_max_ctas or nccl_high_priority):
+            name = "nccl_max_ctas" if nccl_max_ctas else "nccl_high_priority"
+            raise UserError(f"trainer.{name}: needs several processes; use trainer=ddp, fsdp, tp or pipeline")
         if compression != "none" and strategy != "ddp":
             raise UserError(f"trainer.compression={compression}: needs trainer=ddp")
         changed = {

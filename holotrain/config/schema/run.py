@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from holotrain.checks import described_by
 from holotrain.config.chosen import Chosen, Filled
@@ -80,8 +80,8 @@ class RunConfig:
     seed: int = 0
     """random seed of weights, batches, augmentation and dropout"""
 
-    compile: bool = False
-    """compile each block with torch.compile"""
+    compile: bool | Literal["max-autotune-no-cudagraphs"] = False
+    """compile each block with torch.compile; max-autotune-no-cudagraphs: it measures more kernels, which takes minutes"""
 
     memory: str | None = None
     """memory budget, such as 16GiB, of plan, backward=auto and batch_size=auto; null: the free memory of the device"""

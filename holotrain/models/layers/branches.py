@@ -30,8 +30,10 @@ class DropPath(nn.Module):
         if not self.training or self.probability == 0:
             return x
         kept = 1 - self.probability
-        mask = x.new_empty((x.shape[0], *(1,) * (x.dim() - 1))).bernoulli_(kept)
-        return x * (mask / kept)
+        # Not bernoulli_(kept), of which a compiler makes other code for each probability, that is for each block. The dtype is
+        # given, since Lightning's 64-true changes the default in the forward and not in the backward, which draws again.
+        mask = torch.rand((x.shape[0], *(1,) * (x.dim() - 1)), dtype=torch.float32, device=x.device) < kept
+        return x * (mask.to(x.dtype) / kept)
 
     def extra_repr(self) -> str:
         return f"probability={self.probability}"

@@ -47,7 +47,8 @@ class PatchEmbedding(Patches):
         tokens = super().forward(images).flatten(2).transpose(1, 2)
         if self.class_token is not None:
             tokens = torch.cat((self.class_token.expand(tokens.shape[0], 1, -1), tokens), dim=1)
-        return self.dropout(tokens + self.position)
+        # Sums keep the order in memory, so each norm of each block would copy the stream again, to read its channels in a row.
+        return self.dropout(tokens.contiguous() + self.position)
 
 
 class PatchMap(Patches):
@@ -101,7 +102,7 @@ class OverlappingPatches(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         _require_size(images, self.image_size)
-        patches = self.project(images).permute(0, 2, 3, 1)
+        patches = self.project(images).permute(0, 2, 3, 1).contiguous()  # as in PatchEmbedding
         return patches if self.position is None else patches + self.position
 
 
