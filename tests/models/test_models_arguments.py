@@ -137,5 +137,5 @@ def test_reversible_classes_of_others_have_signatures_too():
 
     assert all(list(inspect.signature(kind).parameters) == ["width"] for kind in (Derived, Direct))
     assert Derived.__doc__ is None and Direct.__doc__ is None
-    assert list(inspect.signature(Beside).parameters) == ["width", "backward", "store", "exact", "keep"] and Beside.tag == "mine"
-    assert isinstance(Last(width=3), Plain)
+    assert list(inspect.signature(Beside).parameters) == ["width", "backward", "store", "exact", "keep"]
+    assert Beside.tag == "mine" and isinstance(Last(width=3), Plain)
