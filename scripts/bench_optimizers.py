@@ -255,7 +255,7 @@ METHODS = {
     "SGD": Method(plain_sgd, SGD),
     "SGD with momentum": Method(of_parameters(torch.optim.SGD, momentum=0.9), MOMENTUM),
     "shared": Method(plain_sgd, SGD, partial(HolographicSynthesis, mode="shared")),
-    "associative": Method(plain_sgd, MOMENTUM, partial(HolographicSynthesis, mode="associative")),
+    "associative": Method(plain_sgd, MOMENTUM, partial(HolographicSynthesis, mode="associative", key_ema=0)),
     **{name: Method(plain_sgd, MOMENTUM, partial(Recall, **options)) for name, options in KEYS.items()},
 }
 

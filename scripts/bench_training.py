@@ -190,7 +190,8 @@ def train(job: Job) -> Result:
     torch.manual_seed(job.seed)
     model = task.model()
     optimizer = OPTIMIZERS[job.optimizer](model.parameters(), job.rate)
-    synthesis = None if job.mode == "none" else HolographicSynthesis(model, job.mode, **dict(job.options))
+    options = ({"key_ema": 0} if job.mode == "associative" else {}) | dict(job.options)  # keys of one batch
+    synthesis = None if job.mode == "none" else HolographicSynthesis(model, job.mode, **options)
     cosines = []
     for step in range(task.steps):
         risen, done = (step + 1) / (0.1 * task.steps), step / task.steps

@@ -45,7 +45,7 @@ class SynthesisCallback(pl.Callback):
         decay_warmup: optimizer steps during which the decay rises linearly from 0.
         phase_only: use only the phase of the gradient's spectrum.
         ema: decay of a running mean that replaces the gradient; 0: use the gradient.
-        key_ema: decay of a running mean of the layers' inputs, their keys; 0: the inputs of the step.
+        key_ema: decay of a running mean of the layers' inputs, their keys; 0: no mean; null: 0.9 with associative, else 0.
         superpose: rows that share a hologram (shared only); its memory is that of momentum divided by this.
         feedback: factor of the part of the gradient that the shared hologram cannot hold and that is added to the update.
         match_norm: rescale each layer's update to the norm of its gradient.
@@ -88,7 +88,7 @@ class SynthesisCallback(pl.Callback):
         decay_warmup: int = 0,
         phase_only: bool = False,
         ema: float = 0.0,
-        key_ema: float = 0.0,
+        key_ema: float | None = None,
         superpose: int = 8,
         feedback: float = 1.0,
         match_norm: bool = False,

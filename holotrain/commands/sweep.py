@@ -27,7 +27,6 @@ FIGURES = {
 }
 """The figures of a summary that the table shows, and their headings."""
 
-
 PLANNED = {"backward": "str", "fits": "bool | None", "peak_bytes": "int", "largest": "dict[str, int]"}
 """What the table shows of a ``plan.json``, with the types as annotations."""
 
@@ -42,17 +41,18 @@ def show_sweep(command: str, folder: Path, jobs: list[Job]) -> None:
     path = folder / "sweep.csv"
     write_table(path, columns, [[row.get(name, "") for name in columns] for row in rows])
     table = Table(title=f"sweep of {counted(len(rows), 'job')}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    shown = [name for name in columns if name in ("job", "status", "error", "peak bytes", *FIGURES) or name not in constant]
+    shown = [name for name in columns if name in ("job", "status", "error", *FIGURES) or name not in constant]
     for name in shown:
         table.add_column(FIGURES.get(name, name), no_wrap=True)
     for row in rows:
         table.add_row(*(_short(row.get(name, "")) for name in shown))
+    aside = command == "plan" and any("json=-" in job.overrides for job in jobs)  # stdout is for the figures
     # Wider than the screen, so that each row is one line, also in a log file.
-    plain(width=max(console.width, 240)).print(table)
+    plain(width=max(console.width, 240), stderr=aside).print(table)
     if command != "plan" and (best := _best([one for one in found.values() if one])):
         number = next(number for number, one in found.items() if one is best)
         console.print(f"best job: {number}, {best['monitor']} {_short(summary.best_value(best))}")
-    console.print(f"written to {path}")
+    plain(stderr=aside, soft_wrap=True).print(f"written to {path}")
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
@@ -71,7 +71,7 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} is not a readable plan: {error!s:.200}") from error
     fits = {None: "", True: "yes", False: "no"}[plan["fits"]]
     largest = {f"largest {name}": value for name, value in plan["largest"].items()}
-    return {"status": "planned", "schedule": plan["backward"], "peak bytes": plan["peak_bytes"], "fits": fits} | largest
+    return {"status": "planned", "schedule": plan["backward"], "peak_memory_bytes": plan["peak_bytes"], "fits": fits} | largest
 
 
 def _row(job: Job, found: dict[str, Any] | None) -> dict[str, object]:

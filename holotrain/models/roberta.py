@@ -45,7 +45,7 @@ class RoBERTa(nn.Module):
 
     Raises:
         ValueError: sizes that do not divide, a value out of range, a ``backward`` that a plain model cannot have; a sequence
-            longer than ``context`` (at the call).
+            longer than ``context``, or a mask not boolean (at the call).
     """
 
     reads_masks_on_the_cpu = True

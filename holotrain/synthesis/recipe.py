@@ -34,9 +34,8 @@ class Recipe:
         phase_only: use only the phase of the gradient's spectrum, at the norm of the block (``bind`` always does, at norm 1 as
             published).
         ema: decay, in [0, 1), of a running mean of gradients that replaces the gradient; 0: none.
-        key_ema: decay, in [0, 1), of a running mean of the layers' inputs, so that keys turn slowly; 0: no mean.
-        superpose: how many rows (blocks of weights) share a row of the hologram in ``shared``; the state is smaller by this
-            factor.
+        key_ema: decay, in [0, 1), of a running mean of the keys; 0: no mean. None: 0.9 with ``associative``, else 0.
+        superpose: rows (blocks of weights) that share a row of the hologram in ``shared``; the state is smaller by this factor.
         feedback: factor of the part of a gradient that a shared hologram cannot hold, which goes into the update directly.
         match_norm: scale the update of each layer to the norm of its gradient.
         mix: share of the gradient itself in the update, in [0, 1].
@@ -62,7 +61,7 @@ class Recipe:
     decay_warmup: int = 0
     phase_only: bool = False
     ema: float = 0.0
-    key_ema: float = 0.0
+    key_ema: float | None = None
     superpose: int = 8
     feedback: float = 1.0
     match_norm: bool = False
@@ -74,22 +73,23 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        given = vars(self)
         for name, allowed in CHOICES.items():
-            _require(name, getattr(self, name), getattr(self, name) in allowed, " or ".join(allowed))
+            _require(name, given[name], given[name] in allowed, " or ".join(allowed))
         for name in ("ema", "key_ema", "cosine_floor", "decay"):
-            value = getattr(self, name)
-            _require(name, value, value is None or callable(value) or 0 <= value < 1, "in [0, 1)")
+            _require(name, given[name], given[name] is None or callable(given[name]) or 0 <= given[name] < 1, "in [0, 1)")
         for name, least in {"decay_warmup": 0, "feedback": 0, "block_length": 0, "superpose": 1}.items():
-            value = getattr(self, name)
-            _require(name, value, value is None or value >= least, f"at least {least}")
+            _require(name, given[name], given[name] is None or given[name] >= least, f"at least {least}")
         _require("subsample", self.subsample, 0 < self.subsample <= 1, "in (0, 1]")
         _require("mix", self.mix, 0 <= self.mix <= 1, "in [0, 1]")
         _require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
         if self.block_length and self.transform == "hadamard" and self.block_length & (self.block_length - 1):
             raise ValueError(f"block_length={self.block_length}: the Hadamard transform needs a power of two")
         for name in UNUSED[self.mode]:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+            if given[name] != type(self).__dataclass_fields__[name].default:
                 raise ValueError(f"{name} has no effect with mode={self.mode!r}; leave it out")
+        if self.mode == "associative" and self.key_ema is None:
+            object.__setattr__(self, "key_ema", 0.9)
         if self.mode == "shared" and self.entries_a_block == 0:
             raise ValueError("block_length=0: layers of different lengths cannot share a hologram; give a block length")
         if self.mode == "bind" and self.dtype != "fp32" and self.subsample < 1:

@@ -165,7 +165,7 @@ class HolographicSynthesis:
         """
         if not isinstance(state.get("geometry"), dict):
             raise ValueError("this is not the state of a HolographicSynthesis")
-        earlier = {"processes": 1} | {field.name: field.default for field in fields(Recipe)}  # states that lack newer options
+        earlier = {each.name: each.default for each in fields(Recipe)} | {"processes": 1, "key_ema": False}  # if missing
         for name, value in (self._geometry() | {"processes": processes}).items():
             other = state["geometry"].get(name, earlier.get(name))
             if other != value:
@@ -193,7 +193,7 @@ class HolographicSynthesis:
             "block_length": recipe.entries_a_block,
             "superpose": recipe.slots,
             "ema": recipe.ema > 0,
-            "key_ema": recipe.key_ema > 0,
+            "key_ema": bool(recipe.key_ema),
             "parameters": shapes,
             "processes": self._processes,
         }

@@ -198,7 +198,7 @@ class Updates:
         measure = measuring or self.recipe.reshapes
         compute = self._captured(measure, keys, finite) if self.recipe.cuda_graph else partial(self._compute, measure=measure)
         ema = self.recipe.ema
-        values = self.recipe.decay_at(step), 1 - ema, 1 / (1 - ema ** (step + 1)), self.recipe.key_ema
+        values = self.recipe.decay_at(step), 1 - ema, 1 / (1 - ema ** (step + 1)), self.recipe.key_ema or 0
         for scalar, value in zip(self._scalars.values(), values, strict=True):  # in the order of AT_REST
             scalar.fill_(value)
         return arrived, compute(keys, finite)

@@ -173,9 +173,11 @@ def test_a_sweep_of_plans_ends_with_their_table(holotrain):
     assert status == 0 and "sweep of 2 jobs" in out and [row["backward"] for row in rows] == ["autograd", "reversible"]
     for row, plan in zip(rows, plans, strict=True):
         footprint = plan["footprints"][row["schedule"]]
-        assert int(row["peak bytes"]) == footprint["bound"] and row["fits"] == ("yes" if plan["fits"] else "no")
+        assert int(row["peak_memory_bytes"]) == footprint["bound"] and row["fits"] == ("yes" if plan["fits"] else "no")
         assert int(row["largest data.batch_size"]) == plan["largest"]["data.batch_size"]
-    assert int(rows[0]["peak bytes"]) > int(rows[1]["peak bytes"])
+    assert int(rows[0]["peak_memory_bytes"]) > int(rows[1]["peak_memory_bytes"])
+    _, out, err = holotrain("plan", *PLANNED, "backward=autograd", "memory=20MiB", "json=-", "-m")
+    assert json.loads(out)["fits"] == plans[0]["fits"] and "sweep of 1 job" in err
 
 
 def test_a_resumed_sweep_keeps_what_was_chosen(holotrain):

@@ -5,10 +5,12 @@ import inspect
 import pytest
 import torch
 from small_models import TRANSFORMERS
+from torch import nn
 
 from holotrain import models
 from holotrain.models import GPT, MViT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.error_diffusion import ImageErrorDiffusion
+from holotrain.models.layers.reversible import Reversible
 
 TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
 SHARED = [
@@ -104,9 +106,36 @@ def test_signature_and_docstring_name_every_argument(name):
         assert set(parameters) == {*plain, "store", "exact", "keep"} and parameters["backward"].default == "reversible"
 
 
-def test_a_class_derived_from_a_reversible_model_has_its_own_signature():
-    class Mine(RevViT):
+def test_reversible_classes_of_others_have_signatures_too():
+    class Derived(RevViT):
         def __init__(self, width: int) -> None:
             super().__init__(dim=width)
 
-    assert list(inspect.signature(Mine).parameters) == ["width"] and Mine.__doc__ is None
+    class Direct(Reversible, ViT):
+        def __init__(self, width: int) -> None:
+            super().__init__(dim=width)
+
+    class Plain(nn.Module):
+        def __init__(self, width: int, backward: str) -> None:
+            super().__init__()
+
+    class Tagged:
+        def __init_subclass__(cls, tag: str) -> None:
+            cls.tag = tag
+
+    class Unlike:
+        pass
+
+    class Beside(Unlike, Reversible, Plain, Tagged, tag="mine"):
+        """Of a class whose arguments have no description."""
+
+    class Named(Reversible):
+        """Without a model."""
+
+    class Last(Named, Plain):
+        pass
+
+    assert all(list(inspect.signature(kind).parameters) == ["width"] for kind in (Derived, Direct))
+    assert Derived.__doc__ is None and Direct.__doc__ is None
+    assert list(inspect.signature(Beside).parameters) == ["width", "backward", "store", "exact", "keep"]
+    assert Beside.tag == "mine" and isinstance(Last(width=3), Plain)

@@ -178,6 +178,16 @@ def test_packed_sequences_are_the_masked_ones(model_class, options, monkeypatch)
     torch.testing.assert_close(*found, rtol=0, atol=1e-12 if "exact" not in options else 1e-6)
 
 
+def test_blocks_that_cannot_read_packed_sequences_get_a_mask(monkeypatch):
+    tokens, mask, _ = text_batch(torch.Generator().manual_seed(1))
+    contexts, model = spied(monkeypatch), RevRoBERTa(**SMALL, drop_path=0.5)
+    for mode in (True, False):
+        model.train(mode)(tokens, mask)
+    assert [list(context) for context in contexts] == [["mask"], ["packing"]]
+    model.blocks.blocks[0].f.compile()
+    assert not model._packs
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_batch_of_padding_alone_is_masked(count):
     model = RevRoBERTa(**SMALL).eval()
@@ -220,7 +230,16 @@ def test_what_the_kernel_of_a_gpu_takes(dtype, width, dropout, capability, expec
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with FakeTensorMode():
-        assert packing.has_kernel(torch.empty(1, 1, width, device="cuda", dtype=dtype), width, dropout) == expected
+        x = torch.empty(1, 1, width, device="cuda", dtype=dtype)
+        assert packing.has_kernel(x, width, dropout) == expected
+        monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
+        assert not packing.has_kernel(x, width, dropout)
+
+
+def test_a_mask_of_numbers_is_refused():
+    tokens, mask, _ = text_batch(torch.Generator().manual_seed(1))
+    with pytest.raises(ValueError, match=r"mask is of torch.int64, not torch.bool; give mask.bool\(\)"):
+        RoBERTa(**SMALL)(tokens, mask.long())
 
 
 def test_a_mask_that_is_not_on_the_cpu_is_not_read():

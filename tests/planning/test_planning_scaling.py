@@ -213,6 +213,7 @@ def test_memory_of_a_rank_by_hand():
     assert (forward, backward, update) == (275, 290, 135)
     assert fsdp_bytes(FOUND, UNITS, 4) == 290
     assert fsdp_bytes(FOUND, UNITS, 8) < 290
+    assert fsdp_bytes(FOUND, UNITS, 4, Whole(state=True)) == 290 + 160 - 160 // 4
 
 
 @pytest.mark.parametrize("make", [adafactor, muon])

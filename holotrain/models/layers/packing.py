@@ -70,7 +70,12 @@ def padding_context(mask: Tensor, x: Tensor, width: int, dropout: float, packs: 
         width: D.
         dropout: of attention weights.
         packs: whether the blocks can read packed sequences.
+
+    Raises:
+        ValueError: the mask is not boolean, as tokenizers' masks of 0 and 1 are not.
     """
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask is of {mask.dtype}, not torch.bool; give mask.bool(), True for tokens")
     readable = mask.device.type == "cpu" and not isinstance(mask, FakeTensor) and not torch.compiler.is_compiling()
     padding = 1 - mask.sum().item() / max(1, mask.numel()) if packs and readable else 1
     if not padding:

@@ -30,12 +30,15 @@ class Reversible:
         self._engine = {"store": store, "exact": exact, "keep": keep}  # of the sequences that _assemble makes
         super().__init__(backward=backward, **arguments)
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
-        if Reversible not in cls.__bases__:  # a model derived from a reversible one has its own
-            cls.__signature__ = None if "__init__" in vars(cls) else cls.__signature__
+        super().__init_subclass__(**others)
+        if "__init__" in vars(cls):
+            cls.__signature__ = None  # not the one of a base class
             return
-        plain = cls.__bases__[1]
+        plain = cls.__mro__[cls.__mro__.index(Reversible) + 1]
+        if Reversible not in cls.__bases__ or plain is object:
+            return
         ours = {name: each for name, each in signature(Reversible).parameters.items() if name != "arguments"}
         theirs = [
             each.replace(kind=each.KEYWORD_ONLY) for each in signature(plain).parameters.values() if each.name not in ours
@@ -50,6 +53,6 @@ class Reversible:
 
 def _arguments(of: type) -> list[str]:
     """The lines of a docstring below ``Args:``; ``backward`` is the reversible model's."""
-    block = getdoc(of).partition("Args:\n")[2].partition("\n\n")[0]
+    block = (getdoc(of) or "").partition("Args:\n")[2].partition("\n\n")[0]
     items = re.split(r"\n(?=    \w)", block)
     return [item for item in items if of is Reversible or not item.strip().startswith("backward:")]
