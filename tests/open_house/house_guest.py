@@ -199,6 +199,18 @@ class Net(nn.Module):
         return self.head(sum(self.blocks(x, x)).mean(1))
 
 
+class Switched(Net):
+    """The same, with an argument for the schedule.
+
+    Args:
+        backward: of the blocks
+    """
+
+    def __init__(self, classes: int, image_size: int, channels: int, backward: str = "pareprop") -> None:
+        super().__init__(classes, image_size, channels)
+        self.blocks.backward = backward
+
+
 class Tower(nn.Module):
     """A list of equal blocks, which knows nothing of holotrain.
 

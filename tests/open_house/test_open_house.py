@@ -123,10 +123,15 @@ def test_a_sweep_varies_its_options(house):
     assert [row["model.width"] for row in table] == ["4", "8"] and all(row["status"] == "completed" for row in table)
 
 
-@pytest.mark.parametrize(("model", "schedules"), [("net", ["reversible", "checkpoint", "pareprop"]), ("tower", ["checkpoint"])])
+ALL = ["reversible", "checkpoint", "pareprop"]
+
+
+@pytest.mark.parametrize(
+    ("model", "schedules"), [("=net", ALL), ("._target_=house_guest.Switched", ALL), ("=tower", ["checkpoint"])]
+)
 def test_every_backward_that_its_blocks_support_gives_the_same_weights(house, model, schedules):
     for backward in ("autograd", *schedules):
-        words = [f"model={model}", "data=stripes", "test=false", f"backward={backward}", f"hydra.run.dir={backward}"]
+        words = [f"model{model}", "data=stripes", "test=false", f"backward={backward}", f"hydra.run.dir={backward}"]
         assert house("fit", *OWN, *words)[::2] == (0, "")
     weights = {name: torch.load(f"{name}/{LAST}", weights_only=True)["state_dict"] for name in ("autograd", *schedules)}
     for name in schedules:
@@ -267,6 +272,10 @@ class Payload:
         (
             ["model=tower", "backward=pareprop"],
             "backward=pareprop: Tower has no reversible blocks; only autograd and checkpoint",
+        ),
+        (
+            ["model._target_=house_guest.Switched", "backward=reversible", "backward.store=1"],
+            "backward.store: Switched has no argument store; remove the option",
         ),
         (["logger=journal", "logger.journal.digits=-1"], "logger.journal.digits: must be at least 0, not -1"),
         (["logger=journal", "logger.journal.digit=2"], "there is no 'digit' in logger.journal. Did you mean 'digits'?"),

@@ -212,13 +212,16 @@ class RunConfig:
 
     def _check_backward(self) -> None:
         backward, rebuilds = self.backward, reversible(self.model)
-        ours = takes(self.model, "backward")  # of other models it is known when they are built
+        # Of models of others it is known when they are built.
+        ours = takes(self.model, "backward") and self.model.target.startswith("holotrain.")
         if ours and not rebuilds and backward.kind not in (None, *PLAIN, AUTO):
             raise UserError(
                 f"backward={backward.kind}: {self.model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
             )
-        if ours and not rebuilds and backward.engine():
-            raise UserError(f"backward.{next(iter(backward.engine()))}: {self.model.name} is not reversible; remove the option")
+        for name in backward.engine():
+            if takes(self.model, "backward") and not takes(self.model, name):
+                why = "is not reversible" if ours else f"has no argument {name}"
+                raise UserError(f"backward.{name}: {self.model.name} {why}; remove the option")
         if self.compile and any("+" in words for words in backward.blocks):
             raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
         if self.compile and backward.keep:
