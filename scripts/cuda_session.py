@@ -144,7 +144,10 @@ def seconds_of(text: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--budget", type=seconds_of, default=2400.0, help="no piece starts after this time, such as 40m (default)"
+        "--budget",
+        type=seconds_of,
+        default=2400.0,
+        help="no piece starts after this time, and the last may run eight minutes past it; default: 40m",
     )
     parser.add_argument("--resume", action="store_true", help="leave out pieces that are done on this machine")
     parser.add_argument("--dry-run", action="store_true", help="every piece at toy size on the CPU, in a temporary folder")
