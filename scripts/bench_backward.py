@@ -484,9 +484,8 @@ def measured(batch: int, options) -> tuple[dict[str, dict], dict[str, str]]:
     branches = make_branches(options)
 
     def settled(kind: Callable, make: Callable) -> Callable[[], float]:
-        own = (
-            make_branches(options) if kind is graphed else branches
-        )  # a graph writes to the gradients that it was captured with
+        # A graph writes to the gradients that it was captured with.
+        own = make_branches(options) if kind is graphed else branches
         step = kind(make(own), own, batch, options)
         settle(step)
         step()  # after its warm-ups a graph is captured

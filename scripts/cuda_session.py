@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,9 @@ def run(piece: Piece, folder: Path, toy: bool) -> Outcome:
     for earlier in (result, log, part):
         earlier.unlink(missing_ok=True)
     command, started = command_of(piece, toy), time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as errors:
         whole = [sys.executable, *command, "--json", str(part)]
-        # A session of its own, so that a timeout ends what it has started too.
+        # A session of its own, so that what it has started ends with it, and leaves the GPU to the next piece.
         process = subprocess.Popen(whole, cwd=ROOT, stdout=out, stderr=errors, start_new_session=True)
         failure = None
         try:
@@ -86,9 +87,9 @@ def run(piece: Piece, folder: Path, toy: bool) -> Outcome:
         except subprocess.TimeoutExpired:
             failure = f"ran past {piece.minutes:g} minutes"
         finally:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):  # nobody is left
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
         seconds = time.monotonic() - started
         said = "".join(stream.seek(0) or stream.read() for stream in (out, errors))
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no output")
@@ -127,6 +128,12 @@ def done_before(piece: Piece, folder: Path, machine: dict[str, Any], toy: bool) 
     return session["seconds"] if same and not session["failure"] and session["command"] == command_of(piece, toy) else None
 
 
+def results_of(outcomes: dict[str, Outcome], folder: Path) -> dict[str, dict[str, Any]]:
+    """The JSON of each piece that has run; what an earlier session left of the others may be of another machine."""
+    ran = [name for name, outcome in outcomes.items() if outcome.seconds is not None]
+    return {name: found for name in ran if (found := read(folder / f"{name}.json")) is not None}
+
+
 def seconds_of(text: str) -> float:
     """Such as 40m, 90s or 1h."""
     if not (given := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)):
@@ -137,12 +144,16 @@ def seconds_of(text: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--budget", type=seconds_of, default=2400.0, help="no piece starts after this time, such as 40m (default)"
+        "--budget",
+        type=seconds_of,
+        default=2400.0,
+        help="no piece starts after this time, and the last may run eight minutes past it; default: 40m",
     )
     parser.add_argument("--resume", action="store_true", help="leave out pieces that are done on this machine")
     parser.add_argument("--dry-run", action="store_true", help="every piece at toy size on the CPU, in a temporary folder")
     parser.add_argument("--out", type=Path, help="folder of the results; default: scripts/results/cuda")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a piece that runs is ended, too
     if options.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from bench_common import machine  # imports torch, which reads the variable
@@ -154,7 +165,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as aside:
         folder = options.out or (Path(aside) if options.dry_run else RESULTS)
         outcomes = run_all(PIECES, folder.absolute(), options.budget, described, options.resume, options.dry_run)
-        results = {name: found for name in outcomes if (found := read(folder / f"{name}.json")) is not None}
+        results = results_of(outcomes, folder)
         states = {name: (outcome.state, outcome.seconds) for name, outcome in outcomes.items()}
         text = markdown(states, results, described, options.dry_run)
         (folder / "session.md").write_text(text)

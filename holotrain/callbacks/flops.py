@@ -31,12 +31,12 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     Args:
         device_name: from ``torch.cuda.get_device_name()``.
         precision: Lightning's name: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ... 32-bit products count as TF32 if
-            ``torch.set_float32_matmul_precision`` allows it; 64-bit peaks are not known.
+            PyTorch is set to it; 64-bit peaks are not known.
     """
     if precision.startswith(("16", "bf16")):
         kind = "half"
     elif precision.startswith("32"):
-        kind = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        kind = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
     else:
         return None
     peaks = _peaks_of(device_name)

@@ -41,14 +41,24 @@ def float32_products(precision: str) -> Iterator[None]:
     Args:
         precision: of ``torch.set_float32_matmul_precision``; with ``highest`` nothing is in TF32.
     """
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    convolutions = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    parts = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, *convolutions)
+    kept = [part.fp32_precision for part in parts]
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # after a use of fp32_precision torch refuses to read these
+        before = "highest", True  # as torch begins
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"
+    for part in convolutions:  # allow_tf32=False alone leaves them to torch.backends.fp32_precision
+        part.fp32_precision = "ieee" if precision == "highest" else "tf32"
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+        for part, was in zip(parts, kept, strict=True):
+            part.fp32_precision = was
 
 
 def check_device(config: Chosen) -> None:

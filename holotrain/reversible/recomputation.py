@@ -491,7 +491,7 @@ class Tape:
         try:
             done = self._side.run(lambda: saved.extend(self._rebuild()))
         except torch.OutOfMemoryError:
-            if branch.reusing is not None or _is_shared_out(branch.module):
+            if branch.reusing is not None or _is_tensor_parallel(branch.module):
                 raise  # what was kept can be reused once; other processes would meet the branch's collectives in another order
             if not _no_room:
                 warnings.warn(
@@ -504,9 +504,9 @@ class Tape:
         self._early = branch, saved, streams, done  # the streams too: the side stream reads them until ``done``
 
 
-def _is_shared_out(module: nn.Module) -> bool:
-    """Whether several processes hold the module's parameters (tensor parallel)."""
-    tensor = sys.modules.get("torch.distributed.tensor")  # not imported for the question's sake
+def _is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether several processes hold the module's parameters."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor, and importing it takes time
     return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in module.parameters())
 
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -22,7 +23,7 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_strategy import nccl_options
 from holotrain.config.build_trainer import build_trainer
 from holotrain.config.composition import composed, config_folder, option_names, register
-from holotrain.config.devices import check_device, check_training_device
+from holotrain.config.devices import check_device, check_training_device, float32_products
 from holotrain.config.schema.classes import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.schema.commands import COMMANDS
 from holotrain.config.typed import container, typed, with_own_options
@@ -588,3 +589,24 @@ def test_nccl_takes_the_sms_and_the_priority_that_it_is_given():
     options = nccl_options(given.trainer)
     assert (options.config.min_ctas, options.config.max_ctas, options.is_high_priority_stream) == (1, 2, True)
     assert options._timeout.total_seconds() == 60
+
+
+@pytest.mark.parametrize("part", ["", "cuda.matmul", "cudnn.conv"])
+def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(part):
+    """torch refuses to read its older names where the newer ones say something else."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    settings = lambda: [each.fp32_precision for each in (torch.backends, matmul, cudnn.conv, cudnn.rnn)]  # noqa: E731
+    old = lambda: (torch.get_float32_matmul_precision(), cudnn.allow_tf32, matmul.allow_tf32)  # noqa: E731
+    changed = attrgetter(part)(torch.backends) if part else torch.backends
+    usual = changed.fp32_precision
+    changed.fp32_precision = "ieee" if part == "cudnn.conv" else "tf32"
+    try:
+        before = settings()
+        with pytest.raises(RuntimeError, match="mix of the legacy and new"):
+            old()
+        for precision, name in (("highest", "ieee"), ("high", "tf32")):
+            with float32_products(precision):
+                assert settings()[1:] == [name] * 3 and old() == (precision, name == "tf32", name == "tf32")
+        assert settings() == before
+    finally:
+        changed.fp32_precision = usual

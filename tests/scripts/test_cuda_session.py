@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,15 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 from cuda_pieces import MOST_MINUTES, PIECES, Piece  # noqa: E402
-from cuda_session import run_all  # noqa: E402
+from cuda_session import results_of, run_all  # noqa: E402
 from cuda_table import goals, markdown  # noqa: E402
 
 MACHINE = {"gpu": "a GPU", "cpu": "a CPU", "torch": "2.11", "python": "3.12", "threads": 1}
 WRITES = "import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({}))"
 HERE = WRITES.replace("{}", f"{{'machine': {MACHINE | {'threads': 4}}}}")
+
+
+PARENT = "import subprocess; process = subprocess.Popen(['sleep', '600']); print('child', process.pid, flush=True); "
 
 
 def test_pieces_are_scripts_with_names_of_their_own_and_end_in_time():
@@ -32,21 +37,26 @@ def test_what_fails_is_named_and_the_next_goes_on_and_a_resumed_session_leaves_o
         Piece("good", ("-c", HERE)),
         Piece("bad", ("-c", f"{HERE}; raise ValueError('no such\\nbatch')")),
         Piece("mute", ("-c", "pass")),
-        Piece("slow", ("-c", "import time; print('waits', flush=True); time.sleep(60)"), minutes=1 / 150),
+        Piece("slow", ("-c", f"{PARENT}process.wait()"), minutes=1 / 60),
+        Piece("careless", ("-c", f"{HERE}; {PARENT}sys.exit(1)")),
         Piece("lacking", ("-c", HERE), needs=("a_library_of_nobody",)),
         Piece("last", ("-c", HERE), toy=("small",)),
     ]
 
     def states(**options):
         outcomes = run_all(pieces, tmp_path, budget=100, machine=MACHINE, **options)
-        return {name: outcome.state for name, outcome in outcomes.items()}
+        return {name: re.sub(r"\d+$", "...", outcome.state) for name, outcome in outcomes.items()}
 
-    failed = {"bad": "failed: batch", "mute": "failed: wrote no JSON"}
-    failed |= {"slow": f"failed: ran past {1 / 150:g} minutes; last line: waits"}
+    failed = {"bad": "failed: batch", "mute": "failed: wrote no JSON", "careless": "failed: child ..."}
+    failed |= {"slow": f"failed: ran past {1 / 60:g} minutes; last line: child ..."}
     failed |= {"lacking": "skipped: a_library_of_nobody is not installed"}
     assert states() == failed | {"good": "done", "last": "done"}
     assert "ValueError: no such" in (tmp_path / "bad.log").read_text()
+    for piece in ("slow", "careless"):
+        assert ended(int((tmp_path / f"{piece}.log").read_text().split()[1]))
     assert json.loads((tmp_path / "last.json").read_text())["session"]["command"] == ["-c", HERE]
+    del pieces[2:4]
+    failed = {name: state for name, state in failed.items() if name not in ("mute", "slow")}
     assert states(resume=True) == failed | {"good": "done before", "last": "done before"}
     assert states(resume=True, toy=True) == failed | {"good": "done before", "last": "done"}  # another command
     other = json.loads((tmp_path / "good.json").read_text())
@@ -54,10 +64,23 @@ def test_what_fails_is_named_and_the_next_goes_on_and_a_resumed_session_leaves_o
     assert states(resume=True)["good"] == "done"
 
 
+def ended(process: int, seconds: float = 10) -> bool:
+    """Whether the process ends within that time; one that nobody has waited for counts as ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout
+        if not state.strip() or state.startswith("Z"):
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def test_no_piece_starts_after_the_budget_is_spent(tmp_path):
     pieces = [Piece("first", ("-c", f"import time; time.sleep(0.1); {HERE}")), Piece("second", ("-c", HERE))]
     outcomes = run_all(pieces, tmp_path, budget=0.1, machine=MACHINE)
     assert [outcome.state for outcome in outcomes.values()] == ["done", "not started: the budget is spent"]
+    assert results_of(outcomes, tmp_path).keys() == {"first"}
+    assert results_of(run_all(pieces, tmp_path, budget=0, machine=MACHINE), tmp_path) == {}  # these would be an older session's
 
 
 def row(speed, over=1.0, **memory):
