@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_common import arguments, begin, last_line, save, those_that_work
+from bench_common import NOTHING_FITS, arguments, begin, last_line, save, those_that_work
 from bench_frontier import Auto, add_model_options, contestant, engines, make_step, shape_of
 from torch import nn
 
@@ -119,13 +119,16 @@ def main() -> None:
     for gib in options.memory:
         budget = int(gib * GIB)
         if options.device == "cuda":
-            torch.cuda.set_per_process_memory_fraction(min(budget / torch.cuda.get_device_properties(0).total_memory, 1.0))
+            if (share := budget / torch.cuda.get_device_properties(0).total_memory) > 1:
+                print(f"{gib:g} GiB: left out, the GPU has less")
+                continue
+            torch.cuda.set_per_process_memory_fraction(share)
 
         def row_of(name: str, apply: Callable[[nn.Module], None], budget: int = budget) -> dict[str, Any]:
             batch = largest_batch(apply, options, budget)
             print(f"  {name}: {batch} samples", file=sys.stderr)
             if not batch:
-                raise torch.OutOfMemoryError("not even one sample fits")
+                raise torch.OutOfMemoryError(NOTHING_FITS)
             return measured(apply, with_batch(options, batch))
 
         makers = {name: functools.partial(row_of, name, apply) for name, apply in engines(options).items()}

@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+NOTHING_FITS = "not even one sample fits"
+"""Why bench_budget.py leaves out an engine that works."""
+
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """A parser that shows the description as it stands, and has ``--json``, the file for the results."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_common import plotter
+from bench_common import NOTHING_FITS, plotter
 
 EQUAL, LARGEST = "equal_batch_", "largest_batch_"
 OVERLAPPED = "pareprop"
@@ -49,11 +49,13 @@ def goals(results: Results) -> Iterator[Goal]:
                     yield Goal("reserved / allocated", f"{model}, {engine}", ratio, 1.15, at_least=False)
         if name.startswith(LARGEST):
             model = name.split("_gib_")[1]
-            for budget, rows in ((budget, part["engines"]) for budget, part in found["budgets"].items()):
+            for budget, part in found["budgets"].items():
+                rows, why = part["engines"], part["left_out"].get("autograd")
                 if best := max((row for row in OURS if row in rows), key=lambda row: speed(rows, row), default=None):
-                    plain = speed(rows, "autograd") if "autograd" in rows else 0.0
-                    over = speed(rows, best) / plain if plain else math.inf
-                    remark = best if plain else f"{best}; plain does not fit"
+                    if why is None:
+                        over, remark = speed(rows, best) / speed(rows, "autograd"), best
+                    else:  # infinitely faster than what does not fit, and unknown beside what failed otherwise
+                        over, remark = math.inf if NOTHING_FITS in why else math.nan, f"{best}; plain: {why}"
                     yield Goal("largest batch: ours / plain", f"{model}, {budget}", over, 1.5, remark=remark)
     for row in results.get("synthesis", {}).get("vectors", []):
         if row["length"] == 2**17:
