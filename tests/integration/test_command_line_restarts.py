@@ -65,10 +65,16 @@ def test_a_restart_falls_back_from_a_damaged_checkpoint(holotrain):
     assert_same_weights(Path("run") / LAST, Path("whole") / LAST)
 
 
+def in_the_end(err: str) -> list[str]:
+    """Without what the other process says if the launcher's SIGTERM finds it within a step."""
+    return [line for line in err.splitlines() if not line.startswith("holotrain: SIGTERM: saving")]
+
+
 @pytest.mark.slow
 def test_kill_9_ends_a_run_with_one_line(holotrain):
     status, _, err = holotrain("fit", *WORDS, *incident("SIGKILL"))
-    assert status == 1 and err.startswith("holotrain: rank 1 (process ") and err.count("\n") == 1, err
+    (line,) = in_the_end(err)
+    assert status == 1 and line.startswith("holotrain: rank 1 (process "), err
     assert "was killed by SIGKILL; resume with: python -m holotrain fit resume=true hydra.run.dir=run" in err
     assert weights(Path("run") / LAST)
 
@@ -104,7 +110,8 @@ def test_a_sweep_outlives_a_process_that_is_killed_and_is_resumed(holotrain):
     words = [*WORDS[:-1], "+callbacks.incident.step=9,4", *incident("SIGKILL")[:2]]
     status, out, err = holotrain("fit", "-m", *words)
     (sweep,) = Path("runs/fit/sweeps").iterdir()
-    assert (status, err.count("\n")) == (1, 1) and "was killed by SIGKILL; resume the sweep with its command plus " in err, err
+    (line,) = in_the_end(err)
+    assert status == 1 and "was killed by SIGKILL; resume the sweep with its command plus " in line, err
     assert f"hydra.run.dir={sweep}/1" in err and out.count("sweep of 2 jobs") == 1
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
     assert [row["status"] for row in rows] == ["completed", "failed"] and "was killed by SIGKILL" in rows[1]["error"]
