@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +46,16 @@ class Outcome:
 
 
 def run_all(
-    pieces: Sequence[Piece], folder: Path, budget: float, machine: dict[str, Any], resume: bool = False, toy: bool = False
+    pieces: Sequence[Piece],
+    folder: Path,
+    budget: float,
+    machine: dict[str, Any],
+    resume: bool = False,
+    toy: bool = False,
+    report: Callable[[dict[str, Outcome]], object] = lambda outcomes: None,
 ) -> dict[str, Outcome]:
-    """Runs the pieces that are not done until ``budget`` seconds are spent."""
+    """Runs the pieces that are not done until ``budget`` seconds are spent; ``report`` is called after each."""
     started, outcomes = time.monotonic(), {}
-    folder.mkdir(parents=True, exist_ok=True)
     for number, piece in enumerate(pieces, 1):
         missing = [module for module in piece.needs if importlib.util.find_spec(module) is None]
         if resume and (before := done_before(piece, folder, machine, toy)) is not None:
@@ -64,6 +69,7 @@ def run_all(
         outcomes[piece.name] = outcome
         took = "" if outcome.seconds is None else f", {outcome.seconds:.0f} s"
         print(f"{number}/{len(pieces)} {piece.name}: {outcome.state}{took}", flush=True)
+        report(outcomes)
     return outcomes
 
 
@@ -111,20 +117,21 @@ def run(piece: Piece, folder: Path, toy: bool) -> Outcome:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """None: there is no such file, or its writer was ended in the middle."""
+    """None: there is no such file, or none that a script of ours has written to its end."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def done_before(piece: Piece, folder: Path, machine: dict[str, Any], toy: bool) -> float | None:
     """Its seconds, if it was done with the same command on this machine."""
     found = read(folder / f"{piece.name}.json")
-    if found is None:
+    session, where = (found or {}).get("session"), (found or {}).get("machine")
+    if not (isinstance(session, dict) and session.keys() >= {"command", "seconds", "failure"} and isinstance(where, dict)):
         return None
-    session = found["session"]
-    same = all(found["machine"].get(key) == value for key, value in machine.items() if key != "threads")  # an option of some
+    same = all(where.get(key) == value for key, value in machine.items() if key != "threads")  # an option of some
     return session["seconds"] if same and not session["failure"] and session["command"] == command_of(piece, toy) else None
 
 
@@ -163,14 +170,25 @@ def main() -> None:
     if not (options.dry_run or described["gpu"]):
         parser.error("this machine has no CUDA device; --dry-run goes through every piece on the CPU")
     with tempfile.TemporaryDirectory() as aside:
-        folder = options.out or (Path(aside) if options.dry_run else RESULTS)
-        outcomes = run_all(PIECES, folder.absolute(), options.budget, described, options.resume, options.dry_run)
-        results = results_of(outcomes, folder)
-        states = {name: (outcome.state, outcome.seconds) for name, outcome in outcomes.items()}
-        text = markdown(states, results, described, options.dry_run)
-        (folder / "session.md").write_text(text)
-        print(f"\n{text}")
-        print(draw(results, folder / "session.png"))
+        folder = (options.out or (Path(aside) if options.dry_run else RESULTS)).absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out: {folder}: {error.strerror}")
+
+        def report(outcomes: dict[str, Outcome]) -> str:
+            states = {name: (outcome.state, outcome.seconds) for name, outcome in outcomes.items()}
+            text = markdown(states, results_of(outcomes, folder), described, options.dry_run)
+            (folder / "session.md").write_text(text)
+            return text
+
+        try:
+            outcomes = run_all(PIECES, folder, options.budget, described, options.resume, options.dry_run, report)
+        except KeyboardInterrupt:
+            print(f"stopped; {folder} has what is done, and --resume goes on", file=sys.stderr)
+            raise SystemExit(130) from None
+        print(f"\n{report(outcomes)}\nwritten to {folder}")
+        print(draw(results_of(outcomes, folder), folder / "session.png"))
     raise SystemExit(any(outcome.failed for outcome in outcomes.values()))
 
 

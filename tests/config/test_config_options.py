@@ -598,7 +598,8 @@ def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(p
     settings = lambda: [each.fp32_precision for each in (torch.backends, matmul, cudnn.conv, cudnn.rnn)]  # noqa: E731
     old = lambda: (torch.get_float32_matmul_precision(), cudnn.allow_tf32, matmul.allow_tf32)  # noqa: E731
     changed = attrgetter(part)(torch.backends) if part else torch.backends
-    usual = changed.fp32_precision
+    each = torch.backends, matmul, torch.backends.mkldnn.matmul, cudnn.conv, cudnn.rnn
+    usual = [one.fp32_precision for one in each]
     changed.fp32_precision = "ieee" if part == "cudnn.conv" else "tf32"
     try:
         before = settings()
@@ -609,4 +610,5 @@ def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(p
                 assert settings()[1:] == [name] * 3 and old() == (precision, name == "tf32", name == "tf32")
         assert settings() == before
     finally:
-        changed.fp32_precision = usual
+        for one, was in zip(each, usual, strict=True):
+            one.fp32_precision = was
