@@ -37,12 +37,13 @@ class Place:
         return self.size // self.local_size
 
 
-def found(environment: MutableMapping[str, str] = os.environ) -> Place | None:
+def found(environment: MutableMapping[str, str] | None = None) -> Place | None:
     """The place in the environment variables; None for a single process. Sets torchrun's variables from those of srun.
 
     Raises:
         UserError: the launcher's variables are not valid.
     """
+    environment = os.environ if environment is None else environment  # now: another package may have replaced it
     try:
         torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
         if not torchrun and {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
