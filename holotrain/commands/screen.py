@@ -13,6 +13,7 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_strategy import group_of, left_whole, share_of
 from holotrain.config.devices import device_name
+from holotrain.config.schema.classes import ERROR_DIFFUSION, FIT, is_a
 from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.schema.run import RunConfig
 from holotrain.data import TextDataModule
@@ -42,8 +43,8 @@ def show_start(
 ) -> None:
     """Prints the settings of the run and, for text, the number of tokens."""
     named = run.choices.get("model", config.model.name) if config.model else type(model).__name__
-    if (options := getattr(config.model, "arguments", {})).keys() >= {"rule", "depth", "width"}:  # error diffusion
-        named += f", rule {options['rule']}, depth {options['depth']}, width {options['width']}"
+    if is_a(config.model, *FIT[ERROR_DIFFUSION][0]):
+        named += f", rule {config.model.rule}, depth {config.model.depth}, width {config.model.width}"
     rows = {
         "model": f"{named}, {_parameters(model)}",
         "task": run.choices.get("task", config.task.name),
