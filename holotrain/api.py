@@ -18,16 +18,16 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.commands.checkpoint import described_model
 from holotrain.commands.generate import GENERATIONS
+from holotrain.commands.multiprocess import MultiprocessRunner
 from holotrain.commands.plan import planned
 from holotrain.commands.predict import PREDICTIONS
 from holotrain.commands.quiet import quietly
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
 from holotrain.commands.summary import read
-from holotrain.commands.together import Together
 from holotrain.config import checkpointed
 from holotrain.config.folders import checkpoint_path, from_here, run_folder
 from holotrain.config.given import GIVEN, Given, full_name
@@ -39,7 +39,7 @@ from holotrain.config.start import compose
 from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
 from holotrain.models import saved
-from holotrain.parallel.place import found
+from holotrain.parallel.rank import rank_from_environment
 from holotrain.planning import Plan
 from holotrain.targets import TARGET
 
@@ -245,7 +245,7 @@ def load(path: str | Path, trust: str | Collection[str] = (), model: nn.Module |
 
 def _weights_of(path: Path, trust: Collection[str] | None, model: nn.Module | None) -> nn.Module:
     if checkpointed.is_exported(path) and model is None:  # also of a model that no command exported
-        with described_by("load"):
+        with naming_group("load"):
             return saved.load(path, trust)
     return described_model(path, trust, model)[0]
 
@@ -262,7 +262,7 @@ def _run(
     if folder is not None and overrides:
         overrides = [*overrides, f"hydra.run.dir={folder}"]
     config = _prepared(command, config, objects, overrides)
-    if found() is not None:
+    if rank_from_environment() is not None:
         raise UserError(
             f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
         )
@@ -272,7 +272,7 @@ def _run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with quietly(), _silent(quiet):
-            status = Together(None, quiet).run(command, config, run)
+            status = MultiprocessRunner(None, quiet).run(command, config, run)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
     finally:

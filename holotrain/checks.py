@@ -40,7 +40,7 @@ def files_named() -> Iterator[None]:
 
 
 @contextmanager
-def described_by(group: str, options: Collection[str] = ()) -> Iterator[None]:
+def naming_group(group: str, options: Collection[str] = ()) -> Iterator[None]:
     """Turns a ValueError inside into a UserError about this configuration group.
 
     Args:

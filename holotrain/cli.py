@@ -32,12 +32,12 @@ from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.schema.commands import WORD_COMMANDS
 from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError
-from holotrain.parallel.place import Place, found
+from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 
 if TYPE_CHECKING:
+    from holotrain.commands.multiprocess import MultiprocessRunner
     from holotrain.commands.run import Run
-    from holotrain.commands.together import Together
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,19 +70,19 @@ def _interrupted(command: str) -> int:
 
 @files_named()
 def _run(argv: list[str]) -> int:
-    place = found()
-    if place is not None and not place.is_main:
-        from holotrain.commands.together import TOGETHER, follow
+    process = rank_from_environment()
+    if process is not None and not process.is_main:
+        from holotrain.commands.multiprocess import MULTIPROCESS_COMMANDS, follow
 
         # The main process alone runs the commands that need one process.
-        return follow(place) if argv[0] in TOGETHER and not {"--help", "-h"} & set(argv) else 0
+        return follow(process) if argv[0] in MULTIPROCESS_COMMANDS and not {"--help", "-h"} & set(argv) else 0
     if argv[0] in WORD_COMMANDS:
         return _of_words(*argv)
     arguments = parse(argv)
     register(arguments.resume)
     if arguments.help:
         return _help(arguments)
-    launch = Launch(arguments, place)
+    launch = Launch(arguments, process)
     return launch.show() if arguments.flag("--cfg", "-c") == "job" else launch.run()
 
 
@@ -121,12 +121,12 @@ class Launch:
     """One start of the command line: a single run, or every job of a sweep.
 
     Args:
-        place: position of this process among those that torchrun or srun started; it is the main one. None: no such launcher.
+        process: position of this process among those that torchrun or srun started; it is the main one. None: no such launcher.
     """
 
-    def __init__(self, arguments: Arguments, place: Place | None = None) -> None:
+    def __init__(self, arguments: Arguments, process: ProcessRank | None = None) -> None:
         self.arguments = arguments
-        self.place = place
+        self.process = process
         self.start = Start(arguments)
         self.statuses = [0]
 
@@ -165,8 +165,8 @@ class Launch:
                     f"cannot write to {error.filename or 'the output folder'}: {error.strerror or error}"
                 ) from error
             finally:
-                if self.place is not None:
-                    self.together.close()
+                if self.process is not None:
+                    self.runner.close()
         jobs = sweep.ended()
         if jobs:
             from holotrain.commands.sweep import show_sweep
@@ -175,10 +175,10 @@ class Launch:
         return worst([*self.statuses, *(job.exit_status for job in jobs)])
 
     @cached_property
-    def together(self) -> Together:
-        from holotrain.commands.together import Together  # imports torch
+    def runner(self) -> MultiprocessRunner:
+        from holotrain.commands.multiprocess import MultiprocessRunner  # imports torch
 
-        return Together(self.place)
+        return MultiprocessRunner(self.process)
 
     def job(self, config: DictConfig) -> float | None:
         """One run. Returns what a sweeper may optimise. A mistake ends the run, not the sweep that it belongs to.
@@ -196,13 +196,13 @@ class Launch:
                 from holotrain.commands.quiet import quieten
                 from holotrain.commands.run import Run
 
-                together = self.together  # imports Lightning, which can now be silenced
+                runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()
                 check_values(typed)
                 choices = self.start.choices(typed, hydra.runtime.choices, overrides)
                 varied, given = self._varied(overrides), self.arguments.config_dir
                 run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
-                left.exit_status = together.run(self.arguments.command, typed, run)
+                left.exit_status = runner.run(self.arguments.command, typed, run)
             left.error = next(iter(run.errors), None)
         except UserError as error:
             print(f"holotrain: {error}", file=sys.stderr)
@@ -220,7 +220,7 @@ class Launch:
             folder.rmdir()
         self.statuses.append(left.exit_status)
         # Only asked if it exists: creating it would import torch, and the message of a mistake would be late.
-        if left.exit_status > 128 or ("together" in vars(self) and self.together.broken):
+        if left.exit_status > 128 or ("runner" in vars(self) and self.runner.broken):
             raise Ended(left.exit_status)
         gc.collect()  # trainers are reference cycles, and would use memory in the next job of a sweep
         return left.value

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 
-from holotrain.callbacks.share import share_of
+from holotrain.callbacks.shard import shard_of
 from holotrain.callbacks.whole_steps import wait_for_whole_steps
 from holotrain.reversible import stacks_in
 from holotrain.seeds import mixed_seed
@@ -48,7 +48,7 @@ class ExactResume(pl.Callback):
         loader = trainer.train_dataloader
         position = loader.state_dict() if hasattr(loader, "state_dict") else None
         states = random_states() | {"grids": [stack.grid_state() for stack in stacks_in(pl_module)], "loader": position}
-        checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": share_of(trainer)[1]}
+        checkpoint[KEY] = {"random": _of_all_ranks(states), "shares": shard_of(trainer)[1]}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._to_restore = checkpoint.get(KEY)
@@ -66,7 +66,7 @@ class ExactResume(pl.Callback):
             if grid is not None:
                 stack.load_grid_state(grid)
         # Processes with the same share of the data need the same state, so the same number of processes is not enough.
-        if len(states) == trainer.world_size and kept.get("shares", len(states)) == share_of(trainer)[1]:
+        if len(states) == trainer.world_size and kept.get("shares", len(states)) == shard_of(trainer)[1]:
             restore_random_states(states[trainer.global_rank])
         else:
             self._begin(trainer)
@@ -78,13 +78,13 @@ class ExactResume(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Seeds torch differently for each share of the data; processes with the same share get the same seed."""
-        torch.manual_seed(mixed_seed(self.seed, trainer.global_step, share_of(trainer)[0]))
+        torch.manual_seed(mixed_seed(self.seed, trainer.global_step, shard_of(trainer)[0]))
 
 
 def _position(positions: list[dict[str, Any] | None], trainer: pl.Trainer) -> dict[str, Any] | None:
     """Of a stream, that of this process's shard, which had another rank if the strategy has changed; the loader refuses others.
     Other loaders have the same position in all processes."""
-    shard = [*share_of(trainer)]
+    shard = [*shard_of(trainer)]
     found = (position for position in positions if position and position.get("place", {}).get("processes") == shard)
     return next(found, positions[trainer.global_rank % len(positions)])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from holotrain.callbacks.period import checked_period, period_of
-from holotrain.callbacks.share import share_of
+from holotrain.callbacks.shard import shard_of
 from holotrain.planning.clock import Clock, clock_of
 
 
@@ -76,7 +76,7 @@ class ThroughputMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.clock = self.clock or clock_of(pl_module.device)
-        _, self._ranks = share_of(trainer)
+        _, self._ranks = shard_of(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer.global_step)

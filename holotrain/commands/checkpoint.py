@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names, synthesis_of
 from holotrain.config.build_weights import with_adapters
@@ -31,10 +31,10 @@ class KeepConfiguration(pl.Callback):
     """Writes the configuration of the run into its checkpoints."""
 
     def __init__(self, config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> None:
-        self.stamp = checkpointed.stamp(config, choices, description)
+        self.run_metadata = checkpointed.run_metadata(config, choices, description)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[checkpointed.KEY] = self.stamp
+        checkpoint[checkpointed.KEY] = self.run_metadata
 
 
 def check_origin(config: RunConfig, path: Path) -> None:
@@ -87,7 +87,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     if config.data.tokenizer is not None:
         return None
     if is_a(config.model, HUGGING_FACE):
-        with described_by("model.name"):
+        with naming_group("model.name"):
             return tokenizer_of(config.model.arguments["name"], config.model.download)
     if not getattr(config.model, "pretrained", None):
         return None
@@ -107,7 +107,7 @@ def described_model(
 
     Args:
         trust: packages whose own classes may be called, in addition to holotrain's models; None: what the file names may be,
-            because :func:`~holotrain.config.origin.origin` has checked it.
+            because :func:`~holotrain.config.start_checkpoint.start_checkpoint` has checked it.
         model: takes the weights of a checkpoint; None: a new one of the class that the checkpoint names.
 
     Raises:
@@ -118,7 +118,7 @@ def described_model(
     described = kept["description"]
     vouched = checked_names(described) if trust is None else ()
     if checkpointed.is_exported(path):
-        with described_by("ckpt_path"):
+        with naming_group("ckpt_path"):
             return saved.load(path, trust or (), vouched), described
     if model is None:
         model = _built(kept, path, trust or (), vouched, checkpoint["state_dict"])
@@ -159,7 +159,7 @@ def in_int8(model: nn.Module, wanted: bool) -> None:
         UserError: torchao is not installed, or the model is already int8.
     """
     if wanted:
-        with described_by("int8"):
+        with naming_group("int8"):
             quantise(model)
 
 
@@ -170,7 +170,7 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
         UserError: the checkpoint cannot be read, or holds another model.
     """
     if checkpointed.is_exported(path):
-        with described_by("ckpt_path"):
+        with naming_group("ckpt_path"):
             model = saved.load(path, vouched=checked_names(checkpointed.load(path)[checkpointed.KEY]["description"]))
             if is_quantised(model):
                 quantise(model_of(task))
@@ -214,7 +214,7 @@ def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, p
         raise UserError(f"synthesis={wanted}: {path} was trained with synthesis={kept} and can only continue with it")
     if config.synthesis is not None:
         synthesis = synthesis_of(config.synthesis, task)
-        with described_by("synthesis"):
+        with naming_group("synthesis"):
             for name, state in checkpoint["callbacks"].items():
                 if name.startswith(config.synthesis.name):
                     synthesis.load_state_dict(state) if processes == 1 else synthesis.check_state(state, processes)

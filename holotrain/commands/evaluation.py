@@ -51,7 +51,7 @@ def evaluate(
         load_weights(task, path)
         step = checkpointed.load(path).get("global_step", 0)
     matrices = build_matrices(config)
-    trainer = build_trainer(config.trainer, run.folder, [*matrices], False, place=run.place)
+    trainer = build_trainer(config.trainer, run.folder, [*matrices], False, process=run.process)
     measure = trainer.validate if split == "validate" else trainer.test
     with lightning_refusals(split):
         metrics = next(iter(measure(task, datamodule=data, verbose=False)), {})
@@ -98,7 +98,7 @@ def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.Lightn
     check_classes(config, data, path)
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data)
-    check_division(config.trainer, run.place, model_of(task))
+    check_division(config.trainer, run.process, model_of(task))
     return path, data, task
 
 

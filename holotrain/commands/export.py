@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.run import Run
@@ -47,7 +47,7 @@ def run(config: ExportConfig, run: Run) -> int:
     try:
         for program in (PROGRAM, ONNX):  # left by an earlier export
             (folder / program).unlink(missing_ok=True)
-        with described_by("to"):
+        with naming_group("to"):
             if isinstance(model, Foreign):
                 folder.mkdir(parents=True, exist_ok=True)
                 names = model.save(folder, described.get("class_names"), described.get("statistics"), tokenizer)
@@ -56,7 +56,7 @@ def run(config: ExportConfig, run: Run) -> int:
                 names = [saved.WEIGHTS, saved.CONFIG, saved.TOKENIZER]
         if config.format != "safetensors":
             example = torch.zeros(2, arguments["channels"], arguments["image_size"], arguments["image_size"])
-            with described_by(f"format={config.format}"):
+            with naming_group(f"format={config.format}"):
                 if config.format == "program":
                     export_program(model, example, folder / PROGRAM)
                 else:

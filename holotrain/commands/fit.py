@@ -47,23 +47,25 @@ def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
     started = time.monotonic()
     check_training_device(config)
-    origin = _origin(config, run)
-    if origin is not None:
-        check_origin(config, origin)
-    if origin is not None and config.resume:
-        config = chosen_before(config, origin)
-    data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, origin))
+    start_checkpoint = _origin(config, run)
+    if start_checkpoint is not None:
+        check_origin(config, start_checkpoint)
+    if start_checkpoint is not None and config.resume:
+        config = chosen_before(config, start_checkpoint)
+    data = build_data(smallest_batch(config) if config.batch_is_open else config, tokenizer_for(config, start_checkpoint))
     run.once_a_machine("data", data.prepare_data)
     data.setup("fit")
     config = _chosen(config, data, run)
     pl.seed_everything(config.seed, verbose=False)
-    task = build_task(config, data, begin=origin is None)
+    task = build_task(config, data, begin=start_checkpoint is None)
     if config.trainer.precision == "64-true":
         task.double()  # Lightning (2.6) does so after it has loaded the checkpoint, whose weights would be rounded
-    check_division(config.trainer, run.place, model_of(task))
-    if origin is not None:
-        check_continuable(task, config, origin, run.place.size if run.place and config.trainer.strategy == "fsdp" else 1)
-        check_classes(config, data, origin)
+    check_division(config.trainer, run.process, model_of(task))
+    if start_checkpoint is not None:
+        check_continuable(
+            task, config, start_checkpoint, run.process.size if run.process and config.trainer.strategy == "fsdp" else 1
+        )
+        check_classes(config, data, start_checkpoint)
 
     loggers = build_loggers(config.logger, run.folder, run.sweep)
     callbacks = [
@@ -78,11 +80,11 @@ def run(config: FitConfig, run: Run) -> int:
     options = config.trainer
     if steps_in_backward(config):  # and clips there; Lightning would look for gradients after it
         options = options.with_arguments(gradient_clip_val=None)
-    trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.place)
+    trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
     resolved = yaml.safe_dump(container(config), sort_keys=False)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)
-    screen.show_start("fit", config, run, model_of(task), origin, data)
+    screen.show_start("fit", config, run, model_of(task), start_checkpoint, data)
 
     if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
@@ -93,9 +95,9 @@ def run(config: FitConfig, run: Run) -> int:
     try:
         with as_out_of_memory():
             with lightning_refusals("fit"):
-                trainer.fit(task, datamodule=data, ckpt_path=origin, weights_only=True)
+                trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
             if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
-                if run.world is not None:  # the strategy may have sharded the trained task
+                if run.processes is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)
                 tested = evaluate("test", config, run, task, data, _checkpoint(run, trainer), loggers, trainer.global_step)
     except Interrupted as signal:
@@ -104,7 +106,7 @@ def run(config: FitConfig, run: Run) -> int:
     except OutOfMemory as refusal:
         status, exit_status = "out of memory", 2
         when = "during the test" if trainer.state.finished else f"at step {trainer.global_step + 1}"
-        if run.world is not None:  # so that the other processes end too
+        if run.processes is not None:  # so that the other processes end too
             if run.is_main:
                 log_end(loggers, "failed")
             raise UserError(f"out of memory {when} on {device_name(config.trainer.accelerator)}; {refusal}") from refusal
@@ -131,10 +133,10 @@ def run(config: FitConfig, run: Run) -> int:
 def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitConfig:
     """The configuration with its ``auto`` options filled in, equal in all processes. Updates the batch size of ``data``."""
     choose = partial(chosen, config, data, device_kind(config.trainer.accelerator))
-    if run.place is None or not (config.batch_is_open or config.backward.open):
+    if run.process is None or not (config.batch_is_open or config.backward.open):
         return choose()
     if run.is_main:
-        config = choose(processes=run.place.local_size)
+        config = choose(processes=run.process.local_size)
     config = typed("fit", run.agreed("chosen", container(config)))
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)

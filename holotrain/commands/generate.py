@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.files import write_whole
@@ -39,7 +39,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     shown = Shown(tokenizer, texts[0]) if config.stream and len(texts) == 1 else None
     tokens: list[torch.Tensor] = []
     began = time.monotonic()
-    with autocast_of(config.trainer), described_by("generate"):
+    with autocast_of(config.trainer), naming_group("generate"):
         compiled = bool(config.compile)
         for token in generate(model, starts, config.max_tokens, sampling, tokenizer.end_id, generator, compiled=compiled):
             tokens.append(token.cpu())

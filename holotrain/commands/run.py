@@ -12,11 +12,11 @@ from holotrain.config.arguments import key_of
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.folders import LAST_CHECKPOINT
 from holotrain.config.given import GIVEN
-from holotrain.config.origin import LOCAL_LOGGERS
 from holotrain.config.schema.commands import FitConfig
 from holotrain.config.schema.run import RunConfig
-from holotrain.parallel.place import Place
-from holotrain.parallel.world import World
+from holotrain.config.start_checkpoint import LOCAL_LOGGERS
+from holotrain.parallel.process_group import Processes
+from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
 
 OF_FIT = {option.name for option in fields(FitConfig)} - {option.name for option in fields(RunConfig)} - {"resume"}
@@ -34,7 +34,7 @@ class Run:
         varied: the options and groups that a sweep varies; empty without a sweep.
         direction: ``maximize`` or ``minimize``, what the sweeper does with the monitored metric; None: it does not optimise.
         config_dir: the user's folder of options; None: there is none.
-        world: the processes of the run; None: only this process.
+        processes: the processes of the run; None: only this process.
         errors: what went wrong in several processes, in one line.
     """
 
@@ -45,7 +45,7 @@ class Run:
     varied: list[str] = field(default_factory=list)
     direction: str | None = None
     config_dir: str | None = None
-    world: World | None = None
+    processes: Processes | None = None
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -84,17 +84,17 @@ class Run:
         return f"; {self.how_to_resume}" if self.last_checkpoint.exists() else ""
 
     @property
-    def place(self) -> Place | None:
-        return self.world and self.world.place
+    def process(self) -> ProcessRank | None:
+        return self.processes and self.processes.process
 
     @property
     def is_main(self) -> bool:
         """Whether this process prints and writes files."""
-        return self.world is None or self.world.place.is_main
+        return self.processes is None or self.processes.process.is_main
 
     def agreed(self, name: str, value: Any) -> Any:
         """The main process's value, in all processes. Plain containers only."""
-        return value if self.world is None else self.world.agreed(name, value)
+        return value if self.processes is None else self.processes.agreed(name, value)
 
     def once_a_machine(self, name: str, act: Callable[[], object]) -> None:
         """Calls ``act`` in one process per machine, and after that in the others.
@@ -102,7 +102,7 @@ class Run:
         Raises:
             UserError: ``act`` raised it on this machine.
         """
-        if self.world is None:
+        if self.processes is None:
             act()
         else:
-            self.world.once_a_machine(name, act)
+            self.processes.once_a_machine(name, act)

@@ -17,7 +17,7 @@ from holotrain.config.schema.classes import ERROR_DIFFUSION, FIT, is_a
 from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.schema.run import RunConfig
 from holotrain.data import TextDataModule
-from holotrain.parallel.place import Place
+from holotrain.parallel.rank import ProcessRank
 from holotrain.sizes import counted
 
 PROFILES = {
@@ -56,24 +56,24 @@ def show_start(
         "precision": _precision(config),
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
-        "processes": _processes(config, run.place, model) if run.place else None,
+        "processes": _processes(config, run.process, model) if run.process else None,
         "folder": run.folder,
     }
     console.print(_table(f"holotrain {command}", {key: value for key, value in rows.items() if value is not None}))
 
 
-def _processes(config: RunConfig, place: Place, model: nn.Module) -> str:
-    trainer, group = config.trainer, group_of(config.trainer, place)
-    words = [f"{place.size}, {trainer.strategy}"]
+def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str:
+    trainer, group = config.trainer, group_of(config.trainer, process)
+    words = [f"{process.size}, {trainer.strategy}"]
     if group > 1:
-        words[0] += f" in {place.size // group} groups of {group}" if group < place.size else ""
+        words[0] += f" in {process.size // group} groups of {group}" if group < process.size else ""
     if trainer.strategy == "tp" and group > 1:
         words.append("no overlap" if trainer.overlap is None else f"overlapped row groups: {trainer.overlap}")
     if trainer.compression != "none":
         words.append(f"gradient compression: {trainer.compression}")
     if trainer.sharded_checkpoints:
         words.append("sharded checkpoints")
-    if whole := left_whole(trainer, place, model):
+    if whole := left_whole(trainer, process, model):
         words.append(f"not sharded: {', '.join(whole)}")
     return "; ".join(words)
 
@@ -123,9 +123,9 @@ def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
     console.print(_table(summary.status, rows))
 
 
-def _batches(config: RunConfig, place: Place | None) -> str:
+def _batches(config: RunConfig, process: ProcessRank | None) -> str:
     option, size = config.batch_option
-    if place is not None and (shares := share_of(config.trainer, place)[1]) > 1:
+    if process is not None and (shares := share_of(config.trainer, process)[1]) > 1:
         size = f"{shares} x {size}"
     if size is None:  # what data of others say of themselves
         return "batches of its own size"

@@ -72,7 +72,7 @@ class Summary:
             seconds=0.0,
             float32_matmul_precision=config.trainer.float32_matmul_precision,
             strategy=config.trainer.strategy,
-            processes=run.place.size if run.place else 1,
+            processes=run.process.size if run.process else 1,
         )
 
     def write(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.build_optimizer import optimizer_maker, scheduler_maker
 from holotrain.config.build_weights import prepare_weights
 from holotrain.config.chosen import Chosen
@@ -112,7 +112,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
         facts: from :func:`facts_of`.
     """
     backward = config.backward
-    with described_by("model"), allocated():
+    with naming_group("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
         model = OPEN["model"].make("model", chosen, nn.Module)
     try:
@@ -204,7 +204,7 @@ def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     Raises:
         UserError: it is too large for this machine, or, if a larger one is planned for, for any.
     """
-    with torch.device("meta"), described_by("model"), bounded(any_machine=isinstance(config, PlanConfig)):
+    with torch.device("meta"), naming_group("model"), bounded(any_machine=isinstance(config, PlanConfig)):
         return build_model(config, facts)
 
 
@@ -266,5 +266,5 @@ def synthesis_of(chosen: Chosen, task: nn.Module) -> HolographicSynthesis:
         UserError: a value out of range, or a pattern that matches no parameter.
     """
     callback = OPEN["synthesis"].make("synthesis", chosen, SynthesisCallback)
-    with described_by("synthesis", OPEN["synthesis"].options(chosen.target)):
+    with naming_group("synthesis", OPEN["synthesis"].options(chosen.target)):
         return callback.applied_to(task, on_device=False)

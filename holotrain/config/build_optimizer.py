@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import takes
 from holotrain.config.schema.optimizer import IN_BACKWARD
@@ -40,7 +40,7 @@ def optimizer_maker(chosen: Chosen, clip_value: float | None = None) -> Callable
     made = make(nn.Linear(1, 1))
     if not in_backward:
         return make
-    with described_by(f"optimizer.{IN_BACKWARD}"):
+    with naming_group(f"optimizer.{IN_BACKWARD}"):
         InBackward(made)
     if not _steps_parameters_alone(make):
         raise UserError(f"optimizer.{IN_BACKWARD}: {chosen.name} steps all parameters together; set it to false")

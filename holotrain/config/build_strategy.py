@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device, device_kind
 from holotrain.config.schema.run import RunConfig
@@ -19,7 +19,7 @@ from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
 from holotrain.parallel.data import DataParallel
 from holotrain.parallel.pipeline import Pipeline, check_stages, equal_parts
-from holotrain.parallel.place import Place
+from holotrain.parallel.rank import ProcessRank
 from holotrain.parallel.sharded import Sharding
 from holotrain.parallel.tensor import overlapped
 
@@ -33,10 +33,10 @@ def processes_of(config: Chosen) -> int:
     return torch.cuda.device_count() if device_kind(config.accelerator) == "cuda" else 1
 
 
-def check_processes(config: RunConfig, place: Place | None) -> None:
+def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
     """
     Args:
-        place: rank and size from a launcher, if any.
+        process: rank and size from a launcher, if any.
 
     Raises:
         UserError: there are too few devices, they cannot communicate, or the launcher started a different number of processes.
@@ -57,19 +57,19 @@ def check_processes(config: RunConfig, place: Place | None) -> None:
         raise UserError(f"trainer.{bounded[0]}: needs NVIDIA GPUs and trainer.backend=nccl")
     if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
         raise UserError(f"trainer={trainer.strategy}: this build of torch has no distributed support; use trainer=default")
-    count = processes_of(trainer) if place is None else place.local_size
-    if place is None and (trainer.num_nodes or 1) > 1:
+    count = processes_of(trainer) if process is None else process.local_size
+    if process is None and (trainer.num_nodes or 1) > 1:
         raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
-    if trainer.max_restarts and (place is not None or count == 1):
+    if trainer.max_restarts and (process is not None or count == 1):
         raise UserError(
             "trainer.max_restarts: needs several devices"
-            if place is None
+            if process is None
             else "trainer.max_restarts: what started the processes must restart them, such as torchrun --max-restarts"
         )
-    if place is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, place.nodes)):
-        machines = f" on each of {place.nodes} machines" if place.nodes > 1 else ""
+    if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
+        machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
-    size = place.size if place else count
+    size = process.size if process else count
     for option in ("tensor_parallel", "pipeline_stages"):
         if size % (asked := getattr(trainer, option) or 1):
             raise UserError(f"trainer.{option}={asked}: {size} processes are not a multiple of it")
@@ -96,9 +96,9 @@ def _check_microbatches(config: RunConfig, stages: int) -> None:
         )
 
 
-def device_of(config: Chosen, place: Place) -> torch.device:
+def device_of(config: Chosen, process: ProcessRank) -> torch.device:
     """The device of this process."""
-    return torch.device("cuda", place.local_rank) if device_kind(config.accelerator) == "cuda" else torch.device("cpu")
+    return torch.device("cuda", process.local_rank) if device_kind(config.accelerator) == "cuda" else torch.device("cpu")
 
 
 def backend_of(config: Chosen, device: torch.device) -> str:
@@ -122,51 +122,51 @@ def nccl_options(config: Chosen) -> dist.ProcessGroupNCCL.Options | None:
     return options
 
 
-def share_of(config: Chosen, place: Place) -> tuple[int, int]:
+def share_of(config: Chosen, process: ProcessRank) -> tuple[int, int]:
     """Which shard of the data this process reads, and the number of shards."""
-    group = group_of(config, place)
-    return place.rank // group, place.size // group
+    group = group_of(config, process)
+    return process.rank // group, process.size // group
 
 
-def group_of(config: Chosen, place: Place) -> int:
+def group_of(config: Chosen, process: ProcessRank) -> int:
     """The number of processes that share a model, by layers (tp) or by blocks (pipeline), and read the same data."""
-    size = {"tp": config.tensor_parallel or place.size, "pipeline": config.pipeline_stages or place.size}
+    size = {"tp": config.tensor_parallel or process.size, "pipeline": config.pipeline_stages or process.size}
     return size.get(config.strategy, 1)
 
 
-def left_whole(config: Chosen, place: Place, model: nn.Module) -> list[str]:
+def left_whole(config: Chosen, process: ProcessRank, model: nn.Module) -> list[str]:
     """The layers that tensor parallelism does not shard, each with the reason."""
-    ranks = group_of(config, place) if config.strategy == "tp" else 1
+    ranks = group_of(config, process) if config.strategy == "tp" else 1
     return division(model, ranks).whole if ranks > 1 else []
 
 
-def check_division(config: Chosen, place: Place | None, model: nn.Module) -> None:
+def check_division(config: Chosen, process: ProcessRank | None, model: nn.Module) -> None:
     """
     Raises:
         UserError: tensor parallelism cannot shard any layer of the model, or it cannot be divided into stages.
     """
-    if place is None or (ranks := group_of(config, place)) == 1:
+    if process is None or (ranks := group_of(config, process)) == 1:
         return
     try:
         if config.strategy == "pipeline":
-            with described_by("trainer=pipeline"):
+            with naming_group("trainer=pipeline"):
                 return check_stages(model, ranks)
         division(model, ranks)
     except Indivisible as error:
         raise UserError(f"trainer=tp: no layer can be sharded over {ranks} processes: {error}") from error
 
 
-def build_strategy(config: Chosen, place: Place | None) -> Strategy | str:
+def build_strategy(config: Chosen, process: ProcessRank | None) -> Strategy | str:
     """Lightning's strategy; "auto" for a single process."""
-    if place is None:
+    if process is None:
         return "auto"
     common: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout)}
     if config.strategy in ("fsdp", "tp"):
-        size = group_of(config, place)
+        size = group_of(config, process)
         styles = None  # the tensor parallel layers of torch, without overlap
         if config.overlap is not None:
             styles = overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
-        return Sharding(place.size // size, size, styles, config.sharded_checkpoints, **common)
+        return Sharding(process.size // size, size, styles, config.sharded_checkpoints, **common)
     if config.strategy == "pipeline":
-        return Pipeline(group_of(config, place), config.pipeline_schedule, config.microbatches, **common)
+        return Pipeline(group_of(config, process), config.pipeline_schedule, config.microbatches, **common)
     return DataParallel(config.compression, **common)

@@ -11,14 +11,14 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfil
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from holotrain.callbacks import TraceProfiler
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.build_strategy import build_strategy
 from holotrain.config.chosen import Chosen
 from holotrain.config.devices import check_device
 from holotrain.config.schema.beside import BESIDE
 from holotrain.errors import UserError
 from holotrain.parallel.checkpoints import CheckpointFiles
-from holotrain.parallel.place import Place
+from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import first_line, made
 
 
@@ -29,14 +29,14 @@ def build_trainer(
     logger: object,
     batches: int | None = None,
     profiler: str | None = None,
-    place: Place | None = None,
+    process: ProcessRank | None = None,
 ) -> pl.Trainer:
     """A trainer that writes its files to ``folder``.
 
     Args:
         batches: number of batches per epoch; only needed to train.
         profiler: name of the profiler.
-        place: rank and size of this process, if several train together.
+        process: rank and size of this process, if several train together.
 
     Raises:
         UserError: the device is missing or does not support the precision.
@@ -44,16 +44,16 @@ def build_trainer(
     check_device(config)
     own = {name: value for name, value in config.arguments.items() if name not in BESIDE}
     plugins = own.pop("plugins") or []
-    with described_by("trainer.plugins"):
+    with naming_group("trainer.plugins"):
         changed: dict[str, Any] = {"plugins": [*made(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]}
-    changed |= {"strategy": build_strategy(config, place), "devices": 1, "num_nodes": 1}
-    if place is not None:
-        changed |= {"devices": place.local_size, "num_nodes": place.nodes}
+    changed |= {"strategy": build_strategy(config, process), "devices": 1, "num_nodes": 1}
+    if process is not None:
+        changed |= {"devices": process.local_size, "num_nodes": process.nodes}
     if profiler is not None:
-        changed["profiler"] = _profiler(profiler if place is None or place.is_main else None, folder)
-    if place is not None:
+        changed["profiler"] = _profiler(profiler if process is None or process.is_main else None, folder)
+    if process is not None:
         changed["plugins"].append(TorchElasticEnvironment())
-    if place is not None and config.precision == "64-true":
+    if process is not None and config.precision == "64-true":
         # Lightning's ModelParallelStrategy only accepts it as a plugin.
         changed["precision"] = None
         changed["plugins"].append(DoublePrecision())

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.chosen import Chosen
 from holotrain.models.adapters import add_adapters, add_peft, freeze
 from holotrain.models.bounds import bounded
@@ -24,13 +24,13 @@ def prepare_weights(model: nn.Module, config: Chosen, read: bool) -> None:
         UserError: the weights are missing or belong to another model, or the model lacks the part to train.
     """
     if isinstance(model, Foreign):
-        with described_by("model"):
+        with naming_group("model"):
             if read and (said := model.start_from(config.pretrained)):
                 print(said, file=sys.stderr)
     elif read and config.pretrained:
-        with described_by("model.pretrained"):
+        with naming_group("model.pretrained"):
             print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
-    with described_by("model"):
+    with naming_group("model"):
         with bounded():
             with_adapters(model, config.adapters)
         if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.schema.classes import CLASSIFIER, IMAGES, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.signatures import checked
@@ -19,7 +19,7 @@ from holotrain.errors import UserError
 from holotrain.targets import TARGET, first_line, missing_package, targets
 
 KEY = "holotrain"
-"""Where a checkpoint holds what ``stamp`` returns."""
+"""Where a checkpoint holds what ``run_metadata`` returns."""
 
 NEVER_KEPT = ("output_dir", "ckpt_path", "trust", "logger")
 """Options of a run that only a command line sets."""
@@ -48,7 +48,7 @@ STATE = {
 """Those of the parts of a checkpoint that this program and Lightning read by name."""
 
 
-def stamp(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
+def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint keeps of a run, in plain containers.
 
     Args:
@@ -144,7 +144,7 @@ def weights(path: Path) -> dict[str, Any]:
     """
     from holotrain.models import checkpoint_files
 
-    with described_by("ckpt_path"):
+    with naming_group("ckpt_path"):
         weights = checkpoint_files.read(path, ["state_dict"])["state_dict"]
     checkpoint_files.warn_of_non_finite(weights, path)
     return weights
@@ -160,7 +160,7 @@ def is_exported(path: Path) -> bool:
 def _exported(folder: Path) -> dict[str, Any]:
     from holotrain.models.saved import read_config
 
-    with described_by("ckpt_path"):
+    with naming_group("ckpt_path"):
         config = read_config(folder)
     if KEY not in config:
         raise UserError(f"ckpt_path: {folder} was not exported by the command line: it holds no configuration of a run")

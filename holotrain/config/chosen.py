@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holotrain.checks import described_by, did_you_mean
+from holotrain.checks import did_you_mean, naming_group
 from holotrain.config.signatures import REQUIRED, Option, checked, defaults_of, signature
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, called, made
@@ -103,7 +103,7 @@ class Filled:
         own = {name: value for name, value in choice.arguments.items() if value is not None or name not in self.unless_given}
         names = {*signature(choice.target).options, *choice.arguments}
         filled = {name: value for name, value in known.items() if name in names and own.get(name) is None}
-        with described_by(where, self.options(choice.target)):
+        with naming_group(where, self.options(choice.target)):
             made = replace(choice, arguments=own).make(*positional, **filled)
         if not isinstance(made, of):
             raise UserError(f"{where}: {choice.target} is not a {of.__name__}; calling it gives a {type(made).__name__}")

@@ -101,11 +101,11 @@ def _step(
     config: RunConfig, data: pl.LightningDataModule, device: str, first: Any, task: pl.LightningModule, size: int
 ) -> TrainingStep:
     """The step of a Trainer with this task, on the device of its parameters; it behaves as on ``device``."""
-    place = next(task.parameters()).device
+    process = next(task.parameters()).device
     batch = example_batch(data, size, first)
     if config.trainer.precision == "64-true":
         batch = tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
-    batch = pl.utilities.move_data_to_device(batch, place)
+    batch = pl.utilities.move_data_to_device(batch, process)
     model = model_of(task)
     held: dict[str, list[Tensor]] = {"batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]}
     if config.average is not None:
@@ -125,7 +125,7 @@ def _step(
         model=model,
         loss=lambda: training_loss(task, batch),
         optimizer=optimizer_of(task),
-        autocast=partial(autocast_of, config.trainer, place.type),
+        autocast=partial(autocast_of, config.trainer, process.type),
         batches=config.trainer.accumulate_grad_batches,
         clip=config.trainer.gradient_clip_val,
         clip_value=config.trainer.gradient_clip_algorithm == "value",

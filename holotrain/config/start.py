@@ -14,8 +14,8 @@ from holotrain.config.arguments import Arguments, key_of, parse
 from holotrain.config.composition import composed, member_names, own_hydra, register, require_new_names
 from holotrain.config.explain import CONFIGURATION_ERRORS, explained, explaining
 from holotrain.config.folders import checkpoint_path, run_folder
-from holotrain.config.origin import Origin, origin, primary, without_leftovers
 from holotrain.config.schema.run import NAMED, RunConfig
+from holotrain.config.start_checkpoint import StartCheckpoint, primary, start_checkpoint, without_leftovers
 from holotrain.config.typed import completed, typed, with_own_options
 from holotrain.errors import UserError
 from holotrain.targets import TARGET
@@ -27,32 +27,32 @@ class Start:
 
     Args:
         arguments: the words; its primary configuration is set.
-        origin: the checkpoint.
+        checkpoint: the checkpoint.
     """
 
     arguments: Arguments
-    origin: Origin | None = field(init=False)
+    checkpoint: StartCheckpoint | None = field(init=False)
 
     def __post_init__(self) -> None:
         if self.arguments.config_dir:
             require_new_names(self.arguments.config_dir)
-        self.origin = origin(self.arguments)
-        if self.origin is not None:
-            self.arguments.primary = primary(self.arguments, self.origin)
+        self.checkpoint = start_checkpoint(self.arguments)
+        if self.checkpoint is not None:
+            self.arguments.primary = primary(self.arguments, self.checkpoint)
 
     def completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
-        plain = with_own_options(OmegaConf.to_container(config), overrides, self.origin and self.origin.config)
+        plain = with_own_options(OmegaConf.to_container(config), overrides, self.checkpoint and self.checkpoint.config)
         self._check_left_out(plain)
-        if self.origin is not None:
-            plain = without_leftovers(plain, self.origin, overrides)
+        if self.checkpoint is not None:
+            plain = without_leftovers(plain, self.checkpoint, overrides)
         return OmegaConf.create(completed(self.arguments.command, plain, overrides))
 
     def _check_left_out(self, plain: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
         for group in NAMED:
             for name in [name for name, value in plain[group].items() if value is None]:
-                kept = self.origin.config.get(group, {}) if self.origin is not None else {}
+                kept = self.checkpoint.config.get(group, {}) if self.checkpoint is not None else {}
                 known = {*member_names(group, self.arguments.config_dir), *kept}
                 if name not in known:
                     raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
@@ -79,7 +79,7 @@ class Start:
             chosen: those of Hydra.
         """
         options = {group: option for group, option in chosen.items() if option and "/" not in group}
-        found = {"backward": config.backward.name} | (self.origin.choices if self.origin else {}) | options
+        found = {"backward": config.backward.name} | (self.checkpoint.choices if self.checkpoint else {}) | options
         for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)

@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.arguments import key_of
 from holotrain.config.chosen import Chosen, checked_values, chosen, defaults, named_defaults
 from holotrain.config.given import GIVEN
@@ -33,7 +33,7 @@ def typed(command: str, plain: dict[str, Any]) -> RunConfig:
         values[group] = values[group] and chosen(group, values[group], filled)
     for group, filled in NAMED.items():
         values[group] = {name: chosen(f"{group}.{name}", each, filled) for name, each in values[group].items()}
-    with described_by("backward"):
+    with naming_group("backward"):
         values["backward"] = BackwardConfig(**checked_values("backward", options_of(BackwardConfig), values["backward"]))
     try:
         return COMMANDS[command](**checked_values("", options_of(COMMANDS[command]), values))

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
-from holotrain.data.share import share
+from holotrain.data.shard import data_shard
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least
 
@@ -48,7 +48,7 @@ class Loader(OwnGenerator):
 
     def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
         if "batch_sampler" not in options:
-            alone = share() == (0, 1)
+            alone = data_shard() == (0, 1)
             options |= (
                 {"batch_size": batch_size} if alone else {"batch_sampler": FixedBatches(in_batches(len(dataset), batch_size))}
             )
@@ -177,7 +177,7 @@ class StreamLoader:
             yield batch
 
     def _place(self) -> dict[str, list[int]]:
-        return {"processes": [*share()], "workers": [self.batches.num_workers]}
+        return {"processes": [*data_shard()], "workers": [self.batches.num_workers]}
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the number of its batches that were handed out, and the state of the stream."""

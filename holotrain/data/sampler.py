@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from holotrain.data.share import share
+from holotrain.data.shard import data_shard
 from holotrain.errors import UserError
 from holotrain.seeds import mixed_seed
 
@@ -15,8 +15,8 @@ Key = tuple[int, int]
 
 
 def process_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """The number of this process's share and the number of shares; where None, as :func:`holotrain.data.share.share` says."""
-    here, size = share()
+    """Number of this process's shard, and of shards; where None, those of :func:`holotrain.data.shard.data_shard`."""
+    here, size = data_shard()
     return here if rank is None else rank, size if world_size is None else world_size
 
 

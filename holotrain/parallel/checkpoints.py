@@ -34,7 +34,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import (
     CHECKPOINT,
@@ -73,7 +73,7 @@ class CheckpointFiles(TorchCheckpointIO):
             remove_tensors(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        with described_by("ckpt_path"):
+        with naming_group("ckpt_path"):
             return read(path)
 
 
@@ -115,7 +115,7 @@ class ShardedCheckpoints(ModelParallelStrategy):
         here: dict[str, Any] = {"state_dict": get_model_state_dict(self.lightning_module)}
         if self.optimizers:
             here["optimizer_states"] = [state_of(optimizer, self.lightning_module) for optimizer in self.optimizers]
-        with described_by("ckpt_path"):
+        with naming_group("ckpt_path"):
             return load(checkpoint_path) | read(checkpoint_path, here, dict(tree_leaves_with_path(here)))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

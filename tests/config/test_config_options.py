@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_strategy import nccl_options
@@ -517,7 +517,7 @@ def test_a_synthesis_that_cannot_be_is_named(overrides, words):
     ],
 )
 def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
-    with pytest.raises(UserError) as error, described_by("model", ["width", "depth"]):
+    with pytest.raises(UserError) as error, naming_group("model", ["width", "depth"]):
         raise ValueError(text)
     assert str(error.value) == expected
 

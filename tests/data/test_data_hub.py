@@ -18,7 +18,7 @@ from PIL import Image
 from holotrain.callbacks import ExactResume
 from holotrain.callbacks.exact_resume import KEY
 from holotrain.data import HubImages, HubText, hub
-from holotrain.data.share import set_share
+from holotrain.data.shard import set_data_shard
 from holotrain.data.text import packed
 from holotrain.errors import UserError
 
@@ -190,14 +190,14 @@ def test_a_stream_continues_with_as_many_workers_only(saved, small_windows, befo
 
 
 def shard_of(saved, rank, size):
-    set_share(rank, size)
+    set_data_shard(rank, size)
     return stream(saved, context=16, batch_size=2).train_dataloader()
 
 
 @pytest.fixture
 def as_one_process():
     yield
-    set_share()
+    set_data_shard()
 
 
 @pytest.mark.usefixtures("small_windows", "as_one_process")

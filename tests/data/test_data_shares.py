@@ -5,7 +5,7 @@ import pytest
 
 from holotrain.data.fixed import FixedBatches, in_batches
 from holotrain.data.sampler import EpochBatchSampler
-from holotrain.data.share import set_share, share
+from holotrain.data.shard import data_shard, set_data_shard
 from holotrain.errors import UserError
 
 
@@ -30,8 +30,8 @@ def test_fewer_samples_to_train_on_than_processes_are_refused():
 
 
 def test_processes_that_share_layers_read_the_same():
-    assert share() == (0, 1)
-    set_share(1, 4)
-    assert share() == (1, 4)
-    set_share()
-    assert share() == (0, 1)
+    assert data_shard() == (0, 1)
+    set_data_shard(1, 4)
+    assert data_shard() == (1, 4)
+    set_data_shard()
+    assert data_shard() == (0, 1)

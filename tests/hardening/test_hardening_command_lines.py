@@ -10,7 +10,7 @@ import yaml
 from hardening.wrong_command_lines import LONG, WRONG
 from small_run import SMALL
 
-from holotrain.commands.together import Together
+from holotrain.commands.multiprocess import MultiprocessRunner
 from holotrain.models import bounds
 
 
@@ -108,7 +108,7 @@ def changed(words: list[str], values: list[str], choose: random.Random) -> list[
 @pytest.mark.slow
 def test_no_changed_command_line_ends_in_a_traceback(typed, holotrain, monkeypatch):
     """500 changes of valid command lines, which end where data would be read."""
-    monkeypatch.setattr(Together, "run", lambda *_: 0)
+    monkeypatch.setattr(MultiprocessRunner, "run", lambda *_: 0)
     lines = [shlex.split(line) for line in VALID]
     values = [word.partition("=")[2] for words in lines for word in words if "=" in word]
     for words in lines:

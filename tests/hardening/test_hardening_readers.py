@@ -73,7 +73,7 @@ def checkpoint(folder: Path) -> Path:
     held = {"state_dict": {"model.head.weight": torch.ones(2, 2)}, "callbacks": {}, "epoch": 1, "global_step": 3}
     held |= {"pytorch-lightning_version": "2.6.0", "optimizer_states": [{"state": {}}]}
     path = folder / "last.ckpt"
-    torch.save(held | {checkpointed.KEY: checkpointed.stamp(config, {"model": "vit_tiny"}, described)}, path)
+    torch.save(held | {checkpointed.KEY: checkpointed.run_metadata(config, {"model": "vit_tiny"}, described)}, path)
     return path
 
 

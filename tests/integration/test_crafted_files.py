@@ -437,14 +437,14 @@ def test_text_in_a_checkpoint_is_never_resolved(honest, tmp_path, name):
     """A folder may well be called like an interpolation. It stays a name."""
     from holotrain.config.arguments import parse
     from holotrain.config.composition import composed, register
-    from holotrain.config.origin import origin, primary
+    from holotrain.config.start_checkpoint import primary, start_checkpoint
 
     crafted = torch.load(honest / "text.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["data"] |= {"text": name, "files": [name]}
     torch.save(crafted, tmp_path / "crafted.ckpt")
     arguments = parse(["test", f"ckpt_path={tmp_path / 'crafted.ckpt'}"])
     register()
-    config = composed(primary(arguments, origin(arguments)), arguments.overrides)
+    config = composed(primary(arguments, start_checkpoint(arguments)), arguments.overrides)
     plain = OmegaConf.to_container(OmegaConf.masked_copy(config, ["data"]), resolve=True)
     assert plain["data"]["text"] == name and plain["data"]["files"] == [name]
 

@@ -4,7 +4,7 @@ import re
 from datetime import timedelta
 from typing import Literal
 
-from holotrain.checks import amount, described_by
+from holotrain.checks import amount, naming_group
 from holotrain.config.chosen import Chosen
 from holotrain.config.schema.classes import HUGGING_FACE, is_a
 from holotrain.errors import UserError
@@ -49,7 +49,7 @@ def with_network(model: Chosen) -> Chosen:
         return model
     from holotrain.models.foreign.network import network_of  # imports torch
 
-    with described_by("model.name"):
+    with naming_group("model.name"):
         return model.with_arguments(config=network_of(model.arguments["name"], model.config, model.download))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from holotrain.checks import described_by
+from holotrain.checks import naming_group
 from holotrain.config.chosen import Chosen, Filled
 from holotrain.config.schema.backward import AUTO, PLAIN, BackwardConfig
 from holotrain.config.schema.beside import BEGINNING, Beginning, check_trainer, with_network
@@ -101,15 +101,15 @@ class RunConfig:
     folder: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        with described_by("trainer", self.trainer.arguments):
+        with naming_group("trainer", self.trainer.arguments):
             check_trainer(self.trainer)
         if self.model is not None:
-            with described_by("model", BEGINNING):
+            with naming_group("model", BEGINNING):
                 Beginning(**{name: self.model.arguments[name] for name in BEGINNING})
             self.model = with_network(self.model)
         require_within(0, 2**32, seed=self.seed)
         if self.memory is not None:
-            with described_by("memory"):
+            with naming_group("memory"):
                 parse_bytes(self.memory)
         self._check_task()
         self._check_error_diffusion()

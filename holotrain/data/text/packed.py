@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from holotrain.data.hub import reading
 from holotrain.data.sampler import Key, mixed_seed
-from holotrain.data.share import share
+from holotrain.data.shard import data_shard
 from holotrain.data.text.tokenise import Batch, Rows, Tokens, joined, table
 from holotrain.data.tokenizers.tokenizer import Tokenizer
 from holotrain.errors import UserError
@@ -111,7 +111,7 @@ class PackedStream(IterableDataset):
     def __init__(self, rows: Sequence[Rows], tokenizer: Tokenizer, context: int, batch_size: int, seed: int = 0) -> None:
         self.rows, self.tokenizer, self.context, self.batch_size, self.seed = rows, tokenizer, context, batch_size, seed
         self.window = max(WINDOW, BATCHES * batch_size * context)
-        self.share = share()
+        self.data_shard = data_shard()
         self._state: dict[str, Any] = {"pass": 0, "rows": 0, "source": None, "window": 0, "batch": 0}
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class PackedStream(IterableDataset):
         fsspec.asyn.reset_lock()  # of the process that a worker was forked from; files of the Hub would wait for it
         worker = get_worker_info()
         workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        node, nodes = self.share[0] * workers + number, self.share[1] * workers
+        node, nodes = self.data_shard[0] * workers + number, self.data_shard[1] * workers
         sources = [replace(rows, dataset=split_dataset_by_node(rows.dataset, node, nodes)) for rows in self.rows]
         while True:
             state, before = self._state, self._state["window"]

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from holotrain.errors import UserError
-from holotrain.parallel.place import Place
+from holotrain.parallel.rank import ProcessRank
 
 PATIENCE = timedelta(seconds=120)
 """How long a process may take to start."""
@@ -27,15 +27,15 @@ FOREVER = timedelta(days=365)
 """Some messages take as long as a training; a process that waits for one is ended by the launcher if the sender dies."""
 
 
-class World:
+class Processes:
     """
     Args:
-        place: place of this process.
+        process: place of this process.
         store: a store of this job alone.
     """
 
-    def __init__(self, place: Place, store: Store) -> None:
-        self.place, self.store = place, store
+    def __init__(self, process: ProcessRank, store: Store) -> None:
+        self.process, self.store = process, store
 
     def post(self, name: str, value: Any) -> None:
         """Publishes a value for all processes, as JSON."""
@@ -48,7 +48,7 @@ class World:
 
     def agreed(self, name: str, value: Any = None) -> Any:
         """The main process's value, in all processes. Plain containers only."""
-        if self.place.is_main:
+        if self.process.is_main:
             self.post(name, value)
             return value
         return self.read(name)
@@ -60,7 +60,7 @@ class World:
             UserError: ``act`` raised it on this machine.
         """
         name = f"{name}/{self.place.node}"
-        if self.place.local_rank == 0:
+        if self.process.local_rank == 0:
             try:
                 act()
             except UserError as mistake:
@@ -91,8 +91,8 @@ class World:
         dist.init_process_group(
             backend,
             store=PrefixStore("group", self.store),
-            rank=self.place.rank,
-            world_size=self.place.size,
+            rank=self.process.rank,
+            world_size=self.process.size,
             timeout=self.timeout,
             pg_options=options,
             device_id=device if device.type == "cuda" else None,
@@ -102,7 +102,7 @@ class World:
         """Destroys the process group, when all processes call this: a connection may still carry another one's last message."""
         self.post(f"through/{self.place.rank}", True)
         with suppress(dist.DistNetworkError):  # the main process, which may host the store, has finished
-            self.store.wait([f"through/{rank}" for rank in range(self.place.size)], self.timeout)
+            self.store.wait([f"through/{rank}" for rank in range(self.process.size)], self.timeout)
         destroy_group()
 
 
@@ -115,7 +115,7 @@ def destroy_group() -> None:
     gc.collect()
 
 
-def worlds(place: Place) -> Iterator[World]:
+def processes_of_jobs(process: ProcessRank) -> Iterator[Processes]:
     """One for each job of the processes that a launcher started; its environment variables say where they meet.
 
     Raises:
@@ -125,7 +125,7 @@ def worlds(place: Place) -> Iterator[World]:
         store = next(rendezvous("env://", timeout=PATIENCE))[0]
     except RuntimeError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"rank {place.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"rank {process.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     for job in count():
-        yield World(place, PrefixStore(f"holotrain/{attempt}/{job}", store))
+        yield Processes(process, PrefixStore(f"holotrain/{attempt}/{job}", store))

@@ -5,14 +5,14 @@ import torch.distributed as dist
 _set: tuple[int, int] | None = None
 
 
-def set_share(rank: int | None = None, size: int | None = None) -> None:
+def set_data_shard(rank: int | None = None, size: int | None = None) -> None:
     """Sets the data shard of this process to number ``rank`` of ``size``. Needed where several processes share a model
     and read the same shard. Without arguments: use the rank and size of torch.distributed again."""
     global _set
     _set = None if rank is None or size is None else (rank, size)
 
 
-def share() -> tuple[int, int]:
+def data_shard() -> tuple[int, int]:
     """Index of this process's data shard and number of shards; (0, 1) for a single process."""
     if _set is not None:
         return _set

@@ -3,7 +3,7 @@
 import pytest
 
 from holotrain.errors import UserError
-from holotrain.parallel.place import found
+from holotrain.parallel.rank import rank_from_environment
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500",
@@ -16,18 +16,18 @@ SLURM = {
 
 
 def test_the_place_that_torchrun_gives():
-    place = found(TORCHRUN)
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
-    assert (place.node, place.nodes, place.is_main) == (1, 2, False) and found(
+    rank = rank_from_environment(TORCHRUN)
+    assert (rank.rank, rank.size, rank.local_rank, rank.local_size) == (5, 8, 1, 4)
+    assert (rank.node, rank.nodes, rank.is_main) == (1, 2, False) and rank_from_environment(
         TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}
     ).is_main
-    assert found(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None and found({}) is None
-    assert found(SLURM | TORCHRUN) == place  # torchrun, started by srun
+    assert rank_from_environment(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None and rank_from_environment({}) is None
+    assert rank_from_environment(SLURM | TORCHRUN) == rank  # torchrun, started by srun
 
 
 def test_without_the_size_of_a_machine_there_is_one():
-    place = found({name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"})
-    assert (place.local_size, place.node, place.nodes) == (8, 0, 1)
+    rank = rank_from_environment({name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"})
+    assert (rank.local_size, rank.node, rank.nodes) == (8, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,21 @@ def test_without_the_size_of_a_machine_there_is_one():
 )
 def test_invalid_launcher_variables_are_refused(launcher, wrong, said):
     with pytest.raises(UserError, match=said):
-        found(launcher | wrong)
+        rank_from_environment(launcher | wrong)
 
 
 def of_slurm(**changed):
     """The place, and the variables that torch reads, of the same names as those of torchrun."""
     environment = {name: value for name, value in (SLURM | changed).items() if value is not None}
-    return found(environment), environment
+    return rank_from_environment(environment), environment
 
 
 def test_the_place_that_slurm_gives():
-    place, environment = of_slurm()
-    assert (place.rank, place.size, place.local_rank, place.local_size, place.node) == (2, 4, 0, 2, 1)
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("node7", "18456") and found(environment) == place
+    rank, environment = of_slurm()
+    assert (rank.rank, rank.size, rank.local_rank, rank.local_size, rank.node) == (2, 4, 0, 2, 1)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("node7", "18456") and rank_from_environment(
+        environment
+    ) == rank
     assert of_slurm(SLURM_STEP_NUM_TASKS=None)[0] is None  # no srun
     assert of_slurm(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")[0] is None
     assert of_slurm(SLURM_JOB_ID=None)[1]["MASTER_PORT"] == "15000"
@@ -93,5 +95,5 @@ def test_processes_meet_on_the_first_of_slurms_nodes(nodes, first):
 
 @pytest.mark.parametrize(("tasks", "size", "of_each"), [("4", 4, 4), ("1(x3)", 3, 1), ("2,2", 4, 2), ("2(x2),2", 6, 2)])
 def test_the_tasks_of_each_node(tasks, size, of_each):
-    found_here = found(SLURM | {"SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_TASKS_PER_NODE": tasks})
+    found_here = rank_from_environment(SLURM | {"SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_TASKS_PER_NODE": tasks})
     assert (found_here.local_size, found_here.nodes) == (of_each, size // of_each)

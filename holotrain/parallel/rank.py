@@ -11,7 +11,7 @@ from holotrain.errors import UserError
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessRank:
     """
     Args:
         rank, size: rank of this process, and number of processes.
@@ -37,7 +37,7 @@ class Place:
         return self.size // self.local_size
 
 
-def found(environment: MutableMapping[str, str] | None = None) -> Place | None:
+def rank_from_environment(environment: MutableMapping[str, str] | None = None) -> ProcessRank | None:
     """The place in the environment variables; None for a single process. Sets torchrun's variables from those of srun.
 
     Raises:
@@ -58,14 +58,14 @@ def found(environment: MutableMapping[str, str] | None = None) -> Place | None:
             int(environment["LOCAL_RANK"]),
             int(environment.get("LOCAL_WORLD_SIZE", size)),
         )
-        return _checked(Place(*numbers), int(environment["MASTER_PORT"]))
+        return _checked(ProcessRank(*numbers), int(environment["MASTER_PORT"]))
     except ValueError as error:
         raise UserError(f"the launcher's environment variables are not numbers: {error}") from error
 
 
-def _checked(place: Place, port: int) -> Place:
+def _checked(process: ProcessRank, port: int) -> ProcessRank:
     """Checks the numbers, because waiting for a process that does not exist takes long."""
-    rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
+    rank, size, local_rank, local_size = process.rank, process.size, process.local_rank, process.local_size
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size and 0 < port < 2**16):
         raise UserError(
             f"the launcher's environment variables are not valid: RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} "
@@ -73,7 +73,7 @@ def _checked(place: Place, port: int) -> Place:
         )
     if size % local_size:
         raise UserError(f"the launcher started {size} processes; each machine must have the same number")
-    return place
+    return process
 
 
 def _of_slurm(environment: MutableMapping[str, str]) -> dict[str, str]:

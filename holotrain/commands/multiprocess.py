@@ -26,22 +26,22 @@ from holotrain.config.checkpointed import restore
 from holotrain.config.devices import float32_products
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
-from holotrain.data.share import set_share
+from holotrain.data.shard import set_data_shard
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
-from holotrain.parallel.place import Place, found
-from holotrain.parallel.world import World, destroy_group, worlds
+from holotrain.parallel.process_group import Processes, destroy_group, processes_of_jobs
+from holotrain.parallel.rank import ProcessRank, rank_from_environment
 
-TOGETHER = ("fit", "validate", "test")
+MULTIPROCESS_COMMANDS = ("fit", "validate", "test")
 """The commands that support several processes."""
 
 
-class Together:
+class MultiprocessRunner:
     """Runs jobs, each in one process or in several.
 
     Args:
-        place: rank and size that a launcher (torchrun, srun) gave this process, which is the main one; None: processes are
+        process: rank and size that a launcher (torchrun, srun) gave this process, which is the main one; None: processes are
             started for each job.
         quiet: print nothing to standard output in processes that are started.
 
@@ -49,10 +49,10 @@ class Together:
         broken: the launcher's processes cannot run another job.
     """
 
-    def __init__(self, place: Place | None, quiet: bool = False) -> None:
-        self.place, self.quiet = place, quiet
+    def __init__(self, process: ProcessRank | None, quiet: bool = False) -> None:
+        self.process, self.quiet = process, quiet
         self.broken = False
-        self._jobs: Iterator[World] | None = None
+        self._jobs: Iterator[Processes] | None = None
 
     def run(self, command: str, config: RunConfig, run: Run) -> int:
         """Runs one job. Returns the exit status: 1 if a process died.
@@ -73,9 +73,9 @@ class Together:
                 return 0
             if config.resume:
                 restore(run.last_checkpoint)
-        alone = config.trainer.strategy == "single" or command not in TOGETHER
-        if self.place is None and (alone or processes_of(config.trainer) == 1):
-            if command in TOGETHER:
+        alone = config.trainer.strategy == "single" or command not in MULTIPROCESS_COMMANDS
+        if self.process is None and (alone or processes_of(config.trainer) == 1):
+            if command in MULTIPROCESS_COMMANDS:
                 check_processes(config, None)
             if not alone:
                 console.print(
@@ -85,13 +85,13 @@ class Together:
         if alone:
             raise UserError(
                 f"started as {self.place.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
-                if command in TOGETHER
+                if command in MULTIPROCESS_COMMANDS
                 else f"{command} runs in one process, but {self.place.size} were started; start it without a launcher"
             )
-        check_processes(config, self.place)
+        check_processes(config, self.process)
         posted = {name: value for name, value in vars(run).items() if name != "world"} | {"folder": str(run.folder)}
         job = {"command": command, "config": container(config), "run": posted}
-        if self.place is not None:
+        if self.process is not None:
             return self._with_others(job, command, config, run)
         job |= {"quiet": self.quiet}
         try:
@@ -104,40 +104,40 @@ class Together:
 
     def _with_others(self, job: dict[str, Any], command: str, config: RunConfig, run: Run) -> int:
         self.broken = True  # until the job has ended well; processes of which some have failed cannot go on
-        self._jobs = self._jobs or worlds(self.place)
-        world = next(self._jobs)
-        world.post("job", job)
-        status = _member(world, command, config, run)
+        self._jobs = self._jobs or processes_of_jobs(self.process)
+        processes = next(self._jobs)
+        processes.post("job", job)
+        status = _member(processes, command, config, run)
         self.broken = False
         return status
 
     def close(self) -> None:
         """Releases the launcher's processes, also if they never received a job."""
-        if self.place is not None and not self.broken:
-            next(self._jobs or worlds(self.place)).post("job", None)
+        if self.process is not None and not self.broken:
+            next(self._jobs or processes_of_jobs(self.process)).post("job", None)
         destroy_group()
 
 
-def follow(place: Place) -> int:
+def follow(process: ProcessRank) -> int:
     """Runs the main process's jobs in another process of a launcher, and prints only why it fails. Returns the exit status."""
     _silence()
     status, hint = 0, str
     try:
-        for world in worlds(place):
+        for processes in processes_of_jobs(process):
             try:
-                job = world.read("job")
+                job = processes.read("job")
             except RuntimeError:  # the main process has ended, and with it the store
                 break
             if job is None:
                 break
             command, config, run = _received(job)
             hint = run.hint
-            status = max(status, _member(world, command, config, run))
+            status = max(status, _member(processes, command, config, run))
     except Exception as error:
         get_error_handler().record_exception(error)  # which torchrun shows
         time.sleep(GRACE)  # the launcher may end this process, because the main one has said the same
         words = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"holotrain: rank {place.rank} failed: {words}{hint()}", file=sys.stderr)
+        print(f"holotrain: rank {process.rank} failed: {words}{hint()}", file=sys.stderr)
         status = 2 if isinstance(error, UserError) else 1
     destroy_group()
     return status
@@ -145,38 +145,38 @@ def follow(place: Place) -> int:
 
 def work(job: dict[str, Any]) -> int:
     """Runs a job in this process, one of several that :func:`launch` started. Returns the exit status."""
-    place = found()
-    if job["quiet"] or not place.is_main:
+    process = rank_from_environment()
+    if job["quiet"] or not process.is_main:
         _silence()
     quieten()
     command, config, run = _received(job)
-    world, attempt = next(worlds(place)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    processes, attempt = next(processes_of_jobs(process)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt and command == "fit":
-        if place.is_main:
+        if process.is_main:
             recover(run.last_checkpoint)
         continues = config.resume or run.last_checkpoint.exists()
-        if continues and place.is_main:
+        if continues and process.is_main:
             restore(run.last_checkpoint)
-        if world.agreed("continues", continues):
+        if processes.agreed("continues", continues):
             config = replace(config, resume=True, ckpt_path=None)
-        if place.is_main:
+        if process.is_main:
             again = f"restart {attempt} of {config.trainer.max_restarts}"
             origin = run.last_checkpoint if config.resume else "the start"
             print(f"holotrain: a process failed; {again}, from {origin}", file=sys.stderr)
-    return _member(world, command, config, run)
+    return _member(processes, command, config, run)
 
 
-def _member(world: World, command: str, config: RunConfig, run: Run) -> int:
+def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> int:
     """Runs a job in this process, one of several. After an error the process group stays, so that the others only wait."""
     trainer = config.trainer
-    device = device_of(trainer, world.place)
-    world.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
-    set_share(*share_of(trainer, world.place))
+    device = device_of(trainer, processes.process)
+    processes.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
+    set_data_shard(*share_of(trainer, processes.process))
     try:
-        status = _command(command, config, replace(run, world=world))
+        status = _command(command, config, replace(run, processes=processes))
     finally:
-        set_share()
-    world.leave()
+        set_data_shard()
+    processes.leave()
     return status
 
 

@@ -27,7 +27,7 @@ LOCAL_LOGGERS = ("tensorboard", "csv", "none")
 
 
 @dataclass
-class Origin:
+class StartCheckpoint:
     """The checkpoint that a command starts from.
 
     Args:
@@ -39,7 +39,7 @@ class Origin:
     choices: dict[str, str]
 
 
-def origin(arguments: Arguments) -> Origin | None:
+def start_checkpoint(arguments: Arguments) -> StartCheckpoint | None:
     """The checkpoint that ``ckpt_path=`` or ``resume=true`` name on the command line, if any.
 
     A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
@@ -60,10 +60,10 @@ def origin(arguments: Arguments) -> Origin | None:
     kept = load(path)[KEY]
     trusted = (arguments.value("trust") or "").strip("[]").split(",")
     require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
-    return Origin(kept["config"], kept["choices"])
+    return StartCheckpoint(kept["config"], kept["choices"])
 
 
-def primary(arguments: Arguments, start: Origin) -> str:
+def primary(arguments: Arguments, start: StartCheckpoint) -> str:
     """Registers the primary configuration of a command that starts from a checkpoint, and returns its name.
 
     The values of the checkpoint stand in it as plain data, after the defaults of the command. Every group is an empty entry of
@@ -98,7 +98,7 @@ def primary(arguments: Arguments, start: Origin) -> str:
     return name
 
 
-def without_leftovers(plain: dict[str, Any], start: Origin, overrides: list[str]) -> dict[str, Any]:
+def without_leftovers(plain: dict[str, Any], start: StartCheckpoint, overrides: list[str]) -> dict[str, Any]:
     """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
     result = dict(plain)
     given = {*map(key_of, overrides)}
