@@ -84,9 +84,9 @@ class MultiprocessRunner:
             return _command(command, config, run)
         if alone:
             raise UserError(
-                f"started as {self.place.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
+                f"started as {self.process.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
                 if command in MULTIPROCESS_COMMANDS
-                else f"{command} runs in one process, but {self.place.size} were started; start it without a launcher"
+                else f"{command} runs in one process, but {self.process.size} were started; start it without a launcher"
             )
         check_processes(config, self.process)
         posted = {name: value for name, value in vars(run).items() if name != "world"} | {"folder": str(run.folder)}

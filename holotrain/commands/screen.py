@@ -48,7 +48,7 @@ def show_start(
     rows = {
         "model": f"{named}, {_parameters(model)}",
         "task": run.choices.get("task", config.task.name),
-        "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.place)}",
+        "data": f"{run.choices.get('data', config.data.name)}, {_batches(config, run.process)}",
         "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
         "synthesis": getattr(config.synthesis, "mode", None),

@@ -59,7 +59,7 @@ class Processes:
         Raises:
             UserError: ``act`` raised it on this machine.
         """
-        name = f"{name}/{self.place.node}"
+        name = f"{name}/{self.process.node}"
         if self.process.local_rank == 0:
             try:
                 act()
@@ -100,7 +100,7 @@ class Processes:
 
     def leave(self) -> None:
         """Destroys the process group, when all processes call this: a connection may still carry another one's last message."""
-        self.post(f"through/{self.place.rank}", True)
+        self.post(f"through/{self.process.rank}", True)
         with suppress(dist.DistNetworkError):  # the main process, which may host the store, has finished
             self.store.wait([f"through/{rank}" for rank in range(self.process.size)], self.timeout)
         destroy_group()

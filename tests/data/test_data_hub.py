@@ -141,7 +141,7 @@ def passes_of(data, workers, node) -> list[list[int]]:
     """The numbers of the rows in the first two passes, in the order in which one of the workers of a process meets them."""
     found: list[list[int]] = [[], []]
     source = data.train_dataloader().batches.dataset
-    source.share = (node, 2 * workers)  # as a process with workers divides the rows
+    source.data_shard = (node, 2 * workers)  # as a process with workers divides the rows
     for batch in source:
         if (number := source.state_dict()["pass"]) == 2:
             return found
