@@ -170,7 +170,7 @@ def test_every_row_of_the_training_part_comes_in_each_pass_and_no_other(tmp_path
 def test_processes_share_a_stream(saved, small_windows, monkeypatch, workers):
     seen = []
     for rank in (0, 1):
-        monkeypatch.setattr(packed, "share", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(packed, "data_shard", lambda rank=rank: (rank, 2))
         loader = stream(saved, context=16, batch_size=2, num_workers=workers, epoch_batches=40).train_dataloader()
         seen.append({tuple(row) for batch in epochs(loader, [0]) for row in batch.tolist()})
     assert min(map(len, seen)) > 70 and len(seen[0] & seen[1]) <= 2
