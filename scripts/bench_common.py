@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,9 @@ def plotter():
 
 
 def save(result: dict, path: Path | None) -> None:
-    """Writes the results as JSON, if a path is given, and never half of them."""
+    """Writes the results and the date as JSON, if a path is given, and never half of them."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(result, indent=2) + "\n")
+        unfinished.write_text(json.dumps(result | {"date": date.today().isoformat()}, indent=2) + "\n")
         unfinished.replace(path)
