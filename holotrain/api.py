@@ -29,14 +29,12 @@ from holotrain.commands.run import Run
 from holotrain.commands.screen import console
 from holotrain.commands.summary import read
 from holotrain.config import checkpointed
-from holotrain.config.folders import checkpoint_path, from_here, run_folder
-from holotrain.config.given import GIVEN, Given, full_name
-from holotrain.config.schema.beside import BEGINNING
-from holotrain.config.schema.classes import default_backward
-from holotrain.config.schema.commands import COMMANDS, ExportConfig
-from holotrain.config.schema.run import RunConfig
+from holotrain.config.commands import COMMANDS, ExportConfig, RunConfig
+from holotrain.config.composition import checkpoint_path, relative_to_cwd, run_folder
+from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
+from holotrain.config.groups import MODEL_OPTIONS, default_backward
 from holotrain.config.start import compose
-from holotrain.config.typed import container, typed
+from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError
 from holotrain.models import saved
 from holotrain.parallel.rank import rank_from_environment
@@ -103,7 +101,7 @@ def fit(
     config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
     summary = read(run.folder)
     checkpoint = Path(summary["checkpoint"]) if summary["checkpoint"] else None
-    object_ = next((each.object for each in (config.model, config.task) if isinstance(each, Given)), None)
+    object_ = next((each.object for each in (config.model, config.task) if isinstance(each, PythonObject)), None)
     trained = object_ if checkpoint is None else _weights_of(checkpoint, None, object_)
     return Result(trained and trained.cpu().eval(), _metrics(summary), checkpoint, run.folder)
 
@@ -219,8 +217,8 @@ def plan(
     """
     if config is not None and type(config) is not COMMANDS["plan"]:
         known = {option.name for option in fields(COMMANDS["plan"])}
-        kept = {name: value for name, value in container(config).items() if name in known}
-        config = typed("plan", kept)
+        kept = {name: value for name, value in to_container(config).items() if name in known}
+        config = structured("plan", kept)
     config = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
     with quietly():
         return planned(config, lambda line: None, lambda what: None)[1]
@@ -266,7 +264,9 @@ def _run(
         raise UserError(
             f"holotrain.{command} starts its processes itself; with torchrun or srun use python -m holotrain {command}"
         )
-    folder = from_here(Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute())
+    folder = relative_to_cwd(
+        Path(folder or config.folder or run_folder(command, config.output_dir, False)).expanduser().absolute()
+    )
     run = Run(command, folder, list(config.overrides), dict(config.choices))
     status = None
     try:
@@ -301,9 +301,9 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         objects = {"task": objects.pop("model"), **objects}
     if {"model", "task"} <= objects.keys():
         raise UserError("task: it has its own model; give model= or task=, not both")
-    names = {group: {TARGET: GIVEN, "kind": full_name(type(thing))} for group, thing in objects.items()}
+    names = {group: {TARGET: PYTHON_OBJECT, "kind": full_name(type(thing))} for group, thing in objects.items()}
     if config is None:
-        words = [f"{group}.{TARGET}={GIVEN}" for group in names]
+        words = [f"{group}.{TARGET}={PYTHON_OBJECT}" for group in names]
         words += [f"{group}.kind='{named['kind']}'" for group, named in names.items()]
         config = compose(command, [*overrides, *words])
     elif objects:
@@ -314,18 +314,18 @@ def _prepared(command: str, config: RunConfig | None, objects: dict[str, object]
         raise UserError(
             f"trainer={config.trainer.strategy}: an object is in one process only; use trainer=default, or name its class"
         )
-    made = {group: Given(GIVEN, getattr(config, group).arguments, thing) for group, thing in objects.items()}
+    made = {group: PythonObject(PYTHON_OBJECT, getattr(config, group).arguments, thing) for group, thing in objects.items()}
     return _like(config, replace(config, **made))
 
 
 def _with_names(command: str, config: RunConfig, names: dict[str, dict[str, str]]) -> RunConfig:
-    plain = container(config)
+    plain = to_container(config)
     if names.keys() & {"model", "task"} and plain["backward"]["kind"] == default_backward(config.model):
         del plain["backward"]["kind"]  # that of the other model
     for group, named in names.items():
         kept = plain[group] or {}
-        plain[group] = named | {name: kept[name] for name in BEGINNING if group == "model" and name in kept}
-    named = _like(config, typed(command, plain))
+        plain[group] = named | {name: kept[name] for name in MODEL_OPTIONS if group == "model" and name in kept}
+    named = _like(config, structured(command, plain))
     named.choices = {group: option for group, option in config.choices.items() if group not in names}
     return named
 

@@ -21,13 +21,6 @@ def one_of(where: str, value: str | None, choices: Iterable[str]) -> None:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
 
 
-def amount(where: str, value: object) -> None:
-    """A whole number of batches, or a fraction in [0, 1]."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or value < 0 or (isinstance(value, float) and value > 1):
-        raise UserError(f"{where}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
-
-
 @contextmanager
 def files_named() -> Iterator[None]:
     """Turns an OSError inside into a UserError, if only a name that the user gave, or rights, can be its cause."""

@@ -23,13 +23,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.checks import files_named
-from holotrain.config import help
-from holotrain.config.arguments import Arguments, key_of, parse, parse_words
-from holotrain.config.composition import composed, config_folder, direction, register
-from holotrain.config.explain import CONFIGURATION_ERRORS, REFUSALS, explained, explaining, refused
-from holotrain.config.folders import LAST_CHECKPOINT, from_here
+from holotrain.config.command_line import (
+    CONFIGURATION_ERRORS,
+    REFUSALS,
+    Arguments,
+    command_help,
+    explained,
+    explaining,
+    overview,
+    parse,
+    parse_words,
+    refused,
+    word_command_help,
+)
+from holotrain.config.commands import WORD_COMMANDS
+from holotrain.config.composition import LAST_CHECKPOINT, composed, config_folder, direction, key_of, register, relative_to_cwd
 from holotrain.config.jobs import Job, launched_jobs
-from holotrain.config.schema.commands import WORD_COMMANDS
 from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
@@ -46,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:]
         sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     if not argv or argv[0] in ("--help", "-h", "help"):
-        print(help.overview())
+        print(overview())
         return 0
     if argv[0] == "--version":
         from holotrain import __version__
@@ -89,14 +98,14 @@ def _run(argv: list[str]) -> int:
 def _of_words(command: str, *words: str) -> int:
     config = parse_words(command, list(words))
     if config is None:
-        print(help.word_command_help(command))
+        print(word_command_help(command))
         return 0
     return importlib.import_module(f"holotrain.commands.{command}").run(config)
 
 
 def _help(arguments: Arguments) -> int:
     with explaining(arguments):
-        print(help.command_help(arguments))
+        print(command_help(arguments))
     return 0
 
 
@@ -187,12 +196,12 @@ class Launch:
             Ended: a signal ended the run.
         """
         hydra = HydraConfig.get()
-        folder = from_here(Path(hydra.runtime.output_dir))
+        folder = relative_to_cwd(Path(hydra.runtime.output_dir))
         overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: interpolations mean other options
         left, run = Job(hydra.job.get("num", 0), overrides, 0, folder=folder), None
         try:
             with files_named():
-                typed = self.start.typed(config, overrides)
+                typed = self.start.structured(config, overrides)
                 from holotrain.commands.quiet import quieten
                 from holotrain.commands.run import Run
 
@@ -255,14 +264,14 @@ class Launch:
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
     def _check(self, overrides: list[str]) -> None:
-        self.start.typed(composed(self.arguments.primary, overrides, self.arguments.config_dir), overrides)
+        self.start.structured(composed(self.arguments.primary, overrides, self.arguments.config_dir), overrides)
 
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""
         arguments = self.arguments
         with explaining(arguments):
             config = composed(arguments.primary, arguments.overrides, arguments.config_dir)
-            config = self.start.completed(config, arguments.overrides)
+            config = self.start.with_defaults(config, arguments.overrides)
             plain = OmegaConf.to_container(config, resolve="--resolve" in arguments.flags)
             print(OmegaConf.to_yaml(plain), end="")
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 TARGET, PARTIAL = "_target_", "_partial_"
 
 
-def made(value: Any) -> Any:
+def instantiate(value: Any) -> Any:
     """A plain value, or what it names: every mapping with ``_target_``, at any depth, is replaced by what the class or function
     returns; with ``_partial_: true`` by a ``functools.partial`` of it.
 
@@ -21,18 +21,18 @@ def made(value: Any) -> Any:
         ValueError: a class cannot be imported or called, or refuses a value.
     """
     if isinstance(value, list | tuple):
-        return type(value)(made(each) for each in value)
+        return type(value)(instantiate(each) for each in value)
     if not isinstance(value, dict):
         return value
-    arguments = {name: made(each) for name, each in value.items() if name not in (TARGET, PARTIAL)}
+    arguments = {name: instantiate(each) for name, each in value.items() if name not in (TARGET, PARTIAL)}
     if TARGET not in value:
         return arguments
     if value.get(PARTIAL):
         return partial(_imported(value[TARGET]), **arguments)
-    return called(value[TARGET], **arguments)
+    return call(value[TARGET], **arguments)
 
 
-def called(target: str, *positional: Any, **arguments: Any) -> Any:
+def call(target: str, *positional: Any, **arguments: Any) -> Any:
     """
     Raises:
         ValueError: the class or function cannot be imported or called, or refuses a value.

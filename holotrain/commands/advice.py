@@ -2,12 +2,10 @@
 
 import lightning.pytorch as pl
 
-from holotrain.config.given import GIVEN
+from holotrain.config.commands import RunConfig
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of
-from holotrain.config.schema.backward import AUTO, PLAIN
-from holotrain.config.schema.classes import reversible, takes
-from holotrain.config.schema.optimizer import steps_in_backward
-from holotrain.config.schema.run import OPEN, RunConfig
 from holotrain.planning import ALLOCATORS, Plan, make_plan
 
 
@@ -56,7 +54,7 @@ def remedies(config: RunConfig, plan: Plan) -> list[str]:
 
 def _options_of_data(config: RunConfig) -> str:
     """Where the size of batches is set, if no option of a known name does."""
-    options = [] if config.data.target == GIVEN else OPEN["data"].options(config.data.target)
+    options = [] if config.data.target == PYTHON_OBJECT else OBJECT_GROUPS["data"].options(config.data.target)
     named = ", ".join(f"data.{name}" for name in options)
     return f" (options: {named})" if named else " (which the data module sets)"
 
@@ -96,7 +94,7 @@ def _batch(config: RunConfig) -> list[str]:
     if size // 2 < smallest:
         return []
     halved = f"{option}={size // 2}"
-    if config.backward.cuda_graph or steps_in_backward(config):  # which do not support accumulation
+    if config.backward.cuda_graph or config.steps_in_backward:  # which do not support accumulation
         return [f"{halved} (half the batch size)"]
     twice = 2 * config.trainer.accumulate_grad_batches
     return [f"{halved} trainer.accumulate_grad_batches={twice} (the same effective batch size)"]

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 
 from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
 from holotrain.commands.screen import console
+from holotrain.config.commands import RunConfig
 from holotrain.config.plans import budget_of, planner_of, smallest_batch
-from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.planning import ALLOCATORS, Choice, TooSmall, Unplannable, choose_batch, choose_schedules
 from holotrain.sizes import in_words

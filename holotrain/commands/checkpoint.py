@@ -11,11 +11,10 @@ from torch import nn
 
 from holotrain.checks import naming_group
 from holotrain.config import checkpointed
-from holotrain.config.build import class_names, synthesis_of
-from holotrain.config.build_weights import with_adapters
-from holotrain.config.given import GIVEN
-from holotrain.config.schema.classes import HUGGING_FACE, TEXT, is_a
-from holotrain.config.schema.run import RunConfig
+from holotrain.config.build import class_names, synthesis_of, with_adapters
+from holotrain.config.commands import RunConfig
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.groups import HUGGING_FACE, TEXT, is_a
 from holotrain.errors import UserError
 from holotrain.models import registry, saved
 from holotrain.models.bounds import bounded
@@ -76,7 +75,7 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     Raises:
         UserError: the configuration names another tokenizer than the checkpoint, or one of the files cannot be read.
     """
-    if not is_a(config.data, TEXT) or config.data.target == GIVEN:
+    if not is_a(config.data, TEXT) or config.data.target == PYTHON_OBJECT:
         return None
     if path is not None:
         kept = checkpointed.load(path)[checkpointed.KEY]
@@ -107,7 +106,7 @@ def described_model(
 
     Args:
         trust: packages whose own classes may be called, in addition to holotrain's models; None: what the file names may be,
-            because :func:`~holotrain.config.start_checkpoint.start_checkpoint` has checked it.
+            because :func:`~holotrain.config.start.start_checkpoint` has checked it.
         model: takes the weights of a checkpoint; None: a new one of the class that the checkpoint names.
 
     Raises:
@@ -133,7 +132,7 @@ def _built(
     kept: dict[str, Any], path: Path, trust: Collection[str], vouched: Collection[tuple[str, str]], weights: dict[str, Any]
 ) -> nn.Module:
     described = kept["description"]
-    if described["target"] == GIVEN:
+    if described["target"] == PYTHON_OBJECT:
         raise UserError(
             f"ckpt_path: {path} holds the weights of a {described['arguments'].get('kind')} that Python code made; give one to "
             "holotrain.load(..., model=...)"

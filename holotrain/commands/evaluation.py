@@ -19,10 +19,8 @@ from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
 from holotrain.config.build_callbacks import build_loggers, build_matrices
-from holotrain.config.build_strategy import check_division
-from holotrain.config.build_trainer import build_trainer
-from holotrain.config.devices import check_device
-from holotrain.config.schema.run import RunConfig
+from holotrain.config.build_trainer import build_trainer, check_device, check_division
+from holotrain.config.commands import RunConfig
 from holotrain.errors import UserError
 from holotrain.optimizers import UnfitState
 from holotrain.targets import first_line

@@ -11,7 +11,7 @@ from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
-from holotrain.config.schema.commands import ExportConfig
+from holotrain.config.commands import ExportConfig
 from holotrain.data import tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import saved

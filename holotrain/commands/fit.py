@@ -31,14 +31,11 @@ from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
-from holotrain.config.build_strategy import check_division
-from holotrain.config.build_trainer import build_trainer
+from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name
+from holotrain.config.commands import FitConfig
 from holotrain.config.composition import MODES
-from holotrain.config.devices import check_training_device, device_kind, device_name
 from holotrain.config.plans import smallest_batch
-from holotrain.config.schema.commands import FitConfig
-from holotrain.config.schema.optimizer import steps_in_backward
-from holotrain.config.typed import container, typed
+from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError
 from holotrain.tasks.modules import model_of, monitored_by
 
@@ -78,10 +75,10 @@ def run(config: FitConfig, run: Run) -> int:
         callbacks.append(BestValue(monitor))
     batches = len(data.train_dataloader())
     options = config.trainer
-    if steps_in_backward(config):  # and clips there; Lightning would look for gradients after it
+    if config.steps_in_backward:  # and clips there; Lightning would look for gradients after it
         options = options.with_arguments(gradient_clip_val=None)
     trainer = build_trainer(options, run.folder, callbacks, loggers, batches, config.profiler, run.process)
-    resolved = yaml.safe_dump(container(config), sort_keys=False)
+    resolved = yaml.safe_dump(to_container(config), sort_keys=False)
     if run.is_main:
         write_whole(run.folder / "config.yaml", resolved)
     screen.show_start("fit", config, run, model_of(task), start_checkpoint, data)
@@ -137,7 +134,7 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
         return choose()
     if run.is_main:
         config = choose(processes=run.process.local_size)
-    config = typed("fit", run.agreed("chosen", container(config)))
+    config = structured("fit", run.agreed("chosen", to_container(config)))
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)
     return config

@@ -13,8 +13,8 @@ from holotrain.commands.files import write_whole
 from holotrain.commands.prompts import encoded, prompts
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
-from holotrain.config.devices import autocast_of, check_device, device_kind
-from holotrain.config.schema.commands import GenerateConfig
+from holotrain.config.build_trainer import autocast_of, check_device, device_kind
+from holotrain.config.commands import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
 from holotrain.models import Sampling, generate
 

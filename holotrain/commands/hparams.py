@@ -12,9 +12,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary as Event
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from holotrain.commands.run import Run
-from holotrain.config.arguments import key_of
-from holotrain.config.schema.run import RunConfig
-from holotrain.config.typed import container
+from holotrain.config.commands import RunConfig
+from holotrain.config.composition import key_of
+from holotrain.config.structured import to_container
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""
@@ -59,7 +59,7 @@ def log_start(loggers: Iterable[Logger], config: RunConfig, run: Run, columns: d
     Args:
         columns: see :func:`results`.
     """
-    options = dict(_flat(container(config)))
+    options = dict(_flat(to_container(config)))
     for logger in loggers:
         if not isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(options)

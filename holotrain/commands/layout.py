@@ -13,8 +13,8 @@ from holotrain.callbacks import (
     ThroughputMonitor,
 )
 from holotrain.callbacks.period import replays
-from holotrain.config.schema.backward import PLAIN
-from holotrain.config.schema.run import RunConfig
+from holotrain.config.commands import RunConfig
+from holotrain.config.groups import PLAIN
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
 from holotrain.tasks import Task

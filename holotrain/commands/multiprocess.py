@@ -21,11 +21,18 @@ from holotrain.commands.quiet import quieten
 from holotrain.commands.run import Run
 from holotrain.commands.screen import console
 from holotrain.commands.summary import completed, ended
-from holotrain.config.build_strategy import backend_of, check_processes, device_of, nccl_options, processes_of, share_of
+from holotrain.config.build_trainer import (
+    backend_of,
+    check_processes,
+    data_shard_of,
+    device_of,
+    float32_products,
+    nccl_options,
+    processes_of,
+)
 from holotrain.config.checkpointed import restore
-from holotrain.config.devices import float32_products
-from holotrain.config.schema.run import RunConfig
-from holotrain.config.typed import container, typed
+from holotrain.config.commands import RunConfig
+from holotrain.config.structured import structured, to_container
 from holotrain.data.shard import set_data_shard
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import recover
@@ -90,7 +97,7 @@ class MultiprocessRunner:
             )
         check_processes(config, self.process)
         posted = {name: value for name, value in vars(run).items() if name != "world"} | {"folder": str(run.folder)}
-        job = {"command": command, "config": container(config), "run": posted}
+        job = {"command": command, "config": to_container(config), "run": posted}
         if self.process is not None:
             return self._with_others(job, command, config, run)
         job |= {"quiet": self.quiet}
@@ -171,7 +178,7 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
     trainer = config.trainer
     device = device_of(trainer, processes.process)
     processes.join(backend_of(trainer, device), device, trainer.timeout, run.folder, nccl_options(trainer))
-    set_data_shard(*share_of(trainer, processes.process))
+    set_data_shard(*data_shard_of(trainer, processes.process))
     try:
         status = _command(command, config, replace(run, processes=processes))
     finally:
@@ -192,7 +199,7 @@ def _command(command: str, config: RunConfig, run: Run) -> int:
 
 def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
     run = Run(**job["run"] | {"folder": Path(job["run"]["folder"])})
-    return job["command"], typed(job["command"], job["config"]), run
+    return job["command"], structured(job["command"], job["config"]), run
 
 
 def _silence() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from holotrain.commands.advice import advice
 from holotrain.commands.run import Run
-from holotrain.config.devices import device_kind, device_name
-from holotrain.config.schema.run import RunConfig
+from holotrain.config.build_trainer import device_kind, device_name
+from holotrain.config.commands import RunConfig
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """Parts of the RuntimeErrors of torch's allocators (CUDA, MPS, CPU, Windows) and NVIDIA's libraries."""

@@ -19,8 +19,8 @@ from holotrain.commands.run import Run
 from holotrain.commands.scaling_table import show_scaling
 from holotrain.commands.screen import console
 from holotrain.config.build import build_data
+from holotrain.config.commands import PlanConfig
 from holotrain.config.plans import budget_of, planner_of, smallest_batch
-from holotrain.config.schema.commands import PlanConfig
 from holotrain.errors import UserError
 from holotrain.models.divided import divide
 from holotrain.overlap import LINKS

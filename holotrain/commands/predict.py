@@ -15,10 +15,9 @@ from holotrain.commands.files import write_table
 from holotrain.commands.run import Run
 from holotrain.commands.summary import Summary
 from holotrain.config.build import build_files_loader, description, task_of
-from holotrain.config.build_trainer import build_trainer
-from holotrain.config.devices import check_device
-from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, TEXT, is_a
-from holotrain.config.schema.commands import PredictConfig
+from holotrain.config.build_trainer import build_trainer, check_device
+from holotrain.config.commands import PredictConfig
+from holotrain.config.groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.errors import UserError
 from holotrain.tasks.modules import model_of
 

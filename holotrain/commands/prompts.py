@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from holotrain.config.schema.commands import GenerateConfig
+from holotrain.config.commands import GenerateConfig
 from holotrain.data import Tokenizer
 from holotrain.errors import UserError
 from holotrain.outside import from_json

@@ -9,7 +9,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from holotrain.commands import summary
 from holotrain.commands.files import write_whole
 from holotrain.commands.plain import plain
-from holotrain.config.schema.commands import ReportConfig
+from holotrain.config.commands import ReportConfig
 from holotrain.dashboard.events import read_events
 from holotrain.dashboard.media import read_images, read_texts
 from holotrain.dashboard.page import page

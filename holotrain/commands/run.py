@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from holotrain.config.arguments import key_of
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
-from holotrain.config.folders import LAST_CHECKPOINT
-from holotrain.config.given import GIVEN
-from holotrain.config.schema.commands import FitConfig
-from holotrain.config.schema.run import RunConfig
-from holotrain.config.start_checkpoint import LOCAL_LOGGERS
+from holotrain.config.commands import FitConfig, RunConfig
+from holotrain.config.composition import LAST_CHECKPOINT, key_of
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.start import LOCAL_LOGGERS
 from holotrain.parallel.process_group import Processes
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
@@ -63,7 +61,7 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        if any(word.endswith(f".{TARGET}={GIVEN}") for word in self.overrides):
+        if any(word.endswith(f".{TARGET}={PYTHON_OBJECT}") for word in self.overrides):
             return f"resume with: holotrain.fit(the same objects, overrides=['resume=true'], folder={str(self.folder)!r})"
         keys = {word: key_of(word) for word in self.overrides}
         again = [

@@ -11,11 +11,9 @@ from torch import nn
 from holotrain.commands.plain import plain
 from holotrain.commands.run import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
-from holotrain.config.build_strategy import group_of, left_whole, share_of
-from holotrain.config.devices import device_name
-from holotrain.config.schema.classes import ERROR_DIFFUSION, FIT, is_a
-from holotrain.config.schema.optimizer import steps_in_backward
-from holotrain.config.schema.run import RunConfig
+from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
+from holotrain.config.commands import RunConfig
+from holotrain.config.groups import ERROR_DIFFUSION, FIT, is_a
 from holotrain.data import TextDataModule
 from holotrain.parallel.rank import ProcessRank
 from holotrain.sizes import counted
@@ -63,7 +61,7 @@ def show_start(
 
 
 def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str:
-    trainer, group = config.trainer, group_of(config.trainer, process)
+    trainer, group = config.trainer, model_parallel_size(config.trainer, process)
     words = [f"{process.size}, {trainer.strategy}"]
     if group > 1:
         words[0] += f" in {process.size // group} groups of {group}" if group < process.size else ""
@@ -73,7 +71,7 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
         words.append(f"gradient compression: {trainer.compression}")
     if trainer.sharded_checkpoints:
         words.append("sharded checkpoints")
-    if whole := left_whole(trainer, process, model):
+    if whole := unsharded_layers(trainer, process, model):
         words.append(f"not sharded: {', '.join(whole)}")
     return "; ".join(words)
 
@@ -125,7 +123,7 @@ def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
 
 def _batches(config: RunConfig, process: ProcessRank | None) -> str:
     option, size = config.batch_option
-    if process is not None and (shares := share_of(config.trainer, process)[1]) > 1:
+    if process is not None and (shares := data_shard_of(config.trainer, process)[1]) > 1:
         size = f"{shares} x {size}"
     if size is None:  # what data of others say of themselves
         return "batches of its own size"
@@ -144,7 +142,7 @@ def _table(title: str, rows: dict[str, object]) -> Table:
 def _optimizer(config: RunConfig, run: Run) -> str:
     name, rate = run.choices.get("optimizer", config.optimizer.name), getattr(config.optimizer, "lr", None)
     words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
-    return ", ".join([*words, "in the backward"] if steps_in_backward(config) else words)
+    return ", ".join([*words, "in the backward"] if config.steps_in_backward else words)
 
 
 def _precision(config: RunConfig) -> str:

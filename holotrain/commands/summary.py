@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
 
     from holotrain.commands.run import Run
-    from holotrain.config.chosen import Chosen
-    from holotrain.config.schema.run import RunConfig
+    from holotrain.config.commands import RunConfig
+    from holotrain.config.objects import ObjectConfig
 
 SUMMARY = "summary.json"
 
@@ -58,7 +58,7 @@ class Summary:
     @classmethod
     def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed") -> Summary:
         """The summary of a run, before its results are known."""
-        from holotrain.config.devices import device_name
+        from holotrain.config.build_trainer import device_name
 
         return cls(
             command=run.command,
@@ -86,7 +86,7 @@ def completed(folder: Path) -> dict[str, Any] | None:
     return found if found is not None and found["command"] == "fit" and found["status"] == "completed" else None
 
 
-def ended(trainer: Chosen, folder: Path) -> str | None:
+def ended(trainer: ObjectConfig, folder: Path) -> str | None:
     """A message if the training of this folder has already reached its limit, else None.
 
     Resuming such a training would overwrite its results with those of zero steps.
@@ -115,7 +115,7 @@ def read(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} is not a readable summary: {error}") from error
     if not isinstance(found, dict) or not found.keys() >= REQUIRED:
         raise UserError(f"{path} is not the summary of a run")
-    from holotrain.config.signatures import checked
+    from holotrain.annotations import checked
 
     try:
         kinds = {each.name: each.type if each.name in REQUIRED else f"{each.type} | None" for each in fields(Summary)}

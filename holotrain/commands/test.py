@@ -2,7 +2,7 @@
 
 from holotrain.commands.evaluation import measure_checkpoint
 from holotrain.commands.run import Run
-from holotrain.config.schema.commands import TestConfig
+from holotrain.config.commands import TestConfig
 
 
 def run(config: TestConfig, run: Run) -> int:

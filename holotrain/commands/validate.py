@@ -2,7 +2,7 @@
 
 from holotrain.commands.evaluation import measure_checkpoint
 from holotrain.commands.run import Run
-from holotrain.config.schema.commands import ValidateConfig
+from holotrain.config.commands import ValidateConfig
 
 
 def run(config: ValidateConfig, run: Run) -> int:

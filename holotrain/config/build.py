@@ -1,44 +1,54 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import naming_group
-from holotrain.config.build_optimizer import optimizer_maker, scheduler_maker
-from holotrain.config.build_weights import prepare_weights
-from holotrain.config.chosen import Chosen
-from holotrain.config.given import GIVEN
-from holotrain.config.schema.backward import AUTO
-from holotrain.config.schema.beside import BEGINNING
-from holotrain.config.schema.classes import (
+from holotrain.config.commands import PlanConfig, RunConfig
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.groups import (
+    AUTO,
     CAUSAL_LM,
     CLASSIFIER,
     HEADS,
     HUGGING_FACE,
+    IN_BACKWARD,
+    MODEL_OPTIONS,
+    OBJECT_GROUPS,
     SEQUENCE_CLASSIFIER,
     TEXT,
     default_backward,
     is_a,
     takes,
 )
-from holotrain.config.schema.commands import PlanConfig
-from holotrain.config.schema.run import OPEN, RunConfig
+from holotrain.config.objects import ObjectConfig
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks
+from holotrain.models.adapters import add_adapters, add_peft, freeze
 from holotrain.models.bounds import allocated, bounded
+from holotrain.models.foreign import Foreign
+from holotrain.models.pretrained import load_pretrained, read_weights
 from holotrain.models.schedules import schedule_blocks, set_backward
+from holotrain.optimizers import InBackward
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.targets import is_of
+from holotrain.targets import instantiate, is_of
+from holotrain.tasks.optimizers import decay_groups
 
 
 def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningDataModule:
@@ -53,7 +63,7 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
         packed = is_a(config.task, CAUSAL_LM)
         known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
         known["labels"] = is_a(config.task, SEQUENCE_CLASSIFIER)
-    return OPEN["data"].make("data", config.data, pl.LightningDataModule, **known)
+    return OBJECT_GROUPS["data"].make("data", config.data, pl.LightningDataModule, **known)
 
 
 def _require_a_batch(config: RunConfig) -> None:
@@ -74,17 +84,17 @@ def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
     return facts
 
 
-def filled(group: str, chosen: Chosen, facts: dict[str, Any]) -> dict[str, Any]:
+def with_facts(group: str, chosen: ObjectConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model or a task, with the facts under the names of its parameters.
 
     Raises:
         UserError: the configuration contradicts the facts, or a value is not known.
     """
-    arguments = {name: value for name, value in chosen.arguments.items() if group != "model" or name not in BEGINNING}
+    arguments = {name: value for name, value in chosen.arguments.items() if group != "model" or name not in MODEL_OPTIONS}
     for name, value in facts.items():
         if takes(chosen, name) and arguments.setdefault(name, value) != value:
             raise UserError(f"{group}.{name}: {arguments[name]} does not fit the data, which have {value}; leave it out")
-    for name, option in OPEN[group].options(chosen.target).items():
+    for name, option in OBJECT_GROUPS[group].options(chosen.target).items():
         if option.default is REQUIRED and name not in arguments:
             raise UserError(f"{group}.{name}: the data do not tell it; give {group}.{name}=...")
     return arguments
@@ -98,7 +108,7 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """
     if is_a(config.model, HUGGING_FACE) and (task := next((task for task in HEADS if is_a(config.task, task)), None)):
         facts = facts | {"head": HEADS[task]}
-    arguments, backward = filled("model", config.model, facts), config.backward
+    arguments, backward = with_facts("model", config.model, facts), config.backward
     if takes(config.model, "backward"):
         kind = default_backward(config.model) if backward.kind in (None, AUTO) else backward.kind
         arguments |= ({} if kind is None else {"backward": kind}) | backward.engine()
@@ -114,7 +124,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     backward = config.backward
     with naming_group("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
-        model = OPEN["model"].make("model", chosen, nn.Module)
+        model = OBJECT_GROUPS["model"].make("model", chosen, nn.Module)
     try:
         if backward.blocks:
             schedule_blocks(model, backward.blocks)
@@ -144,7 +154,7 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
     if config.model is None:
         return task_of(None, config, described)
     if (
-        not begin and config.model.target != GIVEN and is_of(config.model.target, ["holotrain"])
+        not begin and config.model.target != PYTHON_OBJECT and is_of(config.model.target, ["holotrain"])
     ):  # what a checkpoint names has not been checked
         _on_meta(config, described["facts"])
     model = build_model(config, described["facts"])
@@ -169,8 +179,8 @@ def task_of(model: nn.Module | None, config: RunConfig, described: dict[str, Any
     if "tokenizer" in described:
         tokenizer = tokenizer_from_json(described["tokenizer"])
         known |= {"token_bytes": torch.from_numpy(tokenizer.byte_lengths), "mask_id": tokenizer.mask_id}
-    chosen = replace(config.task, arguments=filled("task", config.task, described["facts"]))
-    return OPEN["task"].make("task", chosen, pl.LightningModule, **known)
+    chosen = replace(config.task, arguments=with_facts("task", config.task, described["facts"]))
+    return OBJECT_GROUPS["task"].make("task", chosen, pl.LightningModule, **known)
 
 
 def check_values(config: RunConfig) -> None:
@@ -182,7 +192,7 @@ def check_values(config: RunConfig) -> None:
         UserError: one of them refuses a value.
     """
     groups = [each for each in (config.data, config.model, config.task) if each is not None]
-    if not all(is_of(each.target, ["holotrain"]) and each.target != GIVEN for each in groups):
+    if not all(is_of(each.target, ["holotrain"]) and each.target != PYTHON_OBJECT for each in groups):
         return
     data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
     text = is_a(config.data, TEXT)
@@ -216,7 +226,7 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
     """
     facts = facts_of(data)
     trained = config.task if config.model is None else config.model
-    arguments = filled("task", config.task, facts) if config.model is None else model_arguments(config, facts)
+    arguments = with_facts("task", config.task, facts) if config.model is None else model_arguments(config, facts)
     found: dict[str, Any] = {"target": trained.target, "arguments": arguments, "facts": facts}
     if is_a(config.data, TEXT):
         found["tokenizer"] = data.tokenizer.to_json()
@@ -259,12 +269,121 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
     return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 
-def synthesis_of(chosen: Chosen, task: nn.Module) -> HolographicSynthesis:
+def synthesis_of(chosen: ObjectConfig, task: nn.Module) -> HolographicSynthesis:
     """The synthesis of a task, which need not be on its device yet.
 
     Raises:
         UserError: a value out of range, or a pattern that matches no parameter.
     """
-    callback = OPEN["synthesis"].make("synthesis", chosen, SynthesisCallback)
-    with naming_group("synthesis", OPEN["synthesis"].options(chosen.target)):
+    callback = OBJECT_GROUPS["synthesis"].make("synthesis", chosen, SynthesisCallback)
+    with naming_group("synthesis", OBJECT_GROUPS["synthesis"].options(chosen.target)):
         return callback.applied_to(task, on_device=False)
+
+
+def prepare_weights(model: nn.Module, config: ObjectConfig, read: bool) -> None:
+    """Loads pretrained weights, adds adapters and freezes parameters, in place. Reports which weights were used.
+
+    Args:
+        read: load the pretrained weights; False if a checkpoint is loaded instead.
+
+    Raises:
+        UserError: the weights are missing or belong to another model, or the model lacks the part to train.
+    """
+    if isinstance(model, Foreign):
+        with naming_group("model"):
+            if read and (said := model.start_from(config.pretrained)):
+                print(said, file=sys.stderr)
+    elif read and config.pretrained:
+        with naming_group("model.pretrained"):
+            print(load_pretrained(model, read_weights(config.pretrained)), file=sys.stderr)
+    with naming_group("model"):
+        with bounded():
+            with_adapters(model, config.adapters)
+        if config.trained != "all" and not isinstance(config.adapters, dict):  # peft has frozen the others
+            freeze(model, config.trained)
+
+
+def with_adapters(model: nn.Module, adapters: int | dict[str, Any]) -> None:
+    """Adds adapters in place.
+
+    Args:
+        adapters: the option ``model.adapters``.
+
+    Raises:
+        ValueError: the model has no place for them.
+    """
+    if isinstance(adapters, dict):
+        add_peft(model, instantiate(adapters))
+    elif adapters:
+        add_adapters(model, adapters)
+
+
+def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Callable[[nn.Module], Optimizer]:
+    """A function of the model that makes its optimizer.
+
+    A function or class that takes ``model`` is given the model. One that takes ``params``, as torch's do, is given the two
+    groups of :func:`~holotrain.tasks.optimizers.decay_groups`: norms, biases and positions have no weight decay.
+
+    Args:
+        clip_value: to what an optimizer that steps in the backward clips the entries of gradients; of others the trainer does.
+
+    Raises:
+        UserError: a value out of range, or an optimizer that cannot step in the backward.
+    """
+    in_backward = chosen.arguments.get(IN_BACKWARD, False)
+    chosen = replace(chosen, arguments={name: value for name, value in chosen.arguments.items() if name != IN_BACKWARD})
+
+    def make(model: nn.Module) -> Optimizer:
+        of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
+        return OBJECT_GROUPS["optimizer"].make("optimizer", chosen, Optimizer, of)
+
+    made = make(nn.Linear(1, 1))
+    if not in_backward:
+        return make
+    with naming_group(f"optimizer.{IN_BACKWARD}"):
+        InBackward(made)
+    if not _steps_parameters_alone(make):
+        raise UserError(f"optimizer.{IN_BACKWARD}: {chosen.name} steps all parameters together; set it to false")
+    return lambda model: InBackward(make(model), clip_value)
+
+
+def _steps_parameters_alone(make: Callable[[nn.Module], Optimizer]) -> bool:
+    """Whether a small model becomes the same in the usual steps and in steps of one parameter after another."""
+
+    def trained(alone: bool) -> list[Tensor]:
+        with torch.device("cpu"):
+            model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, 2, 2) for _ in range(2)))  # draws no random numbers
+            for parameter in model.parameters():
+                parameter.data.copy_(torch.linspace(-1, 2, parameter.numel()).view_as(parameter))
+            optimizer = make(model)
+            optimizer = InBackward(optimizer) if alone else optimizer
+            for number in range(2):
+                for size, parameter in enumerate(model.parameters(), 1):
+                    parameter.grad = (number + 1) * 10.0**size * parameter.detach().cos()
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    try:
+        return all(map(torch.equal, trained(alone=True), trained(alone=False)))
+    except RuntimeError:  # a state of all parameters, which InBackward found
+        return False
+
+
+def scheduler_maker(
+    chosen: ObjectConfig, optimizer: Callable[[nn.Module], Optimizer]
+) -> Callable[[Optimizer, int], LRScheduler]:
+    """A function of the optimizer and the number of optimizer steps of the training that makes the schedule.
+
+    The number of steps is given as ``steps`` or ``total_steps``, where the function or class has such a parameter. The schedule
+    advances after every optimizer step.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    def make(optimizer: Optimizer, steps: int) -> LRScheduler:
+        return OBJECT_GROUPS["scheduler"].make("scheduler", chosen, LRScheduler, optimizer, steps=steps, total_steps=steps)
+
+    if isinstance(make(optimizer(nn.Linear(1, 1)), 10), ReduceLROnPlateau):
+        raise UserError("scheduler: ReduceLROnPlateau follows a metric, and a schedule here follows the optimizer's steps")
+    return make

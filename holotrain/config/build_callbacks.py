@@ -22,12 +22,11 @@ from holotrain.callbacks import (
 )
 from holotrain.checks import one_of
 from holotrain.config.build import build_model, facts_of, synthesis_of
-from holotrain.config.chosen import Chosen
-from holotrain.config.devices import device_name
-from holotrain.config.folders import LAST_CHECKPOINT
-from holotrain.config.schema.backward import BackwardConfig
-from holotrain.config.schema.classes import is_a, takes
-from holotrain.config.schema.run import NAMED, RunConfig
+from holotrain.config.build_trainer import device_name
+from holotrain.config.commands import RunConfig
+from holotrain.config.composition import LAST_CHECKPOINT
+from holotrain.config.groups import NAMED_GROUPS, BackwardConfig, is_a, takes
+from holotrain.config.objects import ObjectConfig
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
@@ -67,12 +66,12 @@ def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
     return [_made(name, each) for name, each in config.callbacks.items() if is_a(each, ours)]
 
 
-def _made(name: str, chosen: Chosen, **known: Any) -> pl.Callback:
-    return NAMED["callbacks"].make(f"callbacks.{name}", chosen, pl.Callback, **known)
+def _made(name: str, chosen: ObjectConfig, **known: Any) -> pl.Callback:
+    return NAMED_GROUPS["callbacks"].make(f"callbacks.{name}", chosen, pl.Callback, **known)
 
 
 def _known(
-    name: str, chosen: Chosen, config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
+    name: str, chosen: ObjectConfig, config: RunConfig, folder: Path, task: pl.LightningModule, data: pl.LightningDataModule
 ) -> dict[str, Any]:
     """What the program knows of a callback's parameters. What takes time is only found out for a callback that asks for it."""
     parameters = signature(chosen.target).options
@@ -91,14 +90,14 @@ def _known(
     return known
 
 
-def _has_its_metric(name: str, chosen: Chosen, config: RunConfig, task: pl.LightningModule) -> bool:
+def _has_its_metric(name: str, chosen: ObjectConfig, config: RunConfig, task: pl.LightningModule) -> bool:
     """Whether a callback that follows a metric can: without validation, those of the training are all there are."""
     if config.trainer.limit_val_batches != 0 or not takes(chosen, "monitor"):
         return True
     return (chosen.arguments.get("monitor") or "").startswith("train/")
 
 
-def _metric(name: str, chosen: Chosen, task: pl.LightningModule) -> dict[str, str]:
+def _metric(name: str, chosen: ObjectConfig, task: pl.LightningModule) -> dict[str, str]:
     """``monitor`` and ``mode``, as given, or those of the first metric that the task names.
 
     Raises:
@@ -142,7 +141,7 @@ EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """The extra that installs the package of a logger."""
 
 
-def build_loggers(config: dict[str, Chosen], folder: Path, sweep: str | None = None) -> list[Logger]:
+def build_loggers(config: dict[str, ObjectConfig], folder: Path, sweep: str | None = None) -> list[Logger]:
     """
     Args:
         config: the group ``logger``.
@@ -155,9 +154,9 @@ def build_loggers(config: dict[str, Chosen], folder: Path, sweep: str | None = N
     return [_logger(name, chosen, folder, sweep) for name, chosen in config.items()]
 
 
-def _logger(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> Logger:
+def _logger(name: str, chosen: ObjectConfig, folder: Path, sweep: str | None) -> Logger:
     try:
-        return NAMED["logger"].make(f"logger.{name}", chosen, Logger, **_known_to_logger(name, chosen, folder, sweep))
+        return NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, **_known_to_logger(name, chosen, folder, sweep))
     except UserError as error:
         missing = isinstance(getattr(error.__cause__, "__cause__", None), ModuleNotFoundError)
         if not missing or chosen.name not in EXTRAS:
@@ -166,7 +165,7 @@ def _logger(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> Logge
         raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
 
 
-def _known_to_logger(name: str, chosen: Chosen, folder: Path, sweep: str | None) -> dict[str, Any]:
+def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
     """What the program knows of a logger's parameters."""
     parameters = signature(chosen.target).options
     run = folder.name if sweep is None else f"{sweep}/{folder.name}"

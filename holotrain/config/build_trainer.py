@@ -1,29 +1,269 @@
-"""Builds Lightning's Trainer from a configuration."""
+"""The device of a run: its type, its name, and whether it supports the options."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from holotrain.callbacks import TraceProfiler
 from holotrain.checks import naming_group
-from holotrain.config.build_strategy import build_strategy
-from holotrain.config.chosen import Chosen
-from holotrain.config.devices import check_device
-from holotrain.config.schema.beside import BESIDE
+from holotrain.config.commands import RunConfig
+from holotrain.config.groups import TRAINER_OPTIONS
+from holotrain.config.objects import ObjectConfig
 from holotrain.errors import UserError
+from holotrain.models.division import Indivisible, division
+from holotrain.overlap import Tuner
 from holotrain.parallel.checkpoints import CheckpointFiles
+from holotrain.parallel.data import DataParallel
+from holotrain.parallel.pipeline import Pipeline, check_stages, equal_parts
 from holotrain.parallel.rank import ProcessRank
-from holotrain.targets import first_line, made
+from holotrain.parallel.sharded import Sharding
+from holotrain.parallel.tensor import overlapped
+from holotrain.sizes import counted
+from holotrain.targets import first_line, instantiate
+
+
+def device_kind(accelerator: str) -> str:
+    """cuda, mps or cpu: the device that this accelerator option selects on this machine."""
+    if accelerator in ("auto", "gpu") and torch.cuda.is_available():
+        return "cuda"
+    if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
+        return "mps"
+    return "cpu"
+
+
+def device_name(accelerator: str) -> str:
+    """The name of the GPU, or the number of CPU threads."""
+    kind = device_kind(accelerator)
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    return f"cpu, {counted(torch.get_num_threads(), 'thread')}" if kind == "cpu" else kind
+
+
+def autocast_of(config: ObjectConfig, device: str | None = None) -> AbstractContextManager:
+    """The autocast context of a run outside a Trainer; ``device`` replaces the type of the accelerator."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
+    return torch.autocast(device or device_kind(config.accelerator), dtype) if dtype else nullcontext()
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Inside, products and convolutions of float32 have this precision; torch alone computes convolutions in TF32.
+
+    Args:
+        precision: of ``torch.set_float32_matmul_precision``; with ``highest`` nothing is in TF32.
+    """
+    convolutions = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    parts = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, *convolutions)
+    kept = [part.fp32_precision for part in parts]
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # after a use of fp32_precision torch refuses to read these
+        before = "highest", True  # as torch begins
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    for part in convolutions:  # allow_tf32=False alone leaves them to torch.backends.fp32_precision
+        part.fp32_precision = "ieee" if precision == "highest" else "tf32"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+        for part, was in zip(parts, kept, strict=True):
+            part.fp32_precision = was
+
+
+def check_device(config: ObjectConfig) -> None:
+    """
+    Raises:
+        UserError: the accelerator is missing or does not support the precision.
+    """
+    kind = device_kind(config.accelerator)
+    if config.accelerator in ("gpu", "mps") and kind == "cpu":
+        raise UserError(f"trainer.accelerator={config.accelerator}: this machine has none; use trainer.accelerator=cpu")
+    if config.precision == "16-mixed" and kind == "cpu":
+        raise UserError("trainer.precision=16-mixed: needs a GPU; on the CPU use bf16-mixed or 32-true")
+    if config.precision == "64-true" and kind == "mps":
+        raise UserError("trainer.precision=64-true: this GPU does not support float64; use 32-true or trainer.accelerator=cpu")
+    if config.precision == "bf16-mixed" and kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"trainer.precision=bf16-mixed: {torch.cuda.get_device_name()} does not support bfloat16; use 16-mixed")
+
+
+def check_training_device(config: RunConfig) -> None:
+    """
+    Raises:
+        UserError: the device is missing or does not support the configuration.
+    """
+    check_device(config.trainer)
+    for group in ("backward", "synthesis"):
+        if getattr(getattr(config, group), "cuda_graph", False) and device_kind(config.trainer.accelerator) != "cuda":
+            raise UserError(f"{group}.cuda_graph: needs an NVIDIA GPU; set it to false")
+
+
+def processes_of(config: ObjectConfig) -> int:
+    """The number of processes to start on this machine."""
+    if config.strategy == "single":
+        return 1
+    if config.devices != "auto":
+        return config.devices
+    return torch.cuda.device_count() if device_kind(config.accelerator) == "cuda" else 1
+
+
+def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
+    """
+    Args:
+        process: rank and size from a launcher, if any.
+
+    Raises:
+        UserError: there are too few devices, they cannot communicate, or the launcher started a different number of processes.
+    """
+    trainer = config.trainer
+    if trainer.strategy == "single":
+        return
+    check_device(trainer)
+    kind, named = device_kind(trainer.accelerator), f"trainer.devices={trainer.devices}"
+    if kind == "mps":
+        raise UserError(f"trainer={trainer.strategy}: not supported on Apple GPUs; use trainer.accelerator=cpu")
+    if trainer.backend == "nccl" and kind != "cuda":
+        raise UserError("trainer.backend=nccl: needs NVIDIA GPUs, and this run is on the CPU; use gloo")
+    if trainer.signals and (kind != "cuda" or trainer.precision != "bf16-mixed"):
+        raise UserError("trainer.signals: needs NVIDIA GPUs and trainer.precision=bf16-mixed; set it to false")
+    bounded = [name for name in ("nccl_max_ctas", "nccl_high_priority") if getattr(trainer, name)]
+    if bounded and (kind != "cuda" or trainer.backend == "gloo"):
+        raise UserError(f"trainer.{bounded[0]}: needs NVIDIA GPUs and trainer.backend=nccl")
+    if not dist.is_available() or (kind == "cuda" and trainer.backend != "gloo" and not dist.is_nccl_available()):
+        raise UserError(f"trainer={trainer.strategy}: this build of torch has no distributed support; use trainer=default")
+    count = processes_of(trainer) if process is None else process.local_size
+    if process is None and (trainer.num_nodes or 1) > 1:
+        raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
+    if trainer.max_restarts and (process is not None or count == 1):
+        raise UserError(
+            "trainer.max_restarts: needs several devices"
+            if process is None
+            else "trainer.max_restarts: what started the processes must restart them, such as torchrun --max-restarts"
+        )
+    if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
+        machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
+        raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
+    size = process.size if process else count
+    for option in ("tensor_parallel", "pipeline_stages"):
+        if size % (asked := getattr(trainer, option) or 1):
+            raise UserError(f"trainer.{option}={asked}: {size} processes are not a multiple of it")
+    if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
+        _check_microbatches(config, trainer.pipeline_stages or size)
+    if kind == "cuda" and count > torch.cuda.device_count():
+        raise UserError(
+            f"{named}: this machine has {torch.cuda.device_count()} GPUs; use at most as many, or trainer.accelerator=cpu"
+        )
+
+
+def _check_microbatches(config: RunConfig, stages: int) -> None:
+    """
+    Raises:
+        UserError: the batches give fewer microbatches than there are stages, which 1F1B needs.
+    """
+    asked, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
+    if asked < stages:
+        raise UserError(f"trainer.microbatches={asked}: 1f1b needs at least one for each of {stages} stages")
+    if isinstance(batch, int) and equal_parts(batch, asked) < stages:
+        raise UserError(
+            f"data.batch_size={batch}: {stages} stages need at least as many microbatches of equal size; "
+            f"use {-(-batch // stages) * stages}"
+        )
+
+
+def device_of(config: ObjectConfig, process: ProcessRank) -> torch.device:
+    """The device of this process."""
+    return torch.device("cuda", process.local_rank) if device_kind(config.accelerator) == "cuda" else torch.device("cpu")
+
+
+def backend_of(config: ObjectConfig, device: torch.device) -> str:
+    """The name of the communication backend."""
+    if config.backend != "auto":
+        return config.backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def nccl_options(config: ObjectConfig) -> dist.ProcessGroupNCCL.Options | None:
+    """How NCCL's kernels share the GPU; None: its own choice.
+
+    The groups of a device mesh are split from the group of all processes and take these options over.
+    """
+    if config.nccl_max_ctas is None and not config.nccl_high_priority:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_high_priority)
+    if config.nccl_max_ctas is not None:
+        options.config.min_ctas, options.config.max_ctas = 1, config.nccl_max_ctas
+    options._timeout = timedelta(seconds=config.timeout)  # torch warns of another one than that of the group
+    return options
+
+
+def data_shard_of(config: ObjectConfig, process: ProcessRank) -> tuple[int, int]:
+    """Which shard of the data this process reads, and the number of shards."""
+    group = model_parallel_size(config, process)
+    return process.rank // group, process.size // group
+
+
+def model_parallel_size(config: ObjectConfig, process: ProcessRank) -> int:
+    """The number of processes that share a model, by layers (tp) or by blocks (pipeline), and read the same data."""
+    size = {"tp": config.tensor_parallel or process.size, "pipeline": config.pipeline_stages or process.size}
+    return size.get(config.strategy, 1)
+
+
+def unsharded_layers(config: ObjectConfig, process: ProcessRank, model: nn.Module) -> list[str]:
+    """The layers that tensor parallelism does not shard, each with the reason."""
+    ranks = model_parallel_size(config, process) if config.strategy == "tp" else 1
+    return division(model, ranks).whole if ranks > 1 else []
+
+
+def check_division(config: ObjectConfig, process: ProcessRank | None, model: nn.Module) -> None:
+    """
+    Raises:
+        UserError: tensor parallelism cannot shard any layer of the model, or it cannot be divided into stages.
+    """
+    if process is None or (ranks := model_parallel_size(config, process)) == 1:
+        return
+    try:
+        if config.strategy == "pipeline":
+            with naming_group("trainer=pipeline"):
+                return check_stages(model, ranks)
+        division(model, ranks)
+    except Indivisible as error:
+        raise UserError(f"trainer=tp: no layer can be sharded over {ranks} processes: {error}") from error
+
+
+def build_strategy(config: ObjectConfig, process: ProcessRank | None) -> Strategy | str:
+    """Lightning's strategy; "auto" for a single process."""
+    if process is None:
+        return "auto"
+    common: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout)}
+    if config.strategy in ("fsdp", "tp"):
+        size = model_parallel_size(config, process)
+        styles = None  # the tensor parallel layers of torch, without overlap
+        if config.overlap is not None:
+            styles = overlapped(Tuner() if config.overlap == "auto" else config.overlap, config.signals)
+        return Sharding(process.size // size, size, styles, config.sharded_checkpoints, **common)
+    if config.strategy == "pipeline":
+        return Pipeline(model_parallel_size(config, process), config.pipeline_schedule, config.microbatches, **common)
+    return DataParallel(config.compression, **common)
 
 
 def build_trainer(
-    config: Chosen,
+    config: ObjectConfig,
     folder: Path,
     callbacks: list[pl.Callback],
     logger: object,
@@ -42,10 +282,12 @@ def build_trainer(
         UserError: the device is missing or does not support the precision.
     """
     check_device(config)
-    own = {name: value for name, value in config.arguments.items() if name not in BESIDE}
+    own = {name: value for name, value in config.arguments.items() if name not in TRAINER_OPTIONS}
     plugins = own.pop("plugins") or []
     with naming_group("trainer.plugins"):
-        changed: dict[str, Any] = {"plugins": [*made(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]}
+        changed: dict[str, Any] = {
+            "plugins": [*instantiate(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]
+        }
     changed |= {"strategy": build_strategy(config, process), "devices": 1, "num_nodes": 1}
     if process is not None:
         changed |= {"devices": process.local_size, "num_nodes": process.nodes}
@@ -61,12 +303,12 @@ def build_trainer(
         changed |= validation(config, batches)
     changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
     try:
-        return Chosen(config.target, own).make(default_root_dir=folder, callbacks=callbacks, logger=logger, **changed)
+        return ObjectConfig(config.target, own).make(default_root_dir=folder, callbacks=callbacks, logger=logger, **changed)
     except (MisconfigurationException, ValueError) as error:
         raise UserError(f"trainer: {first_line(error)}") from error
 
 
-def validation(config: Chosen, batches: int) -> dict[str, Any]:
+def validation(config: ObjectConfig, batches: int) -> dict[str, Any]:
     """Lightning's arguments for when to validate: as configured, and at the latest at the end of the training.
 
     Args:

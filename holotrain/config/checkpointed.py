@@ -3,18 +3,29 @@
 A checkpoint is a file that anybody may have written, so all of it is checked before it is used.
 """
 
+from __future__ import annotations
+
+import itertools
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from holotrain.annotations import checked
 from holotrain.checks import naming_group
-from holotrain.config.schema.classes import CLASSIFIER, IMAGES, TEXT, is_a
-from holotrain.config.schema.run import RunConfig
-from holotrain.config.signatures import checked
-from holotrain.config.typed import container, typed
+from holotrain.config.commands import RunConfig
+from holotrain.config.composition import config_folder
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.groups import CLASSIFIER, IMAGES, TEXT, is_a
+from holotrain.config.signatures import is_defined_in, signature
+from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError
 from holotrain.targets import TARGET, first_line, missing_package, targets
 
@@ -59,7 +70,7 @@ def run_metadata(config: RunConfig, choices: dict[str, str], description: dict[s
 
 
 def _kept(config: RunConfig) -> dict[str, Any]:
-    return {key: value for key, value in container(config).items() if key in KEPT}
+    return {key: value for key, value in to_container(config).items() if key in KEPT}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -90,7 +101,7 @@ def load(path: Path) -> dict[str, Any]:
     return _described(checkpoint, path)
 
 
-def sound(path: Path) -> Path:
+def undamaged(path: Path) -> Path:
     """The checkpoint from which the run of this one continues: the furthest sound one beside it, if it is damaged itself."""
     from holotrain.models import checkpoint_files
 
@@ -230,7 +241,7 @@ def _checked_config(plain: Any) -> dict[str, Any]:
     for group, _, name in (option.partition(".") for option in FORMER):
         if isinstance(plain.get(group), dict):
             plain = plain | {group: {key: value for key, value in plain[group].items() if key != name}}
-    kept = _kept(typed("fit", {key: value for key, value in plain.items() if key in KEPT}))
+    kept = _kept(structured("fit", {key: value for key, value in plain.items() if key in KEPT}))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (kept.get(group) or {}).pop(name, None) is not None and name == "download":
             kept[group][name] = False  # which is not its default
@@ -259,3 +270,89 @@ def _check_description(described: dict[str, Any], config: dict[str, Any]) -> Non
     trusted = list(targets(trained))
     if unlike := [target for where, target in targets(described["arguments"]) if (where, target) not in trusted]:
         raise ValueError(f"its description names {unlike[0]!r}, and its configuration does not")
+
+
+COMPUTING = {
+    "optimizer": ("holotrain.tasks.optimizers.", "torch.optim.optimizer.Optimizer"),
+    "scheduler": ("holotrain.tasks.schedules.", "torch.optim.lr_scheduler.LRScheduler"),
+}
+"""What needs no further trust in these groups: the public functions of a module, and classes of ``torch.optim`` with a base."""
+
+
+def require_trusted(
+    config: dict[str, Any], path: Path, packages: Iterable[str], words: Iterable[str], config_dir: str | None
+) -> None:
+    """Nothing is imported for this check.
+
+    Args:
+        config: the configuration in a checkpoint.
+        path: that of the checkpoint.
+        packages: packages that the user trusts.
+        words: the overrides of the command line, which may name a class at the same place.
+        config_dir: the user's YAML folder, whose files may do so too.
+
+    Raises:
+        UserError: it names a class that nobody vouches for.
+    """
+    allowed: dict[str, set[tuple[str, str]]] = {}
+    for where, target in targets(config):
+        if not isinstance(target, str):
+            raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
+        if _only_computes(where, target) or is_defined_in(target, packages):
+            continue
+        group = where.partition(".")[0]
+        if group not in allowed:
+            allowed[group] = {*_named_by(words), *_named_in_files(config_dir, group)}
+        if (where, target) in allowed[group]:
+            continue
+        if target == PYTHON_OBJECT:
+            raise UserError(
+                f"ckpt_path: {path} was trained with an object of Python code as {where}; give it to holotrain.fit or "
+                f"holotrain.test as {where}=..."
+            )
+        package = target.partition(".")[0]
+        raise UserError(
+            f"ckpt_path: {path} names {target!r} as {where}, but neither the command line nor a file in conf or "
+            f"--config-dir does; if you trust it, add trust={package}"
+        )
+
+
+def _only_computes(where: str, target: str) -> bool:
+    """Whether it is an optimizer or schedule of torch's or holotrain's, by the name that will be imported."""
+    if (where, target) in DATA:
+        return True
+    module, base = COMPUTING.get(where, (None, None))
+    if module is None:
+        return False
+    if target.startswith(module):
+        return re.fullmatch(r"[^_.][^.]*", target.removeprefix(module)) is not None
+    try:
+        return target.startswith("torch.optim.") and base in signature(target).bases
+    except ValueError:
+        return False
+
+
+def _named_by(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for word in words:
+        key, _, target = word.lstrip("+").partition("=")
+        if key.endswith(f".{TARGET}"):
+            yield key.removesuffix(f".{TARGET}"), target
+
+
+DATA = {("model.adapters", "peft.LoraConfig")}
+"""Places and classes that only hold values."""
+
+OF_ANY_GROUP = ("experiment", "debug", "sweep", "task")
+"""Groups whose files change others."""
+
+
+def _named_in_files(config_dir: str | None, group: str) -> Iterator[tuple[str, str]]:
+    for folder, name in itertools.product(filter(None, (config_folder(), config_dir)), (group, *OF_ANY_GROUP)):
+        for path in Path(folder, name).rglob("*.yaml"):
+            try:
+                node = OmegaConf.to_container(OmegaConf.load(path))
+            except (YAMLError, OmegaConfBaseException, OSError):
+                continue  # it vouches for nothing
+            within = ("", name) if name == group else ("",)  # a file of the group task may change others, or be a task alone
+            for place in within if name in OF_ANY_GROUP else (name,):
+                yield from ((where, target) for where, target in targets(node, place) if isinstance(target, str))

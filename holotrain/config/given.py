@@ -6,9 +6,9 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from holotrain.config.chosen import Chosen
+from holotrain.config.objects import ObjectConfig
 
-GIVEN = "holotrain.config.given.given"
+PYTHON_OBJECT = "holotrain.config.given.given"
 """What a configuration, and so a checkpoint, names in place of the object."""
 
 
@@ -26,7 +26,7 @@ def full_name(cls: type) -> str:
 
 
 @dataclass(frozen=True)
-class Given(Chosen):
+class PythonObject(ObjectConfig):
     """An object that is made already. What is not among its arguments is an attribute of the object.
 
     Args:
@@ -48,15 +48,15 @@ class Given(Chosen):
     def bases(self) -> tuple[str, ...]:
         return tuple(map(full_name, type(self.object).__mro__))
 
-    def make(self, *positional: Any, **arguments: Any) -> Any:
+    def make(self, *positional: Any, **keywords: Any) -> Any:
         """The object; while torch's default device is ``meta``, a copy of it that has shapes but no data."""
         import torch
 
         if torch.get_default_device().type != "meta" or not isinstance(self.object, torch.nn.Module):
             return self.object
-        known: dict[int, Any] = {id(getattr(self.object, "_trainer", None)): None}  # a copy belongs to no trainer
+        memo: dict[int, Any] = {id(getattr(self.object, "_trainer", None)): None}  # a copy belongs to no trainer
         for tensor in self.object.buffers():
-            known[id(tensor)] = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = torch.empty_like(tensor, device="meta")
         for weight in self.object.parameters():
-            known[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-        return copy.deepcopy(self.object, known)
+            memo[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        return copy.deepcopy(self.object, memo)

@@ -19,9 +19,9 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
-from holotrain.config.explain import CONFIGURATION_ERRORS
-from holotrain.config.folders import from_here
-from holotrain.config.signatures import checked
+from holotrain.annotations import checked
+from holotrain.config.command_line import CONFIGURATION_ERRORS
+from holotrain.config.composition import relative_to_cwd
 from holotrain.errors import UserError
 from holotrain.outside import read_json
 from holotrain.targets import first_line
@@ -103,7 +103,7 @@ class Sweep:
 
     def launch(self, launcher: Launcher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Lets a launcher run jobs. One whose process dies has failed, and does not end the sweep."""
-        self.folder = from_here(Path(str(launcher.config.hydra.sweep.dir)))
+        self.folder = relative_to_cwd(Path(str(launcher.config.hydra.sweep.dir)))
         launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
         self.launched |= launched
         if str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper"):  # others may find that some values fail

@@ -1,24 +1,172 @@
-"""From the words of a command line, or of a call in Python, to the checked configuration of a run."""
+"""The checkpoint that a command starts from, and how the command line is laid over its configuration.
+
+Its configuration, as plain data, is the primary configuration that Hydra composes with. Nothing in it becomes an argument, an
+override, the name of a group or an interpolation, and it does not decide where files are written.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from holotrain.checks import did_you_mean
-from holotrain.config.arguments import Arguments, key_of, parse
-from holotrain.config.composition import composed, member_names, own_hydra, register, require_new_names
-from holotrain.config.explain import CONFIGURATION_ERRORS, explained, explaining
-from holotrain.config.folders import checkpoint_path, run_folder
-from holotrain.config.schema.run import NAMED, RunConfig
-from holotrain.config.start_checkpoint import StartCheckpoint, primary, start_checkpoint, without_leftovers
-from holotrain.config.typed import completed, typed, with_own_options
+from holotrain.config.checkpointed import KEY, load, require_trusted, undamaged
+from holotrain.config.command_line import CONFIGURATION_ERRORS, Arguments, explained, explaining, parse
+from holotrain.config.commands import RunConfig
+from holotrain.config.composition import (
+    LAST_CHECKPOINT,
+    checkpoint_path,
+    composed,
+    key_of,
+    literal,
+    member_names,
+    options,
+    own_hydra,
+    register,
+    require_new_names,
+    run_folder,
+)
+from holotrain.config.groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
+from holotrain.config.structured import structured, with_defaults, with_replaced_classes
 from holotrain.errors import UserError
 from holotrain.targets import TARGET
+
+LOCAL_LOGGERS = ("tensorboard", "csv", "none")
+"""Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
+
+
+@dataclass
+class StartCheckpoint:
+    """The checkpoint that a command starts from.
+
+    Args:
+        config: its configuration in plain containers, checked.
+        choices: the option of each group when it was trained; for display.
+    """
+
+    config: dict[str, Any]
+    choices: dict[str, str]
+
+
+def start_checkpoint(arguments: Arguments) -> StartCheckpoint | None:
+    """The checkpoint that ``ckpt_path=`` or ``resume=true`` name on the command line, if any.
+
+    A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
+    vary everything but the checkpoint.
+
+    Raises:
+        UserError: there is no such file, it is not a checkpoint of holotrain, or it names a class that is not trusted.
+    """
+    if arguments.multirun and arguments.command == "fit":
+        return None
+    if arguments.resume and arguments.value("ckpt_path"):
+        raise UserError("resume=true continues from the last checkpoint of its run; leave out ckpt_path=")
+    if arguments.multirun and "," in (arguments.value("ckpt_path") or ""):
+        raise UserError(f"ckpt_path: a sweep of {arguments.command} starts from one checkpoint; run the command once for each")
+    path = _checkpoint_path(arguments)
+    if path is None:
+        return None
+    kept = load(path)[KEY]
+    trusted = (arguments.value("trust") or "").strip("[]").split(",")
+    require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
+    return StartCheckpoint(kept["config"], kept["choices"])
+
+
+def primary(arguments: Arguments, start: StartCheckpoint) -> str:
+    """Registers the primary configuration of a command that starts from a checkpoint, and returns its name.
+
+    The values of the checkpoint stand in it as plain data, after the defaults of the command. Every group is an empty entry of
+    its defaults list, so that the command line can choose an option from it.
+    """
+    command = arguments.command
+    given = {*map(key_of, arguments.overrides)}
+    if "data.download" in given and not {"data.root", "data"} & given:
+        raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
+    groups = [group for group in GROUPS if group not in ("task", "trainer")]
+    groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
+    kept, logger = dict(start.config), "tensorboard"
+    # A file does not decide what is sent where.
+    if arguments.resume and start.choices.get("logger") in LOCAL_LOGGERS:
+        logger = start.choices["logger"]
+    if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
+        kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESS_OPTIONS}
+    if "model.name" in given and kept["model"]:  # the configuration of another network
+        kept["model"] = {name: value for name, value in kept["model"].items() if name != "config"}
+    for group in (*OBJECT_GROUPS, "callbacks"):
+        if group in given and group != "trainer":  # the option replaces what the checkpoint has
+            del kept[group]
+    parts = [
+        {"trainer": "default"},
+        "_self_",
+        *({group: logger if group == "logger" else None} for group in groups),
+    ]
+    node = options(command, parts)
+    node.merge_with(_literally(kept))
+    name = "_checkpoint"
+    ConfigStore.instance().store(name=name, node=node)
+    return name
+
+
+def without_replaced_options(plain: dict[str, Any], start: StartCheckpoint, overrides: list[str]) -> dict[str, Any]:
+    """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
+    result = dict(plain)
+    given = {*map(key_of, overrides)}
+    for group in OBJECT_GROUPS:
+        kept = start.config[group]
+        if kept and plain.get(group) and plain[group].get(TARGET) != kept[TARGET]:
+            result[group] = {
+                name: value
+                for name, value in plain[group].items()
+                if name not in kept or value != kept[name] or f"{group}.{name}" in given
+            }
+    usual = [default_backward((config["model"] or {}).get(TARGET)) for config in (plain, start.config)]
+    if plain["backward"] == start.config["backward"] and usual[0] != usual[1]:
+        result["backward"] = {}  # that of the other model
+    return result
+
+
+def _checkpoint_path(arguments: Arguments) -> Path | None:
+    if arguments.resume:
+        from holotrain.models.checkpoint_files import CHECKPOINT, begun
+
+        folder = arguments.value("hydra.run.dir")
+        if folder is None:
+            folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
+            _tell_of_later(Path(folder))
+        path = Path(folder).expanduser() / LAST_CHECKPOINT
+        if not path.exists() and (begun(path) / CHECKPOINT).is_file():
+            path = begun(path)  # which the run renames as soon as it is alone in its folder
+        if not path.exists():
+            words = f"{folder} has no checkpoint, because the run ended before it saved one"
+            words = words if Path(folder).expanduser().is_dir() else f"there is no folder {folder}"
+            raise UserError(f"resume=true: {words}; to start it from the beginning, leave out resume=true")
+        return undamaged(path)
+    given = arguments.value("ckpt_path")
+    if given in (None, "null", ""):
+        return None
+    return checkpoint_path(given, arguments.command, arguments.value("output_dir") or "runs")
+
+
+def _tell_of_later(folder: Path) -> None:
+    """Says which run the user may have meant instead: a later one that ended before it saved a checkpoint."""
+    others = (other for other in folder.parent.glob("[0-9]*") if other.name > folder.name)
+    if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
+        print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
+
+
+def _literally(node: Any) -> Any:
+    """What was resolved already is not to be resolved again: a prompt may well hold a dollar and a brace."""
+    if isinstance(node, dict):
+        return {key: _literally(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_literally(value) for value in node]
+    return literal(node) if isinstance(node, str) else node
 
 
 @dataclass
@@ -40,34 +188,34 @@ class Start:
         if self.checkpoint is not None:
             self.arguments.primary = primary(self.arguments, self.checkpoint)
 
-    def completed(self, config: DictConfig, overrides: list[str]) -> DictConfig:
+    def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
-        plain = with_own_options(OmegaConf.to_container(config), overrides, self.checkpoint and self.checkpoint.config)
+        plain = with_replaced_classes(OmegaConf.to_container(config), overrides, self.checkpoint and self.checkpoint.config)
         self._check_left_out(plain)
         if self.checkpoint is not None:
-            plain = without_leftovers(plain, self.checkpoint, overrides)
-        return OmegaConf.create(completed(self.arguments.command, plain, overrides))
+            plain = without_replaced_options(plain, self.checkpoint, overrides)
+        return OmegaConf.create(with_defaults(self.arguments.command, plain, overrides))
 
     def _check_left_out(self, plain: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
-        for group in NAMED:
+        for group in NAMED_GROUPS:
             for name in [name for name, value in plain[group].items() if value is None]:
                 kept = self.checkpoint.config.get(group, {}) if self.checkpoint is not None else {}
                 known = {*member_names(group, self.arguments.config_dir), *kept}
                 if name not in known:
                     raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
 
-    def typed(self, config: DictConfig, overrides: list[str]) -> RunConfig:
+    def structured(self, config: DictConfig, overrides: list[str]) -> RunConfig:
         """What Hydra composed, as dataclasses. Checks the options, but not what only their classes know.
 
         Raises:
             UserError: a mistake in the configuration.
         """
         try:
-            plain = OmegaConf.to_container(self.completed(config, overrides), resolve=True, throw_on_missing=True)
+            plain = OmegaConf.to_container(self.with_defaults(config, overrides), resolve=True, throw_on_missing=True)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error
-        config = typed(self.arguments.command, plain)
+        config = structured(self.arguments.command, plain)
         if config.ckpt_path is not None:
             config.ckpt_path = str(checkpoint_path(config.ckpt_path, self.arguments.command, config.output_dir))
         return config
@@ -123,7 +271,7 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         chosen = OmegaConf.to_container(composition.hydra.runtime.choices)
         with open_dict(composition):
             del composition["hydra"]
-        config = start.typed(composition, words)
+        config = start.structured(composition, words)
     check_values(config)
     config.overrides, config.choices = words, start.choices(config, chosen, words)
     config.folder = arguments.value("hydra.run.dir")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.models.bounds import bounded
-from holotrain.targets import TARGET, is_defined_in, made, missing_package, targets
+from holotrain.targets import TARGET, instantiate, is_defined_in, missing_package, targets
 
 
 def build(
@@ -40,9 +40,9 @@ def build(
             raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
     if _is_ours(target):  # others may need the values of tensors
         with torch.device("meta"), bounded(weights):
-            made(named)
+            instantiate(named)
     with bounded(weights):
-        model = made(named)
+        model = instantiate(named)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{target} is not a torch.nn.Module; calling it gives {type(model).__name__}")
     return model

@@ -7,14 +7,14 @@ from omegaconf import OmegaConf
 from holotrain.commands.advice import rules
 from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
 from holotrain.config.composition import composed, register
-from holotrain.config.typed import typed
+from holotrain.config.structured import structured
 
 register()
 
 
 def config(*overrides):
     container = OmegaConf.to_container(composed("fit", list(overrides)), resolve=True)
-    return typed("fit", container)
+    return structured("fit", container)
 
 
 @pytest.mark.parametrize(

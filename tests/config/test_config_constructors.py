@@ -2,7 +2,8 @@
 
 import pytest
 
-from holotrain.config.signatures import REQUIRED, UNKNOWN, checked, signature
+from holotrain.annotations import checked
+from holotrain.config.signatures import REQUIRED, UNKNOWN, signature
 
 CONSTRUCTORS = [
     *(

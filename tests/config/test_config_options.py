@@ -20,13 +20,11 @@ from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.checks import naming_group
 from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
-from holotrain.config.build_strategy import nccl_options
-from holotrain.config.build_trainer import build_trainer
+from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
+from holotrain.config.commands import COMMANDS
 from holotrain.config.composition import composed, config_folder, option_names, register
-from holotrain.config.devices import check_device, check_training_device, float32_products
-from holotrain.config.schema.classes import SEQUENCE_CLASSIFIER, is_a
-from holotrain.config.schema.commands import COMMANDS
-from holotrain.config.typed import container, typed, with_own_options
+from holotrain.config.groups import SEQUENCE_CLASSIFIER, is_a
+from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError
 from holotrain.synthesis import Recipe
@@ -80,8 +78,8 @@ def configuration(command, *overrides):
     config = copy.deepcopy(chosen(command, *choices))
     for override in OverridesParser.create().parse_overrides([word for word in overrides if word not in choices]):
         OmegaConf.update(config, override.key_or_group, override.value())
-    plain = with_own_options(OmegaConf.to_container(config, resolve=True), overrides)
-    return typed(command, plain)
+    plain = with_replaced_classes(OmegaConf.to_container(config, resolve=True), overrides)
+    return structured(command, plain)
 
 
 @pytest.fixture
@@ -338,7 +336,7 @@ def test_callbacks_of_others(tmp_path):
     made = built(tmp_path, config)
     (swa,) = [callback for callback in made if isinstance(callback, StochasticWeightAveraging)]
     assert swa._swa_lrs == 0.1 and not any(isinstance(callback, MemoryMonitor) for callback in made)
-    assert typed("fit", container(config)) == config
+    assert structured("fit", to_container(config)) == config
 
 
 BOUNDED = """
@@ -356,7 +354,7 @@ def test_an_infinite_default_may_be_given_too(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     mine = "callbacks.mine._target_=of_bounds.Bounded"
     given = configuration("fit", mine, "callbacks.mine.most=inf", "callbacks.mine.least=-inf", "callbacks.mine.worst=inf")
-    assert given == configuration("fit", mine) == typed("fit", container(given))
+    assert given == configuration("fit", mine) == structured("fit", to_container(given))
     (made,) = [callback for callback in built(tmp_path, given) if hasattr(callback, "bounds")]
     assert made.bounds == (math.inf, -math.inf, math.inf)
     with pytest.raises(UserError, match=r"callbacks\.mine\.most: -inf is not finite"):

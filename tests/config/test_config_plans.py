@@ -7,7 +7,7 @@ from tracked_memory import check_plan
 from holotrain.config.build import build_data
 from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
-from holotrain.config.typed import typed
+from holotrain.config.structured import structured
 from holotrain.data.example import example_batch
 
 SMALL = ["model.dim=96", "model.heads=3", "model.depth=2"]
@@ -40,7 +40,7 @@ def configured(name, tokens):
     if "lm" in name or "sequence" in name:
         words.append(f"data.cache_dir={tokens}")
     register()
-    config = typed("fit", OmegaConf.to_container(composed("fit", words), resolve=True))
+    config = structured("fit", OmegaConf.to_container(composed("fit", words), resolve=True))
     data = build_data(config)
     data.prepare_data()
     data.setup("fit")

@@ -3,13 +3,14 @@
 import pytest
 
 from holotrain.config.build_trainer import validation
-from holotrain.config.chosen import Chosen, chosen, defaults
-from holotrain.config.schema.run import OPEN
+from holotrain.config.groups import OBJECT_GROUPS
+from holotrain.config.objects import ObjectConfig
+from holotrain.config.structured import group_defaults, object_config
 
 
-def trainer_of(**options) -> Chosen:
+def trainer_of(**options) -> ObjectConfig:
     plain = {"_target_": "lightning.pytorch.Trainer", "max_epochs": 16, **options}
-    return chosen("trainer", defaults("trainer", plain, OPEN["trainer"]), OPEN["trainer"])
+    return object_config("trainer", group_defaults("trainer", plain, OBJECT_GROUPS["trainer"]), OBJECT_GROUPS["trainer"])
 
 
 @pytest.mark.parametrize(

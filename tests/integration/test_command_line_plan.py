@@ -16,7 +16,7 @@ from small_run import SMALL
 from holotrain.config.build import build_data
 from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
-from holotrain.config.typed import typed
+from holotrain.config.structured import structured
 from holotrain.planning import flops
 from holotrain.planning.footprint import Footprint
 
@@ -36,7 +36,7 @@ def plan_of(holotrain, *words):
 def footprint(*words: str, device: str = "cpu") -> Footprint:
     """Of one step alone: no other backward is tried, and no size is searched for."""
     register()
-    config = typed("plan", OmegaConf.to_container(composed("plan", list(words)), resolve=True))
+    config = structured("plan", OmegaConf.to_container(composed("plan", list(words)), resolve=True))
     data = build_data(config)
     data.prepare_data()
     data.setup("fit")

@@ -21,7 +21,7 @@ from made_once import made_once
 from torch.nn import functional
 
 from holotrain.callbacks import ExactResume
-from holotrain.config.folders import LAST_CHECKPOINT as LAST
+from holotrain.config.composition import LAST_CHECKPOINT as LAST
 from holotrain.models.checkpoint_files import load
 from holotrain.models.layers.branches import MLPBranch
 from holotrain.models.pretrained import read_weights

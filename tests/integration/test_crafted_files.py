@@ -435,9 +435,9 @@ def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
 @pytest.mark.parametrize("name", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"\\${oc.env:HOME}", "${", "{a: 1}", "a,b"])
 def test_text_in_a_checkpoint_is_never_resolved(honest, tmp_path, name):
     """A folder may well be called like an interpolation. It stays a name."""
-    from holotrain.config.arguments import parse
+    from holotrain.config.command_line import parse
     from holotrain.config.composition import composed, register
-    from holotrain.config.start_checkpoint import primary, start_checkpoint
+    from holotrain.config.start import primary, start_checkpoint
 
     crafted = torch.load(honest / "text.ckpt", weights_only=True)
     crafted["holotrain"]["config"]["data"] |= {"text": name, "files": [name]}

@@ -215,9 +215,9 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    from holotrain.config.arguments import parse
+    from holotrain.config.command_line import parse
     from holotrain.config.composition import composed, register
-    from holotrain.config.typed import typed, with_own_options
+    from holotrain.config.structured import structured, with_replaced_classes
 
     monkeypatch.chdir(tmp_path)
     small = made_small(line)
@@ -235,8 +235,8 @@ def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
     (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(ends), None)
     for overrides in {tuple(jobs[0]), tuple(jobs[-1])}:
         config = composed(arguments.command, list(overrides), arguments.config_dir)
-        plain = with_own_options(OmegaConf.to_container(config, resolve=True), overrides)
-        typed(arguments.command, plain)
+        plain = with_replaced_classes(OmegaConf.to_container(config, resolve=True), overrides)
+        structured(arguments.command, plain)
 
 
 @pytest.mark.parametrize(

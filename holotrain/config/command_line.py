@@ -1,0 +1,396 @@
+"""Splits the command line into a command, flags of Hydra and overrides. Flags may stand anywhere; Hydra needs them first."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from holotrain.checks import did_you_mean, one_of
+from holotrain.config.commands import COMMANDS, WORD_COMMANDS, options_of
+from holotrain.config.composition import composed, key_of, literal, option_names, register
+from holotrain.config.groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
+from holotrain.config.signatures import Option, signature
+from holotrain.config.structured import with_defaults
+from holotrain.errors import UserError
+from holotrain.targets import TARGET, first_line
+
+# Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.
+VALUED = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--info", "-i"}
+BARE = {"--multirun", "-m", "--run", "-r", "--resolve", "--hydra-help", "--shell-completion", "-sc"}
+HELP = {"--help", "-h"}
+
+CHOICES = {
+    ("--cfg", "-c"): ("job", "hydra", "all"),
+    ("--info", "-i"): ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
+"""The values of those flags that do not take any."""
+
+VERBATIM = {
+    *("ckpt_path", "images", "texts", "prompt", "prompts", "to", "output_dir", "hydra.run.dir", "hydra.sweep.dir"),
+    *("data.root", "data.name", "data.files", "data.val_files", "data.test_files", "data.cache_dir", "data.tokenizer"),
+    "model.pretrained",
+}
+"""Overrides whose values are paths or text. They may contain characters that have a meaning in Hydra's grammar."""
+
+LISTS = {"data.files", "data.val_files", "data.test_files"}
+"""Those of them that may be lists."""
+
+
+@dataclass
+class Arguments:
+    command: str
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    """the overrides as given, before paths and texts are escaped for Hydra"""
+
+    help: bool = False
+
+    primary: str = ""
+    """name of the primary configuration: that of the command, or that of a checkpoint"""
+
+    def __post_init__(self) -> None:
+        self.primary = self.primary or self.command
+
+    @property
+    def multirun(self) -> bool:
+        return bool({"-m", "--multirun"} & set(self.flags)) or "hydra.mode=MULTIRUN" in self.overrides
+
+    @property
+    def resume(self) -> bool:
+        return (self.value("resume") or "").lower() == "true"
+
+    @property
+    def config_dir(self) -> str | None:
+        return self.flag("--config-dir", "-cd")
+
+    def flag(self, *names: str) -> str | None:
+        """The value of a flag of Hydra's; None if it is not given."""
+        for flag, following in zip(self.flags, [*self.flags[1:], ""], strict=False):
+            name, equals, value = flag.partition("=")
+            if name in names:
+                return value if equals else following
+        return None
+
+    def value(self, key: str) -> str | None:
+        """The value of the last override of ``key``, unquoted; None if there is none."""
+        for word in reversed(self.words):
+            name, equals, value = word.lstrip("+").partition("=")
+            if equals and name == key:
+                return value.strip("'\"")
+        return None
+
+
+def _verbatim(override: str) -> str:
+    key, _, value = override.partition("=")
+    name = key_of(override)
+    if name not in VERBATIM or key.startswith("~"):
+        return override
+    if name != "prompt":
+        if value in ("", "''", '""'):  # as of a shell's variable that is not set
+            raise UserError(f"{name}: the value is empty; give one, or leave {name}= out")
+        if value == "~" or value.startswith("~/"):
+            value = str(Path(value).expanduser())
+        # Commas, brackets, quotes and interpolations keep their meaning: sweeps, lists, and what the user quotes.
+        if re.fullmatch(r"[\w./,*+@-]*", value, re.ASCII) or value[0] in "'\"$" or (name in LISTS and value[0] == "["):
+            return f"{key}={value}"
+    # Hydra's grammar reads quotes and the backslashes before them; OmegaConf reads interpolations.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    return f"{key}='{literal(escaped)}'"
+
+
+def _require_text(words: list[str]) -> None:
+    """
+    Raises:
+        UserError: bytes that are no text in UTF-8 (which Python passes on as lone surrogates), or a null character.
+    """
+    for word in words:
+        if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in word):
+            raise UserError(f"{word!a} is not text in UTF-8")
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Splits the command line.
+
+    Raises:
+        UserError: an unknown command or flag, a flag without its value, a word that is no override.
+    """
+    _require_text(argv)
+    command, *rest = argv
+    if command not in COMMANDS:
+        commands = [*COMMANDS, *WORD_COMMANDS]
+        raise UserError(f"{command!r} is not a command; use one of {', '.join(commands)}.{did_you_mean(command, commands)}")
+    arguments = Arguments(command)
+    words = iter(rest)
+    for word in words:
+        flag = word.partition("=")[0]
+        if word in HELP:
+            arguments.help = True
+        elif word in BARE or (flag.startswith("--") and flag in VALUED and "=" in word):
+            arguments.flags.append(word)
+        elif word in VALUED:
+            value = next(words, None)
+            if value is None:
+                raise UserError(f"{word} needs a value")
+            arguments.flags += [word, value]
+        elif word.startswith("-"):
+            from holotrain.config.command_line import option_of_flag  # which imports this module
+
+            if option := option_of_flag(flag, arguments):
+                value = word.partition("=")[2] or next(words, "")
+                value = "..." if not value or value.startswith("-") or "=" in value else value
+                raise UserError(f"{word!r} is not a flag; options are written key=value. Did you mean '{option}={value}'?")
+            near = did_you_mean(flag, VALUED | BARE | HELP)
+            raise UserError(f"{word!r} is not a flag; options are written key=value, such as trainer.max_epochs=3.{near}")
+        elif not key_of(word) or ("=" not in word and not word.startswith("~")):
+            raise UserError(f"{word!r} is not an override; write group=option or key=value")
+        else:
+            arguments.words.append(word)
+            arguments.overrides.append(_verbatim(word))
+    for names, choices in CHOICES.items():
+        if (value := arguments.flag(*names)) is not None:
+            one_of(names[0], value, choices)
+    if arguments.config_dir and not Path(arguments.config_dir).is_dir():
+        raise UserError(f"--config-dir: there is no folder {arguments.config_dir}")
+    return arguments
+
+
+def parse_words(command: str, words: list[str]) -> Any:
+    """The configuration of a command of ``WORD_COMMANDS``; None if it asks for help.
+
+    Raises:
+        UserError: no word, too many words, an unknown flag or option, an option without a value.
+    """
+    _require_text(words)
+    if HELP & set(words):
+        return None
+    schema = WORD_COMMANDS[command]
+    given, *others = fields(schema)
+    options = [option.name for option in others]
+    plain, values = [], {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            raise UserError(f"{name!r} is not a flag of {command}.{did_you_mean(name, HELP)}")
+        if name in options and equals:
+            if not value:
+                raise UserError(f"{name}: a value is needed")
+            values[name] = str(Path(value).expanduser())
+        elif equals and name.isidentifier() and not Path(word).exists():
+            raise UserError(
+                f"{name!r} is not an option of {command}, which takes {', '.join(options) or 'none'}."
+                f"{did_you_mean(name, options)}"
+            )
+        else:
+            plain.append(word)
+    if not plain:
+        raise UserError(f"{command} needs {given.metadata['needs']}")
+    if given.type is str and len(plain) > 1:
+        raise UserError(f"{command} takes one {given.name}, not {len(plain)}: {' '.join(plain)}")
+    return schema(**{given.name: plain[0] if given.type is str else plain}, **values)
+
+
+CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
+
+REFUSALS = (ValueError, TypeError, AssertionError)
+"""What Hydra raises besides for ``group=null``, ``group=3``, and values of its own options that it cannot use."""
+
+PLUGINS = {"optuna": "optuna", "joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
+"""The extra that installs each plugin of Hydra, by the plugin's name."""
+
+
+def explained(error: Exception, arguments: Arguments) -> UserError:
+    """Turns one of ``CONFIGURATION_ERRORS``, raised while composing ``arguments``, into a UserError."""
+    cause = error.__cause__ or error
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(cause, MissingMandatoryValue):
+        return UserError(f"{cause.full_key}: a value is needed; give {cause.full_key}=...")
+    if isinstance(error, OverrideParseException):
+        return UserError(f"{error.override}: {first_line(error)}")
+    if "Ambiguous value" in str(error):
+        return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
+    unknown = re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error))
+    if unknown:
+        return _unknown_key(unknown[1], arguments)
+    key, text = getattr(cause, "full_key", None) or "", first_line(cause)
+    if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
+        kind, text = resolving.groups()
+        key = "" if kind == UserError.__name__ else key
+    return UserError(f"{key}: {text}" if key and key not in text else text)
+
+
+def refused(error: Exception, arguments: Arguments) -> UserError:
+    """Turns one of ``REFUSALS``, raised by Hydra, into a UserError that names the override."""
+    groups, words = option_names(arguments.config_dir), arguments.overrides
+    parsed = zip(words, OverridesParser.create().parse_overrides(words), strict=True)
+    chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
+    named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
+    return UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error))
+
+
+@contextmanager
+def explaining(arguments: Arguments) -> Iterator[None]:
+    """
+    Raises:
+        UserError: Hydra or OmegaConf do not accept ``arguments``, which are composed inside.
+    """
+    try:
+        yield
+    except CONFIGURATION_ERRORS as error:
+        raise explained(error, arguments) from error
+    except REFUSALS as error:
+        raise refused(error, arguments) from error
+
+
+def option_of_flag(flag: str, arguments: Arguments) -> str | None:
+    """The option that a flag of other programs, such as ``--lr`` or ``--max-epochs``, stands for; None: there is none."""
+    register()
+    name, keys = flag.lstrip("-").replace("-", "_"), _keys_beside("", "", arguments)
+    return name if name in keys else _of_this_name(name, keys)
+
+
+def _of_this_name(name: str, keys: list[str]) -> str | None:
+    """The first key whose last part is this; ``epochs`` is ``trainer.max_epochs``."""
+    return next((key for key in keys if key.rpartition(".")[2] in (name, f"max_{name}")), None)
+
+
+def _missing_option(error: MissingConfigException) -> UserError:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if extra := PLUGINS.get(option if group in ("hydra/sweeper", "hydra/launcher") else ""):
+        return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
+    options = [name for name in error.options or () if not name.startswith("_")]
+    if not group or not options:
+        return UserError(first_line(error))
+    return UserError(f"{group}={option}: not found; {group} is one of {', '.join(options)}."
+                     f"{did_you_mean(option, options)}")  # fmt: skip
+
+
+def _unknown_key(key: str, arguments: Arguments) -> UserError:
+    """The nearest valid key is one beside it, under the other group choices of the command line; at the top also an option of a
+    group: ``lr`` is ``optimizer.lr``."""
+    parent, _, name = key.rpartition(".")
+    valid, first = _keys_beside(parent, key, arguments), key.partition(".")[0]
+    if parent and not valid and first not in _keys_beside("", first, arguments):
+        return _unknown_key(first, arguments)
+    where = f"in {parent}" if parent else "among the options"
+    below = _of_this_name(name, valid)
+    near = f" Did you mean {below!r}?" if below and name not in valid else did_you_mean(name, valid)
+    return UserError(f"{key}: there is no {name!r} {where}.{near}")
+
+
+def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
+    """The valid keys in ``parent``, under the other group choices of the command line; at the top also the keys of groups."""
+    groups = option_names(arguments.config_dir)
+    choices = [word for word in arguments.overrides if word.partition("=")[0] in groups.keys() - {key} and "," not in word]
+    try:
+        plain = OmegaConf.to_container(composed(arguments.primary, choices, arguments.config_dir))
+        config = with_defaults(arguments.command, plain)
+    except (*CONFIGURATION_ERRORS, UserError):
+        config = {}
+    nodes = {group: node for group, node in config.items() if isinstance(node, dict)}
+    if parent:
+        return [*nodes.get(parent, {})]
+    return [*config, *groups, *(f"{group}.{each}" for group, node in nodes.items() for each in node)]
+
+
+FLAGS = """\
+Flags, in any position:
+  -m, --multirun            run every combination of comma-separated values: optimizer.lr=1e-3,1e-4
+  --config-dir DIR          also look for options in this folder
+  --cfg job [--resolve]     print the configuration and exit
+  --info=defaults           print which files the configuration is composed from, and exit"""
+
+
+def overview() -> str:
+    """The commands, one per line."""
+    commands = "\n".join(f"  {name:<10}{schema.__doc__}" for name, schema in (COMMANDS | WORD_COMMANDS).items())
+    return f"""\
+holotrain trains transformers whose activations do not fit in memory.
+
+Usage: holotrain COMMAND [group=option ...] [key=value ...]
+
+{commands}
+
+holotrain COMMAND --help lists the options of a command."""
+
+
+def command_help(arguments: Arguments) -> str:
+    """The groups and options of a command, with the values under the given overrides."""
+    command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
+    composition = composed(command, overrides, arguments.config_dir)
+    groups = "\n".join(
+        textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
+        for group, options in option_names(arguments.config_dir).items()
+    )
+    described = _options(command, with_defaults(command, OmegaConf.to_container(composition)))
+    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in described)
+    return f"""\
+holotrain {command}: {COMMANDS[command].__doc__}
+
+Usage: holotrain {command} [group=option ...] [key=value ...]
+
+Groups:
+{groups}
+
+Options:
+{lines}
+
+{FLAGS}"""
+
+
+def word_command_help(command: str) -> str:
+    """The help of a command in ``WORD_COMMANDS``."""
+    schema = WORD_COMMANDS[command]
+    (first, given), *options = options_of(schema).items()
+    word = schema.__dataclass_fields__[first].metadata["word"]
+    usage = [f"{word}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
+    lines = [(word, given.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
+    described = "\n".join(f"  {key:<45} {meaning}" for key, meaning in lines)
+    return f"""\
+holotrain {command}: {schema.__doc__}
+
+Usage: holotrain {command} {" ".join(usage)}
+
+{described}"""
+
+
+def _options(command: str, values: dict) -> Iterator[tuple[str, str, str]]:
+    for name, option in options_of(COMMANDS[command]).items():
+        value = values[name]
+        if name in NAMED_GROUPS:
+            for member, given in value.items():
+                yield f"{name}.{member}.{TARGET}", given[TARGET], _first_sentence(signature(given[TARGET]).meaning)
+                yield from _arguments(f"{name}.{member}", given, NAMED_GROUPS[name].options(given[TARGET]))
+        elif name in OBJECT_GROUPS:
+            yield from _arguments(name, value, OBJECT_GROUPS[name].options(value[TARGET])) if value else ()
+        elif name == "backward":
+            del value["kind"]  # which names the option of the group
+            yield from _arguments(name, value, options_of(BackwardConfig))
+        else:
+            yield name, _shown(value), option.meaning
+
+
+def _arguments(key: str, given: dict, described: dict[str, Option]) -> Iterator[tuple[str, str, str]]:
+    for option, value in given.items():
+        if option != TARGET:
+            yield f"{key}.{option}", _shown(value), _first_sentence(described[option].meaning if option in described else "")
+
+
+def _first_sentence(text: str) -> str:
+    return text.split(". ")[0].replace("``", "").rstrip(".")
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

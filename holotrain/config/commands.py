@@ -1,0 +1,441 @@
+"""The options of each command as dataclasses, and the checks across groups.
+
+The string below a field is its help text, and ``__post_init__`` checks what a type cannot say. Nothing here imports torch, so
+that ``--help`` is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from holotrain.checks import naming_group
+from holotrain.config.groups import (
+    AUTO,
+    AVERAGE,
+    CAUSAL_LM,
+    ERROR_DIFFUSION,
+    HUGGING_FACE,
+    IMAGES,
+    IN_BACKWARD,
+    MASKED_LM,
+    MODEL_OPTIONS,
+    PLAIN,
+    SEQUENCE_CLASSIFIER,
+    TEXT,
+    BackwardConfig,
+    ModelOptions,
+    check_together,
+    check_trainer,
+    is_a,
+    reversible,
+    takes,
+)
+from holotrain.config.objects import ObjectConfig
+from holotrain.config.signatures import Option, signature
+from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_within
+from holotrain.sizes import parse_bytes
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The options of every command."""
+
+    task: ObjectConfig
+    data: ObjectConfig
+    model: ObjectConfig | None
+    backward: BackwardConfig
+    synthesis: ObjectConfig | None
+    optimizer: ObjectConfig | None
+    scheduler: ObjectConfig | None
+    callbacks: dict[str, ObjectConfig]
+    trainer: ObjectConfig
+    logger: dict[str, ObjectConfig]
+
+    seed: int = 0
+    """random seed of weights, batches, augmentation and dropout"""
+
+    compile: bool | Literal["max-autotune-no-cudagraphs"] = False
+    """compile each block with torch.compile; max-autotune-no-cudagraphs: it measures more kernels, which takes minutes"""
+
+    memory: str | None = None
+    """memory budget, such as 16GiB, of plan, backward=auto and batch_size=auto; null: the free memory of the device"""
+
+    output_dir: str = "runs"
+    """folder in which runs are saved"""
+
+    ckpt_path: str | None = None
+    """checkpoint to start from, with its configuration, which overrides change: a file, the folder of a run, best or last"""
+
+    trust: str | Sequence[str] | None = None
+    """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
+
+    # Not options, but how they came about; `compose` sets them, and a configuration made in another way does without.
+    overrides: ClassVar[list[str]] = []
+    choices: ClassVar[dict[str, str]] = {}
+    folder: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        with naming_group("trainer", self.trainer.arguments):
+            check_trainer(self.trainer)
+        if self.model is not None:
+            with naming_group("model", MODEL_OPTIONS):
+                ModelOptions(**{name: self.model.arguments[name] for name in MODEL_OPTIONS})
+                if is_a(self.model, HUGGING_FACE):  # the content of its config.json, so that a checkpoint needs no other file
+                    from holotrain.models.foreign.network import network_of  # imports torch
+
+                    name, network, download = (self.model.arguments[name] for name in ("name", "config", "download"))
+                    with naming_group("model.name"):
+                        self.model = self.model.with_arguments(config=network_of(name, network, download))
+        require_within(0, 2**32, seed=self.seed)
+        if self.memory is not None:
+            with naming_group("memory"):
+                parse_bytes(self.memory)
+        self._check_task()
+        self._check_error_diffusion()
+        self._check_backward()
+        self._check_batch()
+        self._check_strategy()
+        self._check_in_backward()
+
+    def _check_task(self) -> None:
+        check_together(self.task, self.model, self.data)
+        if is_a(self.task, SEQUENCE_CLASSIFIER) and getattr(self.data, "label", "given") is None:
+            raise UserError("data.label: give the field or column of the class as data.label=..., or data.label=folder")
+        if getattr(self.model, "trained", "all") == "head" and is_a(self.task, CAUSAL_LM, MASKED_LM):
+            raise UserError(f"model.trained=head: {self.task.name} shares its head with the embedding; use all or adapters")
+
+    def _check_error_diffusion(self) -> None:
+        if not is_a(self.task, ERROR_DIFFUSION) or self.model is None:
+            return
+        layers = "an error diffusion network has no"
+        if self.backward.kind not in (None, PLAIN[0]):
+            raise UserError(f"backward={self.backward.kind}: {layers} blocks to recompute; use backward={PLAIN[0]}")
+        if self.synthesis is not None:
+            raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
+        if self.compile:
+            raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
+        if self.optimizer.target == "holotrain.tasks.optimizers.muon":
+            raise UserError(f"optimizer=muon: {layers} blocks, which it needs; use error_diffusion, sgd or adamw")
+        if self.task.clamp_signs and self.model.rule == "kaneko":
+            raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")
+
+    @property
+    def average(self) -> str | None:
+        """The name of the callback that averages the weights; None: there is none."""
+        return next((name for name, each in self.callbacks.items() if is_a(each, AVERAGE)), None)
+
+    @property
+    def batch_option(self) -> tuple[str, Any]:
+        """The option that sets the batch size, and its value."""
+        tokens = getattr(self.data, "max_tokens", None)
+        if tokens is None or is_a(self.task, CAUSAL_LM):  # its blocks have one length
+            return "data.batch_size", getattr(self.data, "batch_size", None)
+        return "data.max_tokens", tokens
+
+    def with_batch(self, size: int) -> RunConfig:
+        """The same configuration with this batch size."""
+        return replace(self, data=self.data.with_arguments(**{self.batch_option[0].removeprefix("data."): size}))
+
+    @property
+    def batch_is_open(self) -> bool:
+        """Whether the batch size is still to be chosen."""
+        return self.batch_option[1] == AUTO
+
+    def _check_batch(self) -> None:
+        option, size = self.batch_option
+        for other in ("batch_size", "max_tokens"):
+            if f"data.{other}" != option and getattr(self.data, other, None) == AUTO:
+                raise UserError(f"data.{other}=auto: {option} sets the batch size here; give {option}=auto")
+        if size == AUTO and self.backward.open:
+            raise UserError(f"{option}=auto: cannot be combined with backward=auto; set one of the two")
+
+    def _check_strategy(self) -> None:
+        strategy = self.trainer.strategy
+        if strategy == "single":
+            return
+        if self.backward.cuda_graph or getattr(self.synthesis, "cuda_graph", False):
+            option = "backward" if self.backward.cuda_graph else "synthesis"
+            raise UserError(f"{option}.cuda_graph: CUDA graphs do not work with trainer={strategy}; set it to false")
+        if strategy == "ddp":
+            return
+        if is_a(self.task, ERROR_DIFFUSION):
+            raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
+        parts = f"trainer={strategy} {'divides' if strategy == 'pipeline' else 'shards'} them"
+        self._check_shared_out(parts)
+        if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
+            raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
+        if strategy == "pipeline" and getattr(self.model, "trained", "all") != "all":
+            raise UserError(
+                f"model.trained={self.model.trained}: a stage of trainer=pipeline would train nothing; use trainer=fsdp or ddp"
+            )
+        batch, count = getattr(self.data, "batch_size", None), self.trainer.microbatches
+        if count and isinstance(batch, int) and batch % count:
+            raise UserError(f"trainer.microbatches={count}: data.batch_size={batch} is not a multiple of it")
+        if self.average is not None:
+            raise UserError(f"callbacks.{self.average}: needs whole weights, and {parts}; use trainer=ddp")
+        if self.backward.open or self.batch_is_open:
+            raise UserError(f"auto: planning needs whole parameters, and {parts}; set backward and the batch size yourself")
+
+    def _check_shared_out(self, parts: str) -> None:
+        """What works under FSDP2, but not where layers are divided, too."""
+        strategy = self.trainer.strategy
+        whole = getattr(self.synthesis, "mode", None) == "bind" or getattr(self.synthesis, "block_length", None) == 0
+        if self.synthesis is not None and (strategy != "fsdp" or whole):
+            also = ", or synthesis=shared or associative with a block length under trainer=fsdp"
+            raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
+        if getattr(self.synthesis, "split", "none") != "none":
+            raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
+        if strategy != "fsdp" and getattr(self.optimizer, "target", None) == "holotrain.tasks.optimizers.adamw_low_bit":
+            name = f"adamw_{self.optimizer.bits}"
+            raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
+
+    def _check_backward(self) -> None:
+        backward, rebuilds = self.backward, reversible(self.model)
+        # Of models of others it is known when they are built.
+        ours = takes(self.model, "backward") and self.model.target.startswith("holotrain.")
+        if ours and not rebuilds and backward.kind not in (None, *PLAIN, AUTO):
+            raise UserError(
+                f"backward={backward.kind}: {self.model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
+            )
+        for name in backward.engine():
+            if takes(self.model, "backward") and not takes(self.model, name):
+                why = "is not reversible" if ours else f"has no argument {name}"
+                raise UserError(f"backward.{name}: {self.model.name} {why}; remove the option")
+        if self.compile and any("+" in words for words in backward.blocks):
+            raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
+        if self.compile and backward.keep:
+            raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
+        if backward.cuda_graph and backward.kind in ("checkpoint", AUTO) and not rebuilds:
+            raise UserError("backward.cuda_graph: cannot capture the checkpointing of a plain model; use backward=autograd")
+        if backward.cuda_graph and self.trainer.accumulate_grad_batches > 1:
+            raise UserError("backward.cuda_graph: no support for gradient accumulation; use trainer.accumulate_grad_batches=1")
+        if backward.cuda_graph and self.trainer.precision == "16-mixed":
+            raise UserError(
+                "backward.cuda_graph: no support for the gradient scaling of 16-mixed; use trainer.precision=bf16-mixed"
+            )
+        if backward.cuda_graph and is_a(self.task, MASKED_LM, SEQUENCE_CLASSIFIER):
+            raise UserError(f"backward.cuda_graph: needs batches of one shape; those of {self.task.name} vary")
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the optimizer steps within the backward pass."""
+        return getattr(self.optimizer, IN_BACKWARD, False)
+
+    def _check_in_backward(self) -> None:
+        if not self.steps_in_backward:
+            return
+        trainer, batches = self.trainer, self.trainer.accumulate_grad_batches
+        by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        unclipped = "trainer.gradient_clip_val=null, or trainer.gradient_clip_algorithm=value"
+        refused = {
+            f"trainer={trainer.strategy} averages gradients after it; use trainer=default": trainer.strategy != "single",
+            "accumulation adds gradients up after it; use trainer.accumulate_grad_batches=1": batches > 1,
+            f"clipping by norm needs all gradients; use {unclipped}": by_norm,
+            "16-mixed unscales gradients after it; use trainer.precision=bf16-mixed": trainer.precision == "16-mixed",
+            "synthesis rewrites gradients after it; use synthesis=none": self.synthesis is not None,
+            "a CUDA graph holds all gradients; use backward.cuda_graph=false": self.backward.cuda_graph,
+            "error diffusion is measured between backward and step; set it to false": is_a(self.task, ERROR_DIFFUSION),
+            "DDP and FSDP2 average gradients after it; plan without devices": getattr(self, "devices", None) is not None,
+        }
+        for reason in [reason for reason, found in refused.items() if found]:
+            raise UserError(f"optimizer.{IN_BACKWARD}: steps within the backward, and {reason}")
+
+
+class CheckpointConfig(RunConfig):
+    """The options of a command that needs a checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ckpt_path:
+            raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+
+    @property
+    def command(self) -> str:
+        return next(name for name, schema in COMMANDS.items() if schema is type(self))
+
+
+@dataclass
+class ModelConfig(CheckpointConfig):
+    """The options of a command that uses a trained model in one process."""
+
+    int8: bool = False
+    """quantize weights to 8 bits, one scale per row (torchao)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trainer.strategy != "single":
+            raise UserError(f"trainer={self.trainer.strategy}: {self.command} runs in one process; use trainer=default")
+
+
+@dataclass
+class FitConfig(RunConfig):
+    """Train a model, then test its best checkpoint."""
+
+    resume: bool = False
+    """continue the latest run (with -m: sweep) in output_dir from its last checkpoint"""
+
+    test: bool = True
+    """test the best checkpoint after training"""
+
+    profiler: Literal["simple", "advanced", "trace"] | None = None
+    """simple or advanced: write fit-profile.txt; trace: write trace.json (for ui.perfetto.dev) and a memory plot; null: off"""
+
+
+class ValidateConfig(CheckpointConfig):
+    """Evaluate a checkpoint on the validation set."""
+
+
+class TestConfig(CheckpointConfig):
+    """Evaluate a checkpoint on the test set."""
+
+
+@dataclass
+class PredictConfig(ModelConfig):
+    """Classify images or texts, or score texts, with a checkpoint. Writes predictions.csv."""
+
+    images: str | None = None
+    """image file or folder of images to classify; null: the test set"""
+
+    texts: str | None = None
+    """text file or folder of text files to classify or (causal_lm) to score; null: the test set"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if is_a(self.task, MASKED_LM):
+            raise UserError("predict: MaskedLM predicts nothing; use a checkpoint of sequence_classification or causal_lm")
+        for name, of, other in (("images", TEXT, "texts"), ("texts", IMAGES, "images")):
+            if getattr(self, name) is not None and is_a(self.data, of):
+                raise UserError(f"{name}: the checkpoint learned from {other}; give {other}=...")
+
+
+@dataclass
+class GenerateConfig(ModelConfig):
+    """Continue a text with a causal_lm checkpoint."""
+
+    prompt: str | None = None
+    """text to continue"""
+
+    prompts: str | None = None
+    """file of prompts: one per line, or .jsonl with a field named prompt"""
+
+    max_tokens: int = 256
+    """number of tokens to generate"""
+
+    temperature: float = 0.8
+    """sampling temperature; 0: always the most likely token"""
+
+    top_k: int | None = None
+    """sample from the k most likely tokens; null: from all"""
+
+    top_p: float | None = None
+    """sample from the most likely tokens whose probabilities sum to this; null: from all"""
+
+    stream: bool = True
+    """print the text of a single prompt while it is generated"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_a(self.task, CAUSAL_LM):
+            raise UserError(f"generate: needs a checkpoint of causal_lm; this one is of {self.task.name}")
+        if self.prompt is None and self.prompts is None:
+            raise UserError('generate needs prompt="..." or prompts=FILE')
+        if self.prompt is not None and self.prompts is not None:
+            raise UserError("generate: give either prompt= or prompts=, not both")
+        require_at_least(1, max_tokens=self.max_tokens, top_k=self.top_k)
+        require_at_least(0, temperature=self.temperature)
+        require_within(1e-9, 1, closed=True, top_p=1 if self.top_p is None else self.top_p)
+
+
+@dataclass
+class ExportConfig(ModelConfig):
+    """Write a checkpoint's model as safetensors (for holotrain.load), torch.export program or ONNX."""
+
+    to: str | None = None
+    """folder to write; null: export in the run's folder"""
+
+    format: Literal["safetensors", "program", "onnx"] = "safetensors"
+    """safetensors; for image classifiers also program (torch.export) or onnx, written in addition"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format != "safetensors" and is_a(self.data, TEXT):
+            raise UserError(f"format={self.format}: needs a model of images; use format=safetensors")
+        if self.format != "safetensors" and self.int8:
+            raise UserError(f"int8: not supported by format={self.format}; use format=safetensors")
+
+
+@dataclass
+class PlanConfig(RunConfig):
+    """Predict peak memory, the largest batch and depth that fit, and the speed on several devices."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """cuda or cpu; auto: cpu with trainer.accelerator=cpu, else cuda, even if this machine has no GPU"""
+
+    json: str | None = None
+    """another file for the content of plan.json; -: print it to standard output instead of the table"""
+
+    devices: int | None = None
+    """number of devices for which to predict memory and time of DDP, FSDP2 and tensor parallel; null: none"""
+
+    link: str = "nvlink"
+    """link between the devices: nvlink, nvlink3 to 5, pcie, pcie4, pcie5, infiniband, ethernet, ethernet10 or ethernet100"""
+
+    gpu: str | None = None
+    """estimate times for A100, B200, H100, H100 NVL, H100 PCIe, H200, L40S, RTX 4090 or RTX 5090; null: measure them here"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trainer.strategy in ("fsdp", "tp", "pipeline"):
+            raise UserError(
+                f"trainer={self.trainer.strategy}: plan runs in one process; use trainer=default, and devices=8 to plan for 8"
+            )
+        require_at_least(1, devices=self.devices)
+        for name, given in (("gpu", self.gpu is not None), ("link", self.link != "nvlink")):
+            if given and self.devices is None:
+                raise UserError(f"{name}: needs devices, the number of devices; give devices=8, for example")
+
+
+@dataclass
+class ReportConfig:
+    """Compare runs on one HTML page: curves, differing options and results."""
+
+    runs: list[str] = field(
+        default_factory=list,
+        metadata={"word": "RUN", "needs": "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."},
+    )
+    """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
+
+    to: str = "report.html"
+    """file to write"""
+
+
+@dataclass
+class InitConfig:
+    """Write a small working project with a model, data and a callback of your own."""
+
+    name: str = field(default="", metadata={"word": "NAME", "needs": "a name; for example holotrain init my_project"})
+    """name of the project and of its Python package; a path: the folder to write, whose last part is the name"""
+
+
+COMMANDS: dict[str, type[RunConfig]] = {
+    "fit": FitConfig,
+    "validate": ValidateConfig,
+    "test": TestConfig,
+    "predict": PredictConfig,
+    "generate": GenerateConfig,
+    "export": ExportConfig,
+    "plan": PlanConfig,
+}
+"""The configuration of each command that Hydra composes."""
+
+
+def options_of(schema: type) -> dict[str, Option]:
+    """The options of one of these dataclasses."""
+    return signature(f"{schema.__module__}.{schema.__qualname__}").options
+
+
+WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
+"""Commands that take words instead of a composed configuration. The first field of each gets the words, one or a list."""

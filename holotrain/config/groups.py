@@ -1,0 +1,394 @@
+"""The configuration groups: their options beside those of the classes that they name, and which classes go together.
+
+Nothing here imports torch, so that ``--help`` is fast. The string below a field of a dataclass is its help text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from holotrain.checks import one_of
+from holotrain.config.objects import GroupSchema, ObjectConfig
+from holotrain.config.signatures import Option, signature
+from holotrain.errors import UserError
+from holotrain.ranges import require_at_least, require_within
+from holotrain.targets import TARGET
+
+PLAIN = ("autograd", "checkpoint")
+"""Schedules of every model."""
+
+SCHEDULES = (*PLAIN, "reversible", "pareprop")
+AUTO = "auto"
+
+
+@dataclass
+class BackwardConfig:
+    """How the backward pass gets its activations: stored, checkpointed or recomputed."""
+
+    kind: str | None = None
+    """autograd: store all; checkpoint: store block inputs; reversible, pareprop: recompute; auto: choose to fit memory=;
+    null: as the model's class has it"""
+
+    blocks: Sequence[str] = ()
+    """schedules for backward=auto, one per block, such as [pareprop+attention, autograd] (+: keep outputs); []: choose"""
+
+    store: int | Sequence[int] = 0
+    """blocks that store their activations: a number (the last n blocks) or a list of indices"""
+
+    exact: bool | int = False
+    """recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k"""
+
+    keep: Sequence[str] = ()
+    """results to store instead of recomputing: [attention], or operator names such as aten.mm.default"""
+
+    cuda_graph: bool = False
+    """capture forward and backward as a CUDA graph; faster for small models, whose kernel launches dominate (GPU only)"""
+
+    def __post_init__(self) -> None:
+        if self.kind is not None:
+            one_of("backward.kind", self.kind, (*SCHEDULES, AUTO))
+        stored = [self.store] if isinstance(self.store, int) else self.store
+        require_at_least(0, store=stored)
+        if not isinstance(self.exact, bool):
+            require_within(1, 52, closed=True, exact=self.exact)
+        if stored != [0] and self.kind == "autograd":
+            raise UserError("backward.store: backward=autograd already stores every block; use backward=reversible or pareprop")
+        if self.blocks and self.kind != AUTO:
+            raise UserError("backward.blocks: needs backward=auto")
+        for words in self.blocks:
+            one_of("backward.blocks", words.partition("+")[0], SCHEDULES)
+        if self.kind == AUTO and (stored != [0] or self.keep):
+            raise UserError("backward=auto: it chooses what to store; remove backward.store and backward.keep")
+        if self.keep and self.kind not in ("reversible", "pareprop"):
+            raise UserError(f"backward.keep: not supported by backward={self.kind}; use backward=reversible or pareprop")
+
+    @property
+    def name(self) -> str:
+        """The kind, for display."""
+        return self.kind or "as built"
+
+    @property
+    def open(self) -> bool:
+        """Whether the schedules are still to be chosen."""
+        return self.kind == AUTO and not self.blocks
+
+    def engine(self) -> dict[str, Any]:
+        """The arguments of a reversible sequence other than the schedule, where they differ from the default."""
+        options = {"store": self.store, "exact": self.exact, "keep": tuple(self.keep)}
+        return {name: value for name, value in options.items() if value}
+
+
+# The classes of ours that options depend on, by full name.
+IMAGES = "holotrain.data.images.ImageDataModule"
+TEXT = "holotrain.data.text.module.TextDataModule"
+CLASSIFIER = "holotrain.tasks.classification.Classifier"
+IMAGE_CLASSIFIER = "holotrain.tasks.image_classification.ImageClassifier"
+SEQUENCE_CLASSIFIER = "holotrain.tasks.sequence_classification.SequenceClassifier"
+ERROR_DIFFUSION = "holotrain.tasks.error_diffusion.ErrorDiffusionClassifier"
+CAUSAL_LM = "holotrain.tasks.causal_lm.CausalLM"
+MASKED_LM = "holotrain.tasks.masked_lm.MaskedLM"
+
+TIMM = "holotrain.models.foreign.timm.Timm"
+HUGGING_FACE = "holotrain.models.foreign.huggingface.HuggingFace"
+
+AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
+TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
+
+_ROBERTA = "holotrain.models.roberta.RoBERTa"
+_IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
+FIT = {
+    ERROR_DIFFUSION: (("holotrain.models.error_diffusion.ImageErrorDiffusion",), IMAGES),  # an image classifier too, so first
+    IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
+    SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
+    CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),
+    MASKED_LM: ((_ROBERTA, HUGGING_FACE), TEXT),
+}
+"""The models and the data of each of our tasks."""
+
+
+HEADS = {
+    IMAGE_CLASSIFIER: "image_classification",
+    SEQUENCE_CLASSIFIER: "sequence_classification",
+    CAUSAL_LM: "causal_lm",
+    MASKED_LM: "masked_lm",
+}
+"""The head of a Hugging Face model for each of our tasks."""
+
+
+def is_a(config: ObjectConfig | str | None, *bases: str) -> bool:
+    """Whether this, or the class of this name, is one of the classes or derived from one."""
+    own = signature(config).bases if isinstance(config, str) else config.bases if config else ()
+    return not {*bases}.isdisjoint(own)
+
+
+def takes(config: ObjectConfig | str | None, parameter: str) -> bool:
+    """Whether this, or the class of this name, has such a parameter."""
+    return parameter in _parameters(config)
+
+
+def default_backward(model: ObjectConfig | str | None) -> str | None:
+    """The default of the model's parameter ``backward``; None if it has none."""
+    option = _parameters(model).get("backward")
+    return option.default if option and isinstance(option.default, str) else None
+
+
+def reversible(model: ObjectConfig | None) -> bool:
+    """Whether this is one of our models that can recompute activations from their outputs."""
+    return takes(model, "store")
+
+
+def _parameters(config: ObjectConfig | str | None) -> dict[str, Option]:
+    target = config.target if isinstance(config, ObjectConfig) else config
+    return {} if target is None else signature(target).options
+
+
+def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectConfig) -> None:
+    """
+    Raises:
+        UserError: one of our tasks is to train a model, or from data, of ours for another task.
+    """
+    fitting = next((FIT[each] for each in FIT if is_a(task, each)), None)
+    if fitting is None:
+        return
+    models, of = fitting
+    if is_a(data, IMAGES, TEXT) and not is_a(data, of):
+        raise UserError(
+            f"data: {task.name} learns from {'images' if of == IMAGES else 'text'}, which {data.name} does not have"
+        )
+    trainers = [each for each, (theirs, _) in FIT.items() if is_a(model, *theirs)]
+    if trainers and not is_a(model, *models):
+        raise UserError(
+            f"model: {task.name} trains {_names(models)}, not {model.name}; use another model, or the task of "
+            f"{_names(trainers)}"
+        )
+
+
+def _names(targets: tuple[str, ...] | list[str]) -> str:
+    return " or ".join(target.rpartition(".")[2] for target in targets)
+
+
+IN_BACKWARD = "in_backward"
+"""The option that is not passed on to the optimizer's class."""
+
+
+class OptimizerOptions:
+    """Options of every optimizer.
+
+    Args:
+        in_backward: step each parameter in the backward, as soon as its gradient is complete, and free the gradient
+    """
+
+    def __init__(self, in_backward: bool = False) -> None:
+        pass
+
+
+MODEL_OPTIONS = ("pretrained", "trained", "adapters")
+"""Options that are not passed on to the model's class."""
+
+
+class ModelOptions:
+    """How the training of a model begins.
+
+    Args:
+        pretrained: initial weights: a local file or folder from timm, Hugging Face or holotrain; null: random
+        trained: what to train: all, head (only the classifier) or adapters (with norms and head); the rest is frozen
+        adapters: width of the adapter after each branch of each block; 0: no adapters; or a configuration of peft, such as
+            {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}, which trains its layers and the head
+    """
+
+    def __init__(
+        self, pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int | dict = 0
+    ) -> None:
+        if isinstance(adapters, dict):
+            if TARGET not in adapters:
+                raise UserError(f"model.adapters: give a width, or model.adapters.{TARGET}=peft.LoraConfig")
+            if trained == "head":
+                raise UserError("model.trained=head: the layers of model.adapters would not be trained; use trained=adapters")
+        else:
+            require_at_least(0, adapters=adapters)
+        if trained == "adapters" and not adapters:
+            raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
+
+
+PROCESS_OPTIONS = (
+    *("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "pipeline_stages", "pipeline_schedule"),
+    *("microbatches", "nccl_max_ctas", "nccl_high_priority", "compression", "sharded_checkpoints", "max_restarts"),
+)
+"""Options about several processes. A training continues with the same ones; the other commands default to one process."""
+
+TRAINER_OPTIONS = (*PROCESS_OPTIONS, "float32_matmul_precision", "backend", "timeout")
+"""Options that are not passed on to Lightning."""
+
+
+class TrainerOptions:
+    """Options of the trainer beside those of Lightning; they replace those with the same name.
+
+    Args:
+        accelerator: cpu, gpu (NVIDIA or Apple), mps (Apple) or auto (the GPU, if there is one)
+        precision: of the computation: 32-true, 64-true, bf16-mixed or 16-mixed
+        float32_matmul_precision: of products and convolutions of float32 on a GPU: highest, high (TF32) or medium (TF32, or
+            less), as torch.set_float32_matmul_precision names them
+        gradient_clip_algorithm: what gradient_clip_val bounds: the norm of all gradients or each value; null: norm
+        strategy: single (one process), ddp (data parallel), fsdp (FSDP2, sharded parameters), tp (tensor parallel) or
+            pipeline (each process has some of the blocks)
+        devices: processes on this machine, one per GPU; auto: one for each GPU, or as many as torchrun or srun started
+        num_nodes: number of machines; start the command on each with torchrun or srun; null: as many as were started
+        tensor_parallel: tp: processes per tensor parallel group; FSDP2 runs across the groups; null: all
+        overlap: tp: row groups per all-reduce, overlapped with computation; auto: measure the best; null: no overlap (torch's
+            layers)
+        signals: tp with overlap: one kernel signals each finished group, instead of one kernel per group (NVIDIA GPUs,
+            bf16-mixed)
+        pipeline_stages: pipeline: processes that share a model; null: all
+        pipeline_schedule: pipeline: 1f1b (each backward begins as soon as it can) or gpipe (all forwards, then all backwards)
+        microbatches: pipeline: parts of a batch that pass through the stages one after another; null: two for each stage
+        backend: communication backend: nccl, gloo or auto (nccl on GPUs, gloo on CPUs)
+        nccl_max_ctas: SMs of a GPU that a collective of NCCL may take, at most; null: NCCL decides
+        nccl_high_priority: collectives of NCCL come first where an SM is free, before the waiting parts of a product
+        compression: ddp: the data type in which gradients are sent: none (their own), bf16 or fp16
+        sharded_checkpoints: fsdp, tp: save a checkpoint as a folder with one part per process, instead of one file
+        timeout: seconds after which a collective fails that another process does not join
+        max_restarts: how often all processes start again from the run's last checkpoint after one of them died
+    """
+
+    def __init__(
+        self,
+        accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
+        precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
+        float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
+        gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
+        strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
+        devices: int | Literal["auto"] = 1,
+        num_nodes: int | None = None,
+        tensor_parallel: int | None = None,
+        overlap: int | Literal["auto"] | None = "auto",
+        signals: bool = False,
+        pipeline_stages: int | None = None,
+        pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        microbatches: int | None = None,
+        backend: Literal["auto", "nccl", "gloo"] = "auto",
+        nccl_max_ctas: int | None = None,
+        nccl_high_priority: bool = False,
+        compression: Literal["none", "bf16", "fp16"] = "none",
+        sharded_checkpoints: bool = False,
+        timeout: float = 600.0,
+        max_restarts: int = 0,
+    ) -> None:
+        counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
+        require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
+        require_at_least(2, pipeline_stages=pipeline_stages)
+        require_at_least(0, max_restarts=max_restarts)
+        if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
+            raise UserError(
+                "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline"
+            )
+        if strategy == "single" and (nccl_max_ctas or nccl_high_priority):
+            name = "nccl_max_ctas" if nccl_max_ctas else "nccl_high_priority"
+            raise UserError(f"trainer.{name}: needs several processes; use trainer=ddp, fsdp, tp or pipeline")
+        if compression != "none" and strategy != "ddp":
+            raise UserError(f"trainer.compression={compression}: needs trainer=ddp")
+        changed = {
+            "tp": {"tensor_parallel": tensor_parallel is not None, "overlap": overlap != "auto"},
+            "pipeline": {
+                "pipeline_stages": pipeline_stages is not None,
+                "pipeline_schedule": pipeline_schedule != "1f1b",
+                "microbatches": microbatches is not None,
+            },
+        }
+        for needed, options in changed.items():
+            for name in [name for name, given in options.items() if given and strategy != needed]:
+                raise UserError(f"trainer.{name}: needs trainer={needed}")
+        if signals and (strategy != "tp" or overlap is None):
+            raise UserError("trainer.signals: needs trainer=tp and trainer.overlap")
+        if max_restarts and strategy == "single":
+            raise UserError("trainer.max_restarts: needs several processes; use trainer=ddp, fsdp, tp or pipeline")
+        if sharded_checkpoints and strategy not in ("fsdp", "tp"):
+            raise UserError("trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp")
+
+
+def check_trainer(trainer: ObjectConfig) -> None:
+    """
+    Raises:
+        UserError: options that exclude each other.
+        ValueError: a value out of range.
+    """
+    if not is_a(trainer, TRAINER):
+        raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
+    TrainerOptions(**{name: trainer.arguments[name] for name in TRAINER_OPTIONS})
+    if trainer.strategy in ("fsdp", "tp", "pipeline") and trainer.precision == "16-mixed":
+        raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
+    if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:
+        raise UserError(
+            "trainer.accumulate_grad_batches: trainer=pipeline accumulates over parts of a batch; set trainer.microbatches"
+        )
+    if trainer.max_epochs not in (None, -1):
+        require_at_least(1, max_epochs=trainer.max_epochs)
+    elif trainer.max_steps < 1 and trainer.max_time is None:
+        raise UserError("trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
+    if trainer.max_time is not None and _seconds(trainer.max_time) <= 0:
+        raise UserError(f"trainer.max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
+    if trainer.max_steps == 0:
+        raise UserError("trainer.max_steps: must be above 0; for no limit, use trainer.max_steps=-1")
+    least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
+    for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
+        require_at_least(smallest, **{name: getattr(trainer, name)})
+    limits = (f"limit_{split}_batches" for split in ("train", "val", "test", "predict"))
+    for name in ("val_check_interval", "overfit_batches", *limits):
+        value = getattr(trainer, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and (not is_number or not value >= 0 or (isinstance(value, float) and value > 1)):
+            raise UserError(f"trainer.{name}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
+    if trainer.limit_train_batches == 0:
+        raise UserError("trainer.limit_train_batches: must be above 0; to evaluate without training, use validate or test")
+    if trainer.val_check_interval == 0:
+        raise UserError("trainer.val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
+
+
+def _seconds(time: object) -> float:
+    """A duration as Lightning takes it, DD:HH:MM:SS or keywords of ``timedelta``; 0 if it is none."""
+    try:
+        if isinstance(time, str):
+            found = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", time.strip())
+            time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, found.groups()), strict=True)) if found else {}
+        return (time if isinstance(time, timedelta) else timedelta(**time)).total_seconds()
+    except (OverflowError, TypeError, ValueError):
+        return 0.0
+
+
+FACTS = ("image_size", "channels", "classes", "num_classes", "vocab", "vocab_size", "context", "pad_id")
+"""Parameters of models and tasks that the data module tells, if it can."""
+
+OBJECT_GROUPS = {
+    "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
+    "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
+    "model": GroupSchema(
+        ("backward", "store", "exact", "keep"), known=(*FACTS, "head"), also="holotrain.config.groups.ModelOptions"
+    ),
+    "synthesis": GroupSchema(),
+    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.groups.OptimizerOptions"),
+    "scheduler": GroupSchema(("optimizer", "steps", "total_steps")),
+    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.groups.TrainerOptions"),
+}
+"""The groups that name any class or function, and what the program knows of their parameters."""
+
+OF_THE_TASK = ("model", "optimizer", "scheduler")
+"""Groups that a task takes as parameters. A LightningModule without such a parameter has no such group."""
+
+NAMED_GROUPS = {
+    "callbacks": GroupSchema(
+        (
+            *("dirpath", "probabilities", "count_samples", "count_tokens", "unbucketed"),
+            *("model_flops_per_sample", "hardware_flops_per_sample"),
+        ),
+        unless_given=("monitor", "mode", "peak_flops"),
+    ),
+    "logger": GroupSchema(
+        ("save_dir", "root_dir"), unless_given=("name", "run_name", "group", "tracking_uri", "artifact_location")
+    ),
+}
+"""The groups that are mappings from a name to a class or function, in the same way."""
+
+GROUPS = (*OBJECT_GROUPS, *NAMED_GROUPS, "backward")

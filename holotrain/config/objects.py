@@ -1,0 +1,104 @@
+"""Objects that a configuration group names: any class or function, by its full name, with its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holotrain.checks import naming_group
+from holotrain.config.signatures import Option, signature
+from holotrain.targets import TARGET, call, instantiate
+
+
+@dataclass(frozen=True)
+class ObjectConfig:
+    """A class or function and its arguments, which are also attributes.
+
+    Args:
+        target: its full name, as the user wrote it.
+        arguments: by name, in plain containers.
+    """
+
+    target: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["arguments"][name]
+        except KeyError:
+            raise AttributeError(f"{self.__dict__.get('target')} is not given {name!r}") from None
+
+    @property
+    def name(self) -> str:
+        """The last part of the target."""
+        return self.target.rpartition(".")[2]
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Full names of the class and its base classes; of a function none."""
+        return signature(self.target).bases
+
+    def with_arguments(self, **arguments: Any) -> ObjectConfig:
+        return replace(self, arguments=self.arguments | arguments)
+
+    def plain(self) -> dict[str, Any]:
+        return {TARGET: self.target, **self.arguments}
+
+    def make(self, *positional: Any, **keywords: Any) -> Any:
+        """Calls it, with its own arguments and others, which take precedence. Imports its module.
+
+        Raises:
+            ValueError: it cannot be imported or called, or refuses a value.
+        """
+        return call(self.target, *positional, **instantiate(self.arguments) | keywords)
+
+
+@dataclass(frozen=True)
+class GroupSchema:
+    """Which parameters of a group's class are options, and which the program fills in.
+
+    Args:
+        names: parameters that the program fills in, which are no options.
+        known: parameters that the program fills in if it knows them; if not, they are options that need a value.
+        also: another class whose parameters are options too, and come first.
+        unless_given: options that the program fills in where they are null, which is their default.
+        or_auto: options that may be ``"auto"``, which the program replaces before the class sees it.
+    """
+
+    names: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    also: str | None = None
+    unless_given: tuple[str, ...] = ()
+    or_auto: tuple[str, ...] = ()
+
+    def options(self, target: str) -> dict[str, Option]:
+        """
+        Raises:
+            ValueError: there is no such class or function.
+        """
+        options = signature(target).options | (signature(self.also).options if self.also else {})
+        for name in options.keys() & {*self.unless_given}:
+            kind = options[name].type and f"{options[name].type} | None"
+            options[name] = replace(options[name], type=kind, default=None)
+        for name in options.keys() & {*self.or_auto}:
+            options[name] = replace(options[name], type=options[name].type and f'{options[name].type} | Literal["auto"]')
+        return {name: option for name, option in options.items() if name not in self.names}
+
+    def make(self, where: str, config: ObjectConfig, of: type, *positional: Any, **known: Any) -> Any:
+        """Calls what is configured, with what the program knows of those parameters that are not given.
+
+        Args:
+            where: the group, or a name in it.
+            of: the class of what is made.
+
+        Raises:
+            UserError: it cannot be imported or called, refuses a value, or makes something else.
+        """
+        own = {name: value for name, value in config.arguments.items() if value is not None or name not in self.unless_given}
+        names = {*signature(config.target).options, *config.arguments}
+        known = {name: value for name, value in known.items() if name in names and own.get(name) is None}
+        with naming_group(where, self.options(config.target)):
+            found = replace(config, arguments=own).make(*positional, **known)
+            if not isinstance(found, of):
+                raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(found).__name__}")
+        return found
