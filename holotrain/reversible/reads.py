@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,14 +26,11 @@ except ImportError:  # torch works without it
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """The module and all its submodules, each once; several times as fast as ``modules()``."""
-    seen = {id(module): module}
-    waiting = [module]
-    while waiting:
-        for part in waiting.pop()._modules.values():
-            if part is not None and id(part) not in seen:
-                seen[id(part)] = part
-                waiting.append(part)
-    return list(seen.values())
+    parts = [module]
+    for part in parts:  # which grows
+        if part._modules:
+            parts += [child for child in part._modules.values() if child is not None]
+    return [*dict.fromkeys(parts)]
 
 
 def is_compiled(parts: Iterable[nn.Module]) -> bool:
@@ -67,6 +65,9 @@ class _Buffer(NamedTuple):
         return not torch.equal(self.tensor, self.before)
 
 
+_values, _version = methodcaller("values"), attrgetter("_version")
+
+
 class Reads:
     """The parameters, buffers and modes of a branch in one forward. As a context: the branch has them again.
 
@@ -78,9 +79,11 @@ class Reads:
     """
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        self._parts = parts
+        self.parts = parts
         self._modes = [part.training for part in parts]
-        self._places = _places(part._parameters for part in parts if part._parameters)
+        # What holds tensors by name, and what it held.
+        self._owners = [part._parameters for part in parts if part._parameters]
+        self._owned = [owner.copy() for owner in self._owners]
         self._buffers: list[_Buffer] = []
         for part in parts:
             if part._buffers:
@@ -92,22 +95,28 @@ class Reads:
                     if buffer is not None
                 ]
         self._newly_written: str | None = None
+        self.tensors = self._present()
+        """The parameters."""
+
+    def _present(self) -> list[Tensor]:
+        return [tensor for tensor in chain.from_iterable(map(_values, self._owned)) if tensor is not None]
 
     def settle(self) -> None:
         """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
         if self._buffers:
             self._settle_buffers()
-        self._tensors = [tensor for _, _, tensor in self._places]
-        self._versions = [tensor._version for tensor in self._tensors]
+            self.tensors = self._present()
+        self._versions = [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
-        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._storages = [*map(Tensor.untyped_storage, self.tensors)]
 
     def _settle_buffers(self) -> None:
         written = []
         for buffer in self._buffers:
             known = _written.setdefault(buffer.owner, {}).setdefault(buffer.owner.training, set())
             if not buffer.was_written():
-                self._places.append((buffer.owner._buffers, buffer.name, buffer.tensor))
+                self._owners.append(buffer.owner._buffers)
+                self._owned.append({buffer.name: buffer.tensor})
                 continue
             known.add(buffer.name)
             if buffer.before is None:
@@ -126,35 +135,33 @@ class Reads:
                 f"the forward of a block changed its buffer {self._newly_written!r}, which its first forward did not do, so it "
                 "was not saved for the recomputation; it is from the next forward on"
             )
-        if [part.training for part in self._parts] != self._modes:
+        if [part.training for part in self.parts] != self._modes:
             raise RuntimeError(
                 "a block was switched between train() and eval() after the forward, so its recomputation in the backward "
                 "would differ; switch after the backward"
             )
-        same_versions = [tensor._version for tensor in self._tensors] == self._versions
-        storages = [tensor.untyped_storage() for tensor in self._tensors]
-        if not (same_versions and all(map(is_, storages, self._storages))):
+        same_versions = [*map(_version, self.tensors)] == self._versions
+        if not (same_versions and all(map(is_, map(Tensor.untyped_storage, self.tensors), self._storages))):
             raise RuntimeError(
                 "a parameter or buffer of a block was changed between the forward and its recomputation in the backward, "
                 "so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps in the "
                 "backward trains no weight of a block that an earlier block reads without a gradient)"
             )
-        self._others = [(owner, name, owner.get(name)) for owner, name, tensor in self._places if owner.get(name) is not tensor]
-        if self._others:  # torch.func.functional_call, for one
-            for owner, name, tensor in self._places:
-                owner[name] = tensor
+        self._others = []  # of torch.func.functional_call, for one
+        for owner, owned in zip(self._owners, self._owned, strict=True):
+            for name, tensor in owned.items():
+                if owner.get(name) is not tensor:
+                    self._put(owner, name, tensor)
         for buffer in self._buffers:
-            owner = buffer.owner._buffers
-            self._others.append((owner, buffer.name, owner[buffer.name]))
-            owner[buffer.name] = buffer.before.clone()
+            self._put(buffer.owner._buffers, buffer.name, buffer.before.clone())
+
+    def _put(self, owner: dict[str, Tensor | None], name: str, tensor: Tensor | None) -> None:
+        self._others.append((owner, name, owner.get(name)))
+        owner[name] = tensor
 
     def __exit__(self, *error: object) -> None:
         for owner, name, tensor in self._others:
             owner[name] = tensor
-
-
-def _places(owners: Iterable[dict[str, Tensor | None]]) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    return [(owner, name, tensor) for owner in owners for name, tensor in owner.items() if tensor is not None]
 
 
 @contextmanager

@@ -16,11 +16,12 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +33,13 @@ from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.drift import Witness
 from holotrain.reversible.kept import Keeper
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.replay import Call, Replay, in_trace, is_imagined, own_generators
+from holotrain.reversible.replay import Call, Replay, in_trace, is_imagined, learned_of
 from holotrain.reversible.schedules import Schedule
-
-_verified: WeakSet[nn.Module] = WeakSet()
-"""Branches of which a recomputation was compared with the forward."""
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
+
+_kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
 
 
 class Branch:
@@ -72,8 +72,8 @@ class Branch:
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
         self._reads = Reads(parts)
-        generators = self._arguments.generators if self._arguments else []
-        self._replay = Replay(call, module, [*generators, *own_generators(module, parts)])
+        self.learned = learned_of(module, parts)
+        self._replay = Replay(call, module, self.learned, self._arguments.generators if self._arguments else [])
         self._keeping: AbstractContextManager | None = None
         self.reusing: AbstractContextManager | None = None
         if keep:
@@ -94,11 +94,12 @@ class Branch:
             supply: called in the backward to have the branch run again, so that ``saved`` is there.
         """
         version, saved, kinds = source._version, self.saved, self.kinds
-        own = id(source)  # the graph holds the hooks, and must not hold the stream through them
+        # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
+        known = {id(source), *map(id, self._reads.tensors)}
 
         def pack(tensor: Tensor) -> int:
-            kinds.append((tensor.shape, tensor.dtype))
-            if tensor.grad_fn is None and tensor.requires_grad and id(tensor) != own:
+            kinds.append(_kind_of(tensor))
+            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known:
                 self._leaves.append((tensor, tensor._version))
             return len(kinds) - 1  # all that the graph keeps of the tensor
 
@@ -140,14 +141,14 @@ class Branch:
         if self._arguments is not None:
             self._arguments.require_unchanged()
         packed: list[Tensor] = []
-        pack, versions = packed.append, []
-        if self.module not in _verified:  # later recomputations do as the first one, without this check
+        pack, versions, verified = packed.append, [], self.learned.verified
+        if not verified:  # later recomputations do as the first one, without this check
 
             def pack(tensor: Tensor) -> None:
                 packed.append(tensor)
                 versions.append(tensor._version)
 
-        elif not output and not any(part._forward_hooks for part in parts_of(self.module)):  # hooks would not all run
+        elif not output and not any(part._forward_hooks for part in self._reads.parts):  # hooks would not all run
             last = len(self.kinds)
 
             def pack(tensor: Tensor) -> None:
@@ -158,34 +159,39 @@ class Branch:
 
         update = None
         source, hooks = source.detach().requires_grad_(self._differentiable), saved_tensors_hooks(pack, _never)
-        with in_trace("recompute", self.name), self._reads, self._replay, torch.enable_grad(), suppress(_AllSaved), hooks:
-            if self.reusing is None:
-                update = self._forward(source, **self._keywords)
-            else:
-                source = source.view_as(source)  # no leaf, as in the forward, since hooks on leaves add operations
-                with self.call.uncached(), self.reusing:  # entered last, because it counts every operation
-                    update = self._forward(source, **self._keywords)
+        with in_trace("recompute", self.name), self._reads, self._replay:
+            try:
+                with hooks:
+                    if self.reusing is None:
+                        update = self._forward(source, **self._keywords)
+                    else:
+                        source = source.view_as(source)  # no leaf, as in the forward, since hooks on leaves add operations
+                        with self.call.uncached(), self.reusing:  # entered last, because it counts every operation
+                            update = self._forward(source, **self._keywords)
+            except _AllSaved:
+                pass
         saved = packed.copy()
         packed.clear()  # which their graph holds
         name = type(self.module).__name__
-        if versions and versions != [tensor._version for tensor in saved]:
+        if not verified and versions != [*map(_version, saved)]:
             raise RuntimeError(
                 f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
             )
-        kinds = [(tensor.shape, tensor.dtype) for tensor in saved]
+        kinds = [*map(_kind_of, saved)]
         if kinds != self.kinds:
             different = next((pair for pair in zip(self.kinds, kinds, strict=False) if pair[0] != pair[1]), "others")
             raise RuntimeError(
                 f"{name} saved {len(self.kinds)} tensors for its gradient in the forward and {len(kinds)} in the recomputation "
                 f"({different}), so it did something else; its forward must do the same whenever it runs on the same input"
             )
-        _verified.add(self.module)
-        if any(tensor._version != version for tensor, version in self._leaves):
+        self.learned.verified = True
+        if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
                 f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "
                 "the forward and its recomputation in the backward"
             )
-        return tree_map_only(Tensor, Tensor.detach, update), saved
+        update = update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update)
+        return update, saved
 
 
 class _AllSaved(BaseException):
@@ -346,7 +352,7 @@ class Tape:
         # Forward: the streams after the latest branch, (coupled, source).
         # Backward: those after ``_branches[_position]``, the next to be rebuilt.
         self._streams: tuple[Tensor, Tensor] | None
-        self._leave(x1, x2)
+        self._leave(x1, x2, x2.detach())
         if witness is not None:
             witness.remember(x1, x2)
         self._position: int | None = None
@@ -367,20 +373,21 @@ class Tape:
         """
 
         def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
+            streams = self._streams
             crossed = self._enter(source, target)
             branch = _Rebuilt(f"{number}.{name}", module, keywords, self._call, schedule.keep, forward)
             branch.coupling, branch.crossed = coupling, crossed
             branch.place, branch.ahead = len(self._branches), schedule.ahead
             coupled = coupling.couple(target, source, branch.run(coupling.read(source), self._supply))
             self._branches.append(branch)
-            self._leave(coupled, source)
+            self._leave(coupled, source, streams[0 if crossed else 1])
             return coupled
 
         return run
 
-    def _leave(self, coupled: Tensor, source: Tensor) -> None:
+    def _leave(self, coupled: Tensor, source: Tensor, source_alone: Tensor) -> None:
         # Without their graph, which holds the tape: a forward that does not end must not leave the two to hold each other.
-        self._streams = coupled.detach(), source.detach()
+        self._streams, self._left = (coupled.detach(), source_alone), (ref(coupled), ref(source))
         self._versions = coupled._version, source._version
 
     def _enter(self, first: Tensor, second: Tensor) -> bool:
@@ -389,10 +396,10 @@ class Tape:
         Raises:
             ValueError: they are not, so a hook replaced or changed them.
         """
-        streams, self._streams = self._streams, None
-        crossed = same_tensor(first, streams[0])
+        (coupled, source), streams, self._streams = self._left, self._streams, None
+        crossed = first is coupled() or (first is not source() and same_tensor(first, streams[0]))
         pair = (first, second) if crossed else (second, first)
-        if not all(map(same_tensor, pair, streams)):
+        if not ((pair[0] is coupled() and pair[1] is source()) or all(map(same_tensor, pair, streams))):
             raise ValueError(
                 "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
                 "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "

@@ -97,14 +97,31 @@ def generators_among(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, _KINDS)]
 
 
-_own_generators: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+class Learned:
+    """What the runs of a branch have shown so far.
+
+    Args:
+        parts: the branch and its submodules.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.verified = False
+        """A recomputation was compared with the forward in full."""
+        self.draws: dict[bool, bool] = {}
+        """Whether it draws Python's or NumPy's global random numbers, in training mode and not."""
+        self.generators = generators_among(value for part in parts for value in vars(part).values())
+        """Generators that it holds."""
 
 
-def own_generators(branch: nn.Module, parts: Iterable[nn.Module]) -> list[Any]:
-    """Generators that a branch holds as attributes of its parts when it first runs."""
-    if branch not in _own_generators:
-        _own_generators[branch] = generators_among(value for part in parts for value in vars(part).values())
-    return _own_generators[branch]
+_learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
+
+
+def learned_of(branch: nn.Module, parts: Iterable[nn.Module]) -> Learned:
+    """What is known of a branch."""
+    learned = _learned.get(branch)
+    if learned is None:
+        learned = _learned[branch] = Learned(parts)
+    return learned
 
 
 _CPU = _of_generator(torch.default_generator)
@@ -112,10 +129,6 @@ _GLOBAL = [_of_generator(random._inst)]
 """The global generators of Python and NumPy. Reading their state takes 70 us, so it is read only for branches that use them."""
 if numpy is not None:
     _GLOBAL.append(_Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same_text))
-
-_uses_global: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
-"""Whether a branch uses one of them, in training mode and not, as its first run in that mode showed."""
-
 
 _HEADER, _OBJECT = object.__basicsize__, _random.Random.__basicsize__
 
@@ -217,12 +230,12 @@ class Call:
         """Whether autocast and the attention kernels are now as they were."""
         return _Settings.present(self.settings.kinds) == self.settings
 
-    def reinstated(self) -> AbstractContextManager:
-        """Inside a backward, the settings of the forward."""
+    def is_unchanged(self) -> bool:
+        """:meth:`as_now`, compared once in a backward."""
         task = torch._C._current_graph_task_id()
-        if task != self._task or task == -1:  # they are compared once a backward
+        if task != self._task or task == -1:
             self._task, self._unchanged = task, self.as_now()
-        return _NOTHING if self._unchanged else self.settings.reinstated(self.settings.cached)
+        return self._unchanged
 
     def uncached(self) -> AbstractContextManager:
         """Inside, autocast as it was but without its cache of cast weights, so that each run casts them."""
@@ -230,24 +243,27 @@ class Call:
 
 
 class Replay:
-    """The state before one run of a branch. As a context: everything is as it was then, and :func:`recomputing` is true.
+    """The state before one run of a branch. As a context: everything is as it was then, gradients are recorded, and
+    :func:`recomputing` is true.
 
     Args:
         call: what the branches of the forward share.
         branch: the module that is about to run.
-        generators: generators among its keyword arguments and its attributes.
+        learned: what is known of it.
+        generators: generators among its keyword arguments.
     """
 
-    def __init__(self, call: Call, branch: nn.Module, generators: Iterable[Any]) -> None:
-        self._call, self._branch, self._training = call, branch, branch.training
-        known = _uses_global.get(branch, {}).get(branch.training)
-        self._learning, self._saves_global = known is None, known is not False
+    def __init__(self, call: Call, branch: nn.Module, learned: Learned, generators: list[Any]) -> None:
+        self._call, self._branch, self._training, self._learned = call, branch, branch.training, learned
+        self._known = learned.draws.get(branch.training)
         self._states = call.present or [(source, source.get()) for source in call.sources]
-        others = [*map(_of_generator, generators), *(_GLOBAL if self._saves_global else ())]
+        others = [*map(_of_generator, generators + learned.generators)] if generators or learned.generators else []
+        if self._known is not False:
+            others += _GLOBAL
         if others:
             self._states = self._states + [(source, source.get()) for source in others]
-        self._pair = _next_pair(call.device) if call.device.type == "cuda" else None
         self._on_gpu = call.device.type == "cuda"
+        self._pair = _next_pair(call.device) if self._on_gpu else None
 
     @contextmanager
     def _repeatable(self, recomputation: bool) -> Iterator[None]:
@@ -267,37 +283,36 @@ class Replay:
         self._states = [
             before for before, (source, state) in zip(self._states, after, strict=True) if not source.same(before[1], state)
         ]
-        if self._learning:
-            self._learn(any(source in _GLOBAL for source, _ in self._states))
-
-    def _learn(self, uses_global: bool) -> None:
-        _uses_global.setdefault(self._branch, {})[self._training] = uses_global
+        if self._known is None:
+            self._learned.draws[self._training] = any(source in _GLOBAL for source, _ in self._states)
 
     def __enter__(self) -> None:
         call = self._call
-        self._token = _recomputing.set(True)
-        self._watched = _global_marks() if call.drew_unexpectedly and not self._saves_global else None
+        self._token, self._grad_mode = _recomputing.set(True), torch.is_grad_enabled()
+        self._watched = _global_marks() if call.drew_unexpectedly and self._known is False else None
         self._present = [(source, source.get()) for source, _ in self._states]
         for source, state in self._states:
             source.set(state)
-        self._contexts = [call.reinstated()]
+        self._contexts = [] if call.is_unchanged() else [call.settings.reinstated(call.settings.cached)]
         if self._on_gpu:
             self._contexts.append(self._repeatable(recomputation=True))
         for context in self._contexts:
             context.__enter__()
+        torch._C._set_grad_enabled(True)
 
     def __exit__(self, *error: object) -> None:
         """
         Raises:
             RuntimeError: the branch draws random numbers of Python or NumPy, and did not when it first ran.
         """
+        torch._C._set_grad_enabled(self._grad_mode)
         for context in reversed(self._contexts):
             context.__exit__(None, None, None)
         for source, state in self._present:
             source.set(state)
         _recomputing.reset(self._token)
         if error[0] is None and self._watched is not None and _global_marks() != self._watched:
-            self._learn(True)
+            self._learned.draws[self._training] = True
             raise RuntimeError(
                 f"{type(self._branch).__name__} drew from Python's or NumPy's global random numbers, which it did not do when "
                 "it first ran, so they were not saved for its recomputation; they are from the next forward on"
