@@ -15,7 +15,7 @@ from holotrain.outside import read_json
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
 
-    from holotrain.commands.run import Run
+    from holotrain.commands.run_folder import Run
     from holotrain.config.chosen import Chosen
     from holotrain.config.schema.run import RunConfig
 

@@ -8,10 +8,9 @@ from rich import box
 from rich.table import Table
 
 from holotrain.commands import summary
+from holotrain.commands.console import console, plain
 from holotrain.commands.files import write_table
-from holotrain.commands.plain import plain
 from holotrain.commands.plan import PLAN
-from holotrain.commands.screen import console
 from holotrain.config.jobs import Job
 from holotrain.config.signatures import checked
 from holotrain.errors import UserError
