@@ -20,13 +20,12 @@ from torch import nn
 
 from holotrain.checks import naming_group
 from holotrain.commands.checkpoint import described_model
+from holotrain.commands.console import console, quietly
 from holotrain.commands.generate import GENERATIONS
 from holotrain.commands.multiprocess import MultiprocessRunner
 from holotrain.commands.plan import planned
 from holotrain.commands.predict import PREDICTIONS
-from holotrain.commands.quiet import quietly
-from holotrain.commands.run import Run
-from holotrain.commands.screen import console
+from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import read
 from holotrain.config import checkpointed
 from holotrain.config.commands import COMMANDS, ExportConfig, RunConfig

@@ -46,7 +46,7 @@ from holotrain.targets import first_line
 
 if TYPE_CHECKING:
     from holotrain.commands.multiprocess import MultiprocessRunner
-    from holotrain.commands.run import Run
+    from holotrain.commands.run_folder import Run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -202,8 +202,8 @@ class Launch:
         try:
             with files_named():
                 typed = self.start.structured(config, overrides)
-                from holotrain.commands.quiet import quieten
-                from holotrain.commands.run import Run
+                from holotrain.commands.console import quieten
+                from holotrain.commands.run_folder import Run
 
                 runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()

@@ -40,6 +40,12 @@ def seeded():
         numpy.random.seed(0)
 
 
+@pytest.fixture(autouse=True)
+def same_environment(monkeypatch):
+    """``datasets`` (4.4) puts a copy in place of ``os.environ`` when it reads in several processes: that ends with a test."""
+    monkeypatch.setattr(os, "environ", os.environ)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """Caches of runs, such as measured groups, are kept out of the user's home."""

@@ -1,5 +1,6 @@
 """The commands as Python functions: the same as the command line, also with objects of a program's own."""
 
+import copy
 import logging
 import math
 import os
@@ -262,9 +263,11 @@ def test_mistakes_with_objects(here, objects, words, expected):
 
 
 def test_under_a_launcher(here, monkeypatch):
+    fit = holotrain.fit  # is imported by now
+    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as datasets leaves it, after reading in several processes
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
-    assert "with torchrun or srun use python -m holotrain fit" in refusal(holotrain.fit, overrides=SMALL)
+    assert "with torchrun or srun use python -m holotrain fit" in refusal(fit, overrides=SMALL)
     assert not any(here.iterdir())
 
 

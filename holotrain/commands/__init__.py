@@ -1,19 +1,14 @@
-"""One file per command, each with ``run(config, run) -> exit status``, and what they share.
+"""The commands, each with ``run(config, run) -> exit status``, and what they share.
 
-fit, validate, test, predict, generate, export, plan, report, init   the commands
-run          one run: its folder, overrides and processes
-evaluation   evaluating a checkpoint
-checkpoint   loading and saving checkpoints
-prompts      reading and encoding prompts
-summary      summary.json
-screen       start and end screens
-automatic    backward=auto and batch_size=auto
-plan_picture a plan as an SVG picture
-advice       overrides that need less memory
-out_of_memory  out-of-memory errors and their message
-hparams      options and results, for TensorBoard's HParams
-layout       the charts of TensorBoard's Custom Scalars
-sweep        the table of a sweep
-quiet        silences warnings of Lightning that do not matter
-files        writing files atomically
+fit, predict, generate, export, plan, report, init   one file per command
+evaluation        validate and test
+run_folder        one run: its folder, overrides and processes
+multiprocess      runs a command in one process or in several
+checkpoint        loading and saving checkpoints
+summary           summary.json
+screen, console   start and end screens; what is printed, and which warnings are not
+memory_limits     backward=auto and batch_size=auto, running out of memory, and overrides that need less of it
+tensorboard_tabs  HParams and Custom Scalars
+sweep             the table of a sweep
+files             writes files so that none is ever half written
 """

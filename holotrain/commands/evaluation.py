@@ -1,10 +1,9 @@
-"""Evaluating a checkpoint: shared by ``validate``, ``test`` and the end of ``fit``."""
+"""``holotrain validate`` and ``holotrain test``: evaluates a checkpoint, as the end of ``fit`` does too."""
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
@@ -14,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from holotrain.callbacks.media import log_image
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
-from holotrain.commands.run import Run
+from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
@@ -27,11 +26,9 @@ from holotrain.targets import first_line
 from holotrain.tasks import Task
 from holotrain.tasks.modules import model_of
 
-Split = Literal["validate", "test"]
-
 
 def evaluate(
-    split: Split,
+    split: str,
     config: RunConfig,
     run: Run,
     task: pl.LightningModule,
@@ -40,10 +37,13 @@ def evaluate(
     loggers: Iterable[Logger],
     step: int = 0,
 ) -> dict[str, float]:
-    """Evaluates the weights of ``path`` (None: the task's own, at ``step``) on one split and returns the metrics.
+    """Evaluates the weights of ``path`` (None: the task's own, at ``step``) and returns the metrics.
 
     The loggers get the metrics and, of a classification, the confusion matrix, at the step of the weights. (Lightning would
     log them at step 0.)
+
+    Args:
+        split: ``validate`` or ``test``.
     """
     if path is not None:
         load_weights(task, path)
@@ -100,9 +100,9 @@ def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.Lightn
     return path, data, task
 
 
-def measure_checkpoint(split: Split, config: RunConfig, run: Run) -> int:
-    """Runs ``holotrain validate`` or ``holotrain test``."""
-    started = time.monotonic()
+def run(config: RunConfig, run: Run) -> int:
+    """Writes the metrics into summary.json, and to the loggers at the step of the checkpoint."""
+    started, split = time.monotonic(), run.command
     limit = {"validate": "limit_val_batches", "test": "limit_test_batches"}[split]
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")

@@ -8,7 +8,7 @@ import torch
 from holotrain.checks import naming_group
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
-from holotrain.commands.run import Run
+from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.commands import ExportConfig

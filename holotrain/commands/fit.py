@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
 from holotrain.callbacks.media import log_text
 from holotrain.commands import screen
-from holotrain.commands.automatic import chosen
 from holotrain.commands.checkpoint import (
     KeepConfiguration,
     check_classes,
@@ -24,11 +23,10 @@ from holotrain.commands.checkpoint import (
 )
 from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
 from holotrain.commands.files import write_whole
-from holotrain.commands.hparams import BestValue, log_end, log_start, results
-from holotrain.commands.layout import log_layout, tags
-from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory, explained
-from holotrain.commands.run import Run
+from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
+from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
+from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_layout, log_start, results, tags
 from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name

@@ -16,10 +16,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from holotrain.commands.files import alone_in
-from holotrain.commands.quiet import quieten
-from holotrain.commands.run import Run
-from holotrain.commands.screen import console
+from holotrain.commands.console import console, quieten
+from holotrain.commands.run_folder import Run, alone_in
 from holotrain.commands.summary import completed, ended
 from holotrain.config.build_trainer import (
     backend_of,
@@ -96,8 +94,7 @@ class MultiprocessRunner:
                 else f"{command} runs in one process, but {self.process.size} were started; start it without a launcher"
             )
         check_processes(config, self.process)
-        posted = {name: value for name, value in vars(run).items() if name != "world"} | {"folder": str(run.folder)}
-        job = {"command": command, "config": to_container(config), "run": posted}
+        job = {"command": command, "config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}}
         if self.process is not None:
             return self._with_others(job, command, config, run)
         job |= {"quiet": self.quiet}
@@ -190,7 +187,8 @@ def _member(processes: Processes, command: str, config: RunConfig, run: Run) -> 
 def _command(command: str, config: RunConfig, run: Run) -> int:
     try:
         with float32_products(config.trainer.float32_matmul_precision):
-            return importlib.import_module(f"holotrain.commands.{command}").run(config, run)
+            module = "evaluation" if command in ("validate", "test") else command
+            return importlib.import_module(f"holotrain.commands.{module}").run(config, run)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning (2.6) ends Python on Ctrl-C, with status 1
             raise KeyboardInterrupt from ended

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 from rich import box
@@ -9,28 +10,38 @@ from rich.table import Table
 
 from holotrain.callbacks import GPUS, multiprocessors, peak_flops
 from holotrain.checks import one_of
-from holotrain.commands.advice import remedies
-from holotrain.commands.automatic import chosen, described
 from holotrain.commands.checkpoint import tokenizer_for
+from holotrain.commands.console import console, plain
 from holotrain.commands.files import write_whole
-from holotrain.commands.plain import plain
-from holotrain.commands.plan_picture import picture
-from holotrain.commands.run import Run
-from holotrain.commands.scaling_table import show_scaling
-from holotrain.commands.screen import console
+from holotrain.commands.memory_limits import chosen, described, remedies
+from holotrain.commands.run_folder import Run
 from holotrain.config.build import build_data
 from holotrain.config.commands import PlanConfig
 from holotrain.config.plans import budget_of, planner_of, smallest_batch
 from holotrain.errors import UserError
 from holotrain.models.divided import divide
 from holotrain.overlap import LINKS
-from holotrain.planning import Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
-from holotrain.sizes import in_words, unit_of
+from holotrain.planning import Band, Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
+from holotrain.sizes import counted, in_words, unit_of
 
 PLAN = "plan.json"
 
 SHOWN = ("parameters", "gradients", "optimizer", "activations", "temporary")
 """Parts of the peak that have a column. The rest is summed up as "other"."""
+
+COLOURS = {
+    "parameters": "#3b7dd8",
+    "buffers": "#7a8794",
+    "gradients": "#0fa3b1",
+    "optimizer": "#8a63d2",
+    "average": "#d45fa6",
+    "hologram": "#b5852a",
+    "batch": "#8fa81f",
+    "activations": "#e07b22",
+    "temporary": "#d1495b",
+    "scratch": "#d9dde2",
+}
+LEFT, WIDTH, ROW, BAR, TOP = 130, 640, 44, 26, 20
 
 
 def run(config: PlanConfig, run: Run) -> int:
@@ -161,3 +172,81 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         console.print(f"{limit.option}={limit.configured}: {found} under backward={plan.backward}")
     if needed:
         console.print(f"it fits with {', or with '.join(needed)}")
+
+
+def show_scaling(scaling: Scaling) -> None:
+    """Prints the predictions and their assumptions."""
+    link = f" over {scaling.link}" if scaling.devices > 1 else ""
+    title = f"predicted, not measured: {counted(scaling.devices, 'device')}{link}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("strategy", no_wrap=True)
+    for name in ("peak per rank", "ms per step", scaling.unit, "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for found in scaling.predictions:
+        if found.memory is None:
+            continue
+        table.add_row(
+            found.strategy,
+            in_words(found.memory),
+            _band(found.seconds, lambda seconds: f"{1e3 * seconds:.4g}"),
+            _band(found.throughput, lambda rate: f"{rate:.4g}"),
+            _band(found.efficiency, lambda share: f"{share:.0%}"),
+        )
+    plain(width=max(console.width, 120)).print(table)
+    reasons: dict[str, list[str]] = {}
+    for found in scaling.predictions:
+        if found.reason:
+            reasons.setdefault(found.reason, []).append(found.strategy)
+    for reason, strategies in reasons.items():
+        console.print(f"not possible: {'; '.join(strategies)}: {reason}")
+    console.print("assumptions:")
+    for line in scaling.assumptions:
+        console.print(f"- {line}")
+
+
+def _band(band: Band | None, said: Callable[[float], str]) -> str:
+    if band is None:
+        return "-"
+    low, high = said(band.low), said(band.high)
+    return low if low == high else f"{low} - {high}"
+
+
+def picture(plan: Plan) -> str:
+    """The text of an SVG file."""
+    rows = plan.footprints
+    parts = {name: footprint.parts | {"scratch": footprint.scratch} for name, footprint in rows.items()}
+    most = max([footprint.bound for footprint in rows.values()] + [plan.budget or 0])
+    scale = WIDTH / most
+    bottom = TOP + ROW * len(rows)
+    pieces = []
+    for place, (name, footprint) in enumerate(rows.items()):
+        y, x = TOP + ROW * place, float(LEFT)
+        weight = "bold" if name == plan.backward else "normal"
+        pieces.append(_text(LEFT - 10, y + BAR / 2 + 4, name, anchor="end", weight=weight))
+        for kind, size in parts[name].items():
+            pieces.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{BAR}" fill="{COLOURS[kind]}">'
+                f"<title>{escape(kind)}: {in_words(size)}</title></rect>"
+            )
+            x += size * scale
+        pieces.append(_text(x + 6, y + BAR / 2 + 4, in_words(footprint.bound, up=True)))
+    if plan.budget:
+        x = LEFT + plan.budget * scale
+        pieces.append(f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom}" stroke="#555" stroke-dasharray="4 3"/>')
+        pieces.append(_text(x, bottom + 14, f"memory: {in_words(plan.budget)}", anchor="middle"))
+    used = [kind for kind in COLOURS if any(sizes[kind] * scale >= 0.5 for sizes in parts.values())]
+    for place, kind in enumerate(used):
+        x = LEFT + 110 * (place % 6)
+        y = bottom + 34 + 20 * (place // 6)
+        pieces.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>' + _text(x + 17, y, kind))
+    height = bottom + 44 + 20 * ((len(used) - 1) // 6)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 110}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(pieces)
+        + "\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'

@@ -7,13 +7,11 @@ import yaml
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from holotrain.commands import summary
+from holotrain.commands.console import plain
 from holotrain.commands.files import write_whole
-from holotrain.commands.plain import plain
 from holotrain.config.commands import ReportConfig
-from holotrain.dashboard.events import read_events
-from holotrain.dashboard.media import read_images, read_texts
+from holotrain.dashboard.logs import read_events, read_images, read_scalars, read_texts
 from holotrain.dashboard.page import page
-from holotrain.dashboard.scalars import read_scalars
 from holotrain.dashboard.table import Reported
 from holotrain.errors import UserError
 from holotrain.outside import require_shallow

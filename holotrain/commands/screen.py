@@ -1,15 +1,13 @@
 """The start and end screens of the commands."""
 
-import os
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 from rich.table import Table
 from torch import nn
 
-from holotrain.commands.plain import plain
-from holotrain.commands.run import Run
+from holotrain.commands.console import console, plain
+from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
 from holotrain.config.commands import RunConfig
@@ -26,9 +24,6 @@ PROFILES = {
     "allocations": "trace-allocations.pickle",
 }
 """Files that a profiler may have written."""
-
-# Paths must not be wrapped when the output goes to a file.
-console = plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 
 def show_start(

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holotrain.commands.files import write_whole
+from holotrain.config.objects import ObjectConfig
 from holotrain.errors import UserError
 from holotrain.outside import read_json
 
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
 
-    from holotrain.commands.run import Run
+    from holotrain.commands.run_folder import Run
     from holotrain.config.commands import RunConfig
-    from holotrain.config.objects import ObjectConfig
 
 SUMMARY = "summary.json"
 

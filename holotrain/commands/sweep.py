@@ -9,10 +9,9 @@ from rich.table import Table
 
 from holotrain.annotations import checked
 from holotrain.commands import summary
+from holotrain.commands.console import console, plain
 from holotrain.commands.files import write_table
-from holotrain.commands.plain import plain
 from holotrain.commands.plan import PLAN
-from holotrain.commands.screen import console
 from holotrain.config.jobs import Job
 from holotrain.errors import UserError
 from holotrain.outside import read_json

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holotrain.dashboard.media import Medium
-from holotrain.dashboard.scalars import Curve
+from holotrain.dashboard.logs import Curve, Medium
 
 UNCOMPARED = ("output_dir", "resume", "hydra", "logger")
 """Options that do not change the training."""

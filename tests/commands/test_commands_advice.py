@@ -4,8 +4,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from holotrain.commands.advice import rules
-from holotrain.commands.out_of_memory import OutOfMemory, as_out_of_memory
+from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, rules
 from holotrain.config.composition import composed, register
 from holotrain.config.structured import structured
 

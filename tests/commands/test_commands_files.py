@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from holotrain.commands.files import alone_in, write_table
+from holotrain.commands.files import write_table
+from holotrain.commands.run_folder import alone_in
 from holotrain.errors import UserError
 
 
@@ -27,7 +28,7 @@ def test_numbers_and_other_texts_are_written_as_they_are(tmp_path):
 HOLD = """
 import os, sys
 from pathlib import Path
-from holotrain.commands.files import alone_in
+from holotrain.commands.run_folder import alone_in
 with alone_in(Path(sys.argv[1])):
     if os.fork() == 0:  # as a data worker is; it outlives its parent here
         sys.stdin.read()

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holotrain.commands.plan_picture import LEFT, picture
+from holotrain.commands.plan import LEFT, picture
 from holotrain.planning import Plan
 from holotrain.planning.footprint import LASTING, Footprint
 

@@ -7,8 +7,8 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from holotrain.dashboard.charts import CHARTS, tensorboard_layout
-from holotrain.dashboard.scalars import read_scalars
-from holotrain.dashboard.thinning import smoothed, thinned
+from holotrain.dashboard.logs import read_scalars
+from holotrain.dashboard.page import smoothed, thinned
 from holotrain.errors import UserError
 
 

@@ -12,10 +12,17 @@ from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from holotrain.dashboard.events import read_events
-from holotrain.dashboard.media import CHARACTERS, IMAGE_BYTES, TAGS, image_uri, read_images, read_texts
+from holotrain.dashboard.logs import (
+    CHARACTERS,
+    IMAGE_BYTES,
+    TAGS,
+    image_uri,
+    read_events,
+    read_images,
+    read_scalars,
+    read_texts,
+)
 from holotrain.dashboard.page import page
-from holotrain.dashboard.scalars import read_scalars
 from holotrain.dashboard.table import Reported
 
 EVIL = '</pre><script>alert(1)</script><img src="https://example.org/x.png" onerror="alert(2)">'

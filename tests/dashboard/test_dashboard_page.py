@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from holotrain.dashboard.charts import CHARTS
+from holotrain.dashboard.logs import Curve
 from holotrain.dashboard.page import POINTS, page
-from holotrain.dashboard.scalars import Curve
 from holotrain.dashboard.table import Reported, changed, columns, different_options, labels
 
 

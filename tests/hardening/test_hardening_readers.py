@@ -154,7 +154,7 @@ def prompts(folder: Path) -> Path:
 def prompts_in(path: Path) -> list[str]:
     from types import SimpleNamespace
 
-    from holotrain.commands.prompts import prompts
+    from holotrain.commands.generate import prompts
 
     return prompts(SimpleNamespace(prompts=str(path)))
 

@@ -421,7 +421,7 @@ def test_a_checkpoint_does_not_decide_where_data_are_written(holotrain, honest):
 
 
 def test_the_advice_to_resume_repeats_what_a_checkpoint_does_not_keep():
-    from holotrain.commands.run import Run
+    from holotrain.commands.run_folder import Run
 
     words = ["data.cache_dir=cache", "optimizer.lr=1", "test=false", "logger.mlflow.tracking_uri=http://a;b", "experiment=mine"]
     said = Run("fit", Path("my runs"), words, {"logger": "mlflow"}).how_to_resume

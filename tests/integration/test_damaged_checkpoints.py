@@ -8,7 +8,7 @@ import pytest
 from left_by_runs import assert_same_weights, summary
 from small_run import SMALL, fit_in
 
-from holotrain.commands.files import alone_in
+from holotrain.commands.run_folder import alone_in
 from holotrain.models.checkpoint_files import CHECKPOINT, begun
 
 WORDS = [*SMALL, "test=false", "logger=none", "callbacks.checkpoint.save_top_k=2"]

@@ -321,7 +321,7 @@ def test_the_batch_size_is_chosen_by_the_plan(house):
 
 def test_a_plan_names_the_options_that_the_data_have(house):
     from holotrain import compose
-    from holotrain.commands.advice import rules
+    from holotrain.commands.memory_limits import rules
 
     words = [*GUEST[:-2], "data._target_=house_guest.Trays", "data.tray=60", "model.width=64"]
     status, out, err = house("plan", *words, "memory=1MiB", "hydra.run.dir=run")

@@ -1,10 +1,20 @@
-"""Silences warnings of Lightning that do not matter to a user of holotrain. Other warnings stay, each as one line."""
+"""What the commands print: names as they are, and no warnings of Lightning that do not matter."""
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+
+from rich.console import Console
+
+plain = partial(Console, highlight=False, markup=False, emoji=False)
+"""A console that prints names of files and of options as they are, also those with ``[red]`` or ``:star:`` in them."""
+
+# Paths must not be wrapped when the output goes to a file.
+console = plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 REMARKS = (
     ".*does not have many workers.*",  # small data sets in memory need none

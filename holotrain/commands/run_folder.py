@@ -1,21 +1,29 @@
-"""One run of a command: its folder, its overrides and its processes."""
+"""One run of a command: its folder, which it has for itself, its overrides and its processes."""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from holotrain.config.checkpointed import COMMAND_LINE_ONLY
 from holotrain.config.commands import FitConfig, RunConfig
 from holotrain.config.composition import LAST_CHECKPOINT, key_of
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.start import LOCAL_LOGGERS
+from holotrain.errors import UserError
 from holotrain.parallel.process_group import Processes
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 OF_FIT = {option.name for option in fields(FitConfig)} - {option.name for option in fields(RunConfig)} - {"resume"}
 """Options of fit alone, which a checkpoint does not keep."""
@@ -83,7 +91,7 @@ class Run:
 
     @property
     def process(self) -> ProcessRank | None:
-        return self.processes and self.processes.process
+        return None if self.processes is None else self.processes.process
 
     @property
     def is_main(self) -> bool:
@@ -104,3 +112,38 @@ class Run:
             act()
         else:
             self.processes.once_a_machine(name, act)
+
+
+HELD: set[Path] = set()
+"""The folders that runs of this process are in: to the system, whose locks are a process's, they are one."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder. If this process dies, the system lets them in.
+
+    Raises:
+        UserError: another run is in it.
+    """
+    path, place = folder / ".lock", folder.resolve()
+    refused = UserError(f"{folder}: another run is writing into it; wait until it ends, or name another folder")
+    if place in HELD:
+        raise refused
+    with ExitStack() as stack:
+        HELD.add(place)
+        stack.callback(HELD.discard, place)
+        if fcntl is not None:
+            with suppress(OSError):  # a folder that cannot be written, a file system without locks
+                file = stack.enter_context(path.open("w"))
+                if not _locked(file, path):
+                    raise refused
+                stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def _locked(file: IO, path: Path) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino  # not if the run before has just removed it
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        return False

@@ -1,4 +1,4 @@
-"""A run's options and results in TensorBoard's HParams and in other loggers."""
+"""A run in TensorBoard: options and results under HParams, charts under Custom Scalars. Other loggers get the options."""
 
 import math
 import time
@@ -11,10 +11,25 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from tensorboard.compat.proto.summary_pb2 import Summary as Event
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from holotrain.commands.run import Run
+from holotrain.callbacks import (
+    DriftMonitor,
+    ErrorDiffusionMonitor,
+    MemoryMonitor,
+    OptimizationMonitor,
+    PaddingMonitor,
+    SynthesisCallback,
+    ThroughputMonitor,
+)
+from holotrain.callbacks.period import replays
+from holotrain.commands.run_folder import Run
 from holotrain.config.commands import RunConfig
 from holotrain.config.composition import key_of
+from holotrain.config.groups import PLAIN
 from holotrain.config.structured import to_container
+from holotrain.dashboard.charts import tensorboard_layout
+from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
+from holotrain.tasks import Task
+from holotrain.tasks.modules import monitored_by
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""
@@ -65,13 +80,13 @@ def log_start(loggers: Iterable[Logger], config: RunConfig, run: Run, columns: d
             logger.log_hyperparams(options)
             continue
         # Lightning's log_hyperparams would add a point to the curve of every metric.
-        known = {name: _plain(value) for name, value in (run.choices | options).items()}
+        known: dict[str, float | str] = {}
         start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-        for name, value in known.items():
-            if isinstance(value, str):
-                start.hparams[name].string_value = value
+        for name, value in (run.choices | options).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                known[name] = start.hparams[name].number_value = value
             else:
-                start.hparams[name].number_value = value
+                known[name] = start.hparams[name].string_value = str(value).lower() if isinstance(value, bool) else str(value)
         _write(logger, metadata.EXPERIMENT_TAG, experiment=experiment(known, run, columns))
         _write(logger, metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
@@ -142,15 +157,47 @@ def results(validated: list[str], measured: set[str], tested: bool) -> dict[str,
     return {tag: SHOWN.get(tag, tag) for tag in (*found, *others, *tests[1:]) if tag}
 
 
-def _plain(value: Any) -> float | str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, int | float | str) else str(value)
-
-
 def _flat(node: dict, prefix: str = ""):
     for key, value in node.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def log_layout(trainer: pl.Trainer, task: Task, config: RunConfig) -> None:
+    """Logs the layout to TensorBoard, if it is a logger of this training."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_custom_scalars(tensorboard_layout(tags(trainer, task, config)))
+
+
+def tags(trainer: pl.Trainer, task: Task, config: RunConfig) -> set[str]:
+    """The scalars that this training can log and that a chart shows. The callbacks' docstrings describe them."""
+    found = {"train/loss", "train/lr"}
+    if config.trainer.limit_val_batches != 0:
+        found |= monitored_by(task).keys()
+    for callback in trainer.callbacks:
+        if isinstance(callback, MemoryMonitor):
+            found |= {"memory/peak_bytes", "memory/forward_backward_peak_bytes"}
+        elif isinstance(callback, ThroughputMonitor):
+            found |= {"throughput/samples_per_second", "throughput/step_seconds"}
+            if callback.count_tokens:
+                found.add("throughput/tokens_per_second")
+            if callback.peak_flops and callback.model_flops_per_sample:
+                found.add("throughput/mfu")
+        elif isinstance(callback, DriftMonitor):
+            if config.backward.kind not in PLAIN and not replays(task):
+                found.add("reversible/drift")
+        elif isinstance(callback, OptimizationMonitor):
+            found |= {"optimization/gradient_norm", "optimization/update_ratio"}
+        elif isinstance(callback, SynthesisCallback):
+            found |= {f"synthesis/{name}" for name in ("milliseconds", "gradient_cosine", "update_norm", "skipped")}
+        elif isinstance(callback, ErrorDiffusionMonitor):
+            rules = {module.rule for module in task.modules() if isinstance(module, ErrorDiffusionNetwork)}
+            if rules and not replays(task):
+                found |= {"error_diffusion/dead_cells", "error_diffusion/sign_violations"}
+                found |= {"error_diffusion/alignment"} if rules - {BACKPROPAGATION} else set()
+        elif isinstance(callback, PaddingMonitor) and callback.unbucketed is not None:
+            found.add("padding/fraction")
+    return found

@@ -1,0 +1,203 @@
+"""Training within the memory there is: automatic options, what to do after running out of memory, and what needs less."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import groupby
+
+import lightning.pytorch as pl
+import torch
+
+from holotrain.commands.console import console
+from holotrain.commands.run_folder import Run
+from holotrain.config.build_trainer import device_kind, device_name
+from holotrain.config.commands import RunConfig
+from holotrain.config.given import PYTHON_OBJECT
+from holotrain.config.groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
+from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch
+from holotrain.errors import UserError
+from holotrain.planning import ALLOCATORS, Choice, Plan, TooSmall, Unplannable, choose_batch, choose_schedules, make_plan
+from holotrain.sizes import in_words
+
+
+def chosen(
+    config: RunConfig,
+    data: pl.LightningDataModule,
+    device: str,
+    processes: int = 1,
+    say: Callable[[str], object] = console.print,
+) -> RunConfig:
+    """The configuration with its ``auto`` options filled in. Reports the choice.
+
+    Args:
+        data: set up; if the batch size is ``auto``, with the smallest one. Its batch size is changed.
+        device: type of the run's device.
+        processes: number of processes on this machine, which share its memory.
+        say: called with each line of the report.
+
+    Raises:
+        UserError: nothing fits, the model cannot be planned, or the device is not supported.
+    """
+    if device not in ALLOCATORS and (config.batch_is_open or config.backward.open):
+        raise UserError(f"auto: planning does not support {device}; set backward and the batch size yourself")
+    if config.memory is not None and not (config.batch_is_open or config.backward.open):
+        say(f"memory={config.memory} has no effect without backward=auto or an automatic batch size")
+    try:
+        if config.batch_is_open:
+            option, _ = config.batch_option
+            say(f"{option}=auto: planning the largest batch ...")
+            budget = budget_of(config, device, processes)
+            least = smallest_batch(config).batch_option[1]  # a batch must hold the longest document
+            most = len(data.train_dataloader()) if option == "data.batch_size" else None
+            size = choose_batch(planner_of(config, data, device), budget, least, most)
+            setattr(data, option.removeprefix("data."), size)
+            config = config.with_batch(size)
+            say(f"  {option}={size} is the largest that fits into {in_words(budget)} or that the data provide")
+        if config.backward.open:
+            say("backward=auto: planning what each block stores ...")
+            with as_out_of_memory():
+                budget = budget_of(config, device, processes)
+                choice = choose_schedules(planner_of(config, data, device), budget)
+            say(f"  {described(choice, budget)}")
+            config = replace(config, backward=replace(config.backward, blocks=choice.blocks))
+    except TooSmall as error:
+        option, size = (smallest_batch(config) if config.batch_is_open else config).batch_option
+        raise UserError(
+            f"memory: {in_words(budget)} is too little: {'' if size is None else f'with {option}={size} '}this run needs "
+            f"{in_words(error.least, up=True)}"
+        ) from error
+    except Unplannable as error:
+        raise UserError(f"auto: {error}; set backward and the batch size yourself") from error
+    except OutOfMemory as error:
+        raise UserError("auto: not enough memory to time a single block; use a smaller batch size") from error
+    return config
+
+
+def described(choice: Choice, budget: int) -> str:
+    """The choice of ``backward=auto`` as text."""
+    runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(choice.blocks))
+    saved = 1 - choice.cost / choice.most_expensive
+    memory = f"{in_words(choice.bound, up=True)} of {in_words(budget)}"
+    return f"{runs}; {memory}; {saved:.0%} less computation in blocks than with full recomputation"
+
+
+def advice(config: RunConfig, data: pl.LightningDataModule, device: str) -> list[str]:
+    """Overrides under which the training fits, by its plan, then other overrides that need less memory.
+
+    Args:
+        data: set up.
+        device: type of the run's device.
+    """
+    planned = []
+    if device in ALLOCATORS:
+        with suppress(Exception):  # there may be too little memory even for a plan
+            plan = make_plan(planner_of(config, data, device), budget_of(config, device))
+            if not plan.fits:  # else something else uses the memory
+                kinds = ("backward=", config.batch_option[0], NO_OPTION)
+                planned = [f"{word} (fits, by the plan)" for word in remedies(config, plan) if word.startswith(kinds)]
+    settled = {override.partition("=")[0] for override in planned}
+    return planned + [override for override in rules(config) if override.partition("=")[0] not in settled]
+
+
+def remedies(config: RunConfig, plan: Plan) -> list[str]:
+    """Overrides, each of which makes the run fit by its plan; those that store most come first."""
+    if plan.budget is None:
+        return []
+    undone = {"store": "0", "keep": "[]", "blocks": "[]"}  # options that other backwards do not support
+    resets = "".join(f" backward.{name}={value}" for name, value in undone.items() if getattr(config.backward, name))
+    fitting = [name for name, found in plan.footprints.items() if found.bound <= plan.budget and name != plan.backward]
+    sizes = [
+        f"batches of {limit.value} samples{_options_of_data(config)}"
+        if limit.option == NO_OPTION
+        else f"{limit.option}={limit.value}"
+        for limit in plan.limits
+        if limit.value
+    ]
+    return [f"backward={name}{resets}" for name in fitting] + sizes
+
+
+def _options_of_data(config: RunConfig) -> str:
+    """Where the size of batches is set, if no option of a known name does."""
+    options = [] if config.data.target == PYTHON_OBJECT else OBJECT_GROUPS["data"].options(config.data.target)
+    named = ", ".join(f"data.{name}" for name in options)
+    return f" (options: {named})" if named else " (which the data module sets)"
+
+
+def rules(config: RunConfig) -> list[str]:
+    """Overrides that reduce the memory of a step, each with its reason, the cheapest first.
+
+    None of them is a prediction: each reduces memory, but it may not be enough.
+    """
+    backward, found = config.backward, []
+    if takes(config.model, "backward") and not reversible(config.model):
+        if backward.kind in ("autograd", AUTO):
+            found.append("backward=checkpoint (stores only the inputs of blocks)")
+        found.append("model=rev_... (a reversible model stores no activations between blocks)")
+    elif takes(config.model, "backward"):
+        if backward.kind in (*PLAIN, AUTO):
+            found.append("backward=reversible (stores no activations between blocks)")
+        elif backward.store:
+            found.append("backward.store=0 (no block stores its activations)")
+        elif backward.keep:
+            found.append("backward.keep=[] (no results are stored for the backward pass)")
+    if lower := {"64-true": "32-true", "32-true": "bf16-mixed"}.get(config.trainer.precision):
+        found.append(f"trainer.precision={lower} (halves the activations)")
+    option, size = config.batch_option
+    if size is None:
+        return [*found, f"smaller batches{_options_of_data(config)}"]
+    if size // 2 >= (config.data.context if option == "data.max_tokens" else 1):
+        halved, twice = f"{option}={size // 2}", 2 * config.trainer.accumulate_grad_batches
+        if backward.cuda_graph or config.steps_in_backward:  # which do not support accumulation
+            found.append(f"{halved} (half the batch size)")
+        else:
+            found.append(f"{halved} trainer.accumulate_grad_batches={twice} (the same effective batch size)")
+    return found
+
+
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""Parts of the RuntimeErrors of torch's allocators (CUDA, MPS, CPU, Windows) and NVIDIA's libraries."""
+
+
+class OutOfMemory(Exception):
+    """An allocation failed. The message is the requested size, or empty if it is not known."""
+
+
+@contextmanager
+def as_out_of_memory() -> Iterator[None]:
+    """
+    Raises:
+        OutOfMemory: instead of the error that an allocator of torch, NumPy or Python raises inside.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS):
+            raise
+        if found := re.search(r"tried to allocate (\d+) bytes", str(error)):
+            raise OutOfMemory(f"{int(found[1]) / 2**20:.1f} MiB") from error
+        found = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        raise OutOfMemory(found[1] if found else "") from error
+
+
+def explained(config: RunConfig, data: pl.LightningDataModule, run: Run, when: str, asked_for: str) -> str:
+    """The message: what happened, how to resume, and which overrides need less memory.
+
+    Args:
+        data: set up.
+        when: such as ``at step 12``.
+        asked_for: the requested size, such as ``20.00 MiB``, or empty.
+    """
+    option, size = config.batch_option
+    asked = f": tried to allocate {asked_for}" if asked_for else ""
+    batch = "" if size is None else f" with {option}={size}"  # data of others may have no such option
+    lines = [f"holotrain: out of memory {when}{batch} on {device_name(config.trainer.accelerator)}{asked}"]
+    if run.last_checkpoint.exists():
+        lines.append(
+            f"resume from {run.last_checkpoint} with: python -m holotrain fit resume=true hydra.run.dir={run.folder} ..."
+        )
+    else:
+        lines.append("no checkpoint was saved yet; callbacks.checkpoint.every_n_train_steps=... saves during an epoch")
+    if overrides := advice(config, data, device_kind(config.trainer.accelerator)):
+        lines.append(f"these need less memory: {'; '.join(overrides)}")
+    return "\n".join(lines)

@@ -1,0 +1,161 @@
+"""Reads what a run has logged: its scalars, from TensorBoard event files or csv, and the last image and text of each tag.
+
+Event files are data that may come from anywhere. So only PNG and JPEG are read, recognised by their first bytes, and sizes are
+limited; the page shows texts as plain text.
+"""
+
+import csv
+from base64 import b64encode
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from holotrain.errors import UserError
+
+KEPT = {"scalars": 0, "images": 1, "tensors": 1, "histograms": 1, "compressedHistograms": 1, "audio": 1}
+"""Events to keep of each tag, including the last; 0: all."""
+
+KINDS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
+"""Kinds of images by their first bytes."""
+
+TAGS, IMAGE_BYTES, CHARACTERS = 12, 2**20, 10_000
+"""Limits for each run: tags of images and of texts; the size of an image, which is left out if larger; the length of a text."""
+
+
+def read_events(folder: Path) -> EventAccumulator | None:
+    """All scalars of a run and the last of everything else; None if it has no event file.
+
+    Raises:
+        UserError: a file cannot be read. (TensorBoard skips it.) Empty and truncated files are accepted.
+    """
+    folder = folder / "tensorboard"
+    paths = sorted(folder.glob("*tfevents*"))
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                empty = not file.read(1)
+            readable = empty or next(iter(EventFileLoader(str(path)).Load()), None) is not None
+        except (OSError, DecodeError):
+            readable = False
+        if not readable:
+            raise UserError(f"{path} is not a readable event file")
+    if not paths:
+        return None
+    try:
+        return EventAccumulator(str(folder), size_guidance=KEPT).Reload()
+    except Exception as error:  # TensorBoard raises many kinds for events of other shapes
+        raise UserError(f"{folder} has an unreadable event file: {error}") from error
+
+
+@dataclass
+class Curve:
+    """A scalar over a run.
+
+    Args:
+        steps: (N,) optimizer steps, ascending, each once.
+        values: (N,)
+        instants: (N,) Unix time of each point, in seconds; None: not known.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+    instants: np.ndarray | None = None
+
+    def finite(self) -> "Curve":
+        """The curve without infinite and NaN points."""
+        kept = np.isfinite(self.values)
+        return Curve(self.steps[kept], self.values[kept], None if self.instants is None else self.instants[kept])
+
+
+def read_scalars(folder: Path, events: EventAccumulator | None = None) -> dict[str, Curve]:
+    """The scalars of a run by tag; empty if it has none. Points of a resumed run replace earlier ones.
+
+    Args:
+        events: of the run, if they have been read already.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    return {**_csv(folder / "csv"), **_tensorboard(events or read_events(folder))}
+
+
+def _tensorboard(events: EventAccumulator | None) -> dict[str, Curve]:
+    if events is None:
+        return {}
+    rows = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    return {
+        tag: _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
+        for tag, points in rows.items()
+    }
+
+
+def _csv(folder: Path) -> dict[str, Curve]:
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    # A resumed run writes a new version.
+    versions = {path: path.parent.name.removeprefix("version_") for path in folder.glob("version_*/metrics.csv")}
+    for path in sorted((path for path in versions if versions[path].isdecimal()), key=lambda path: int(versions[path])):
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    for tag in row.keys() - {"step"}:
+                        if row[tag]:
+                            steps, values = found.setdefault(tag, ([], []))
+                            steps.append(int(row["step"]))
+                            values.append(float(row[tag]))
+        except (OSError, ValueError, TypeError, KeyError, csv.Error) as error:
+            raise UserError(f"{path} is not a readable csv log") from error
+    return {tag: _curve(*columns) for tag, columns in found.items()}
+
+
+def _curve(steps: list[int], values: list[float], instants: list[float] | None = None) -> Curve:
+    """Sorted by step, with the last point of each step."""
+    backwards = np.asarray(steps)[::-1]
+    unique, first = np.unique(backwards, return_index=True)
+    kept = len(backwards) - 1 - first
+    return Curve(unique, np.asarray(values, np.float64)[kept], None if instants is None else np.asarray(instants)[kept])
+
+
+@dataclass
+class Medium:
+    """An image or a text of a run.
+
+    Args:
+        step: at which it was logged.
+        content: the text, or the image as a ``data:`` URI.
+    """
+
+    step: int
+    content: str
+
+
+def read_images(events: EventAccumulator | None) -> dict[str, Medium]:
+    """The last image of each tag. Images that are too large or of another kind are left out."""
+    found = {}
+    for tag in sorted(events.Tags()["images"]) if events else ():
+        last = events.Images(tag)[-1:]
+        uri = image_uri(last[0].encoded_image_string) if last else None
+        if uri is not None:
+            found[tag] = Medium(last[0].step, uri)
+    return dict(list(found.items())[:TAGS])
+
+
+def image_uri(image: bytes) -> str | None:
+    """None if it is too large, or neither PNG nor JPEG."""
+    kind = next((kind for start, kind in KINDS.items() if image.startswith(start)), None)
+    return f"data:{kind};base64,{b64encode(image).decode()}" if kind and len(image) <= IMAGE_BYTES else None
+
+
+def read_texts(events: EventAccumulator | None) -> dict[str, Medium]:
+    """The last text of each tag, cut after ``CHARACTERS``."""
+    found = {}
+    for tag in sorted(events.Tags()["tensors"]) if events else ():
+        about, last = events.summary_metadata.get(tag), events.Tensors(tag)[-1:]
+        if about is not None and about.plugin_data.plugin_name == "text" and last and last[0].tensor_proto.string_val:
+            text = "\n".join(part.decode("utf-8", errors="replace") for part in last[0].tensor_proto.string_val)
+            text = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}\n... ({len(text) - CHARACTERS:,} more characters)"
+            found[tag.removesuffix("/text_summary")] = Medium(last[0].step, text)
+    return dict(list(found.items())[:TAGS])
