@@ -9,7 +9,7 @@ from torch import nn
 
 from holotrain.overlap import Columns, OverlappedRowwise
 from holotrain.overlap.groups import Job, equal_sizes, group_sizes, require_grouping, spans
-from holotrain.overlap.shares import Shares
+from holotrain.overlap.linear import SequenceShards
 
 
 def job(rows: int, collective: str = "all_reduce") -> Job:
@@ -78,7 +78,7 @@ def test_shares_are_those_of_chunk(length, dim):
     shape[dim] = length
     x = torch.randn(shape)
     ranks = 4
-    shares = Shares(dim, length, ranks)
+    shares = SequenceShards(dim, length, ranks)
     rows = shares.side_by_side(x)
     chunks = x.chunk(ranks, dim)
     for rank in range(ranks):
@@ -91,7 +91,7 @@ def test_shares_are_those_of_chunk(length, dim):
 
 def test_a_sequence_that_comes_first_is_not_copied():
     x = torch.randn(6, 5)
-    assert Shares(0, 6, 3).side_by_side(x).data_ptr() == x.data_ptr()
+    assert SequenceShards(0, 6, 3).side_by_side(x).data_ptr() == x.data_ptr()
 
 
 def test_a_style_takes_linear_layers_alone():

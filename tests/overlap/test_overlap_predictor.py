@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from holotrain.overlap import LINKS, Columns, Job, Link, MeasuredLink, Predictor, link_named
-from holotrain.overlap.pipeline import candidates, compositions, makespan
-from holotrain.overlap.waves import Waves, unit_of
+from holotrain.overlap.predictor import Waves, candidates, compositions, makespan, unit_of
 
 CPU = torch.device("cpu")
 

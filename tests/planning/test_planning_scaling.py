@@ -14,20 +14,23 @@ from tracked_memory import TrackedMemory
 
 from holotrain.overlap import LINKS, Job, Link
 from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from holotrain.planning import Footprint, TrainingStep, imagined
-from holotrain.planning.rank_memory import Unit, Whole, ddp_bytes, fsdp_bytes
-from holotrain.planning.rehearsal import rehearse_update
+from holotrain.planning import Footprint, TrainingStep, fake_tensors
 from holotrain.planning.scaling import (
-    Divided,
     Setting,
+    TensorParallelWork,
     Times,
+    Unit,
+    Unsharded,
     buckets,
+    ddp_bytes,
     ddp_seconds,
+    fsdp_bytes,
     fsdp_seconds,
     predicted,
     settings_of,
     tp_seconds,
 )
+from holotrain.planning.training_step import simulate_update
 from holotrain.reversible import ReversibleBlock
 from holotrain.shards import local
 from holotrain.tasks.optimizers import adafactor, muon
@@ -59,7 +62,7 @@ def divided(ranks, depth=6, rows=4096, dim=512):
     stacked, widened = (job(rows, features * dim // ranks, dim, ranks, covered=True) for features in (3, 4))
     flops = 6 * 12 * dim * dim * rows * depth
     sums = {narrow: depth, wide: depth}
-    return Divided(1 / ranks, 1 / ranks, sums, {stacked: depth, widened: depth}, flops, 0)
+    return TensorParallelWork(1 / ranks, 1 / ranks, sums, {stacked: depth, widened: depth}, flops, 0)
 
 
 WAYS = {
@@ -109,7 +112,7 @@ def test_fsdp_gathers_what_is_in_no_block_first():
 def test_tensor_parallel_by_hand():
     # 4 MiB summed in 2 s, twice; half of the forward and of the backward is left, 10% of the rest is not saved.
     one = job(1024, 512, 1024, 2)
-    found = Divided(0.5, 0.5, {one: 1}, {one: 1}, 1e9, 0)
+    found = TensorParallelWork(0.5, 0.5, {one: 1}, {one: 1}, 1e9, 0)
     link = Link(2 * MIB, 0.0)
     assert tp_seconds(TIMES, found, 2, Setting(link), overlapped=False) == pytest.approx(2.5 + 2 * 2 + 0.5)
     assert tp_seconds(TIMES, found, 2, Setting(link, undivided=0.1), overlapped=False) == pytest.approx(2.75 + 4 + 0.5)
@@ -213,7 +216,7 @@ def test_memory_of_a_rank_by_hand():
     assert (forward, backward, update) == (275, 290, 135)
     assert fsdp_bytes(FOUND, UNITS, 4) == 290
     assert fsdp_bytes(FOUND, UNITS, 8) < 290
-    assert fsdp_bytes(FOUND, UNITS, 4, Whole(state=True)) == 290 + 160 - 160 // 4
+    assert fsdp_bytes(FOUND, UNITS, 4, Unsharded(state=True)) == 290 + 160 - 160 // 4
 
 
 @pytest.mark.parametrize("make", [adafactor, muon])
@@ -230,12 +233,12 @@ def test_the_bound_of_an_update_holds_where_shards_are_gathered(make):
             parameter.grad = torch.ones_like(parameter)
         return TrainingStep(net, lambda: None, optimizer)
 
-    with imagined():
+    with fake_tensors():
         net = model()
         step = update_of(net)
-        update, entries = rehearse_update(step), sum(p.nbytes for p in net.parameters())
+        update, entries = simulate_update(step), sum(p.nbytes for p in net.parameters())
         parts = {"parameters": entries, "gradients": entries, "optimizer": update.state, "temporary": update.beyond}
-        whole, planned = Whole.of(step.optimizer), footprint(update=parts)
+        whole, planned = Unsharded.of(step.optimizer), footprint(update=parts)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         net = model()

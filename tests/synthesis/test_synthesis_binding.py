@@ -10,8 +10,7 @@ from compared import assert_close, assert_equal
 from scipy.linalg import hadamard
 
 from holotrain.synthesis import hadamard_bind, hadamard_unbind, phasor_bind, phasor_unbind
-from holotrain.synthesis.binding import _hadamard
-from holotrain.synthesis.transforms import Hadamard, folded, next_power_of_two, units
+from holotrain.synthesis.binding import Hadamard, _hadamard, folded, next_power_of_two, units
 
 LENGTHS = [1, 2, 3, 7, 8, 97, 1000, 4096]
 

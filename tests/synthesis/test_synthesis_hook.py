@@ -524,7 +524,7 @@ class OnTheCPU:
 )
 def test_a_graph_gathers_and_scatters_where_gradients_are(options, monkeypatch):
     def graphed(synthesis):
-        synthesis._updates.recipe = replace(synthesis.recipe, cuda_graph=True)
+        synthesis._updates.options = replace(synthesis.options, cuda_graph=True)
 
     monkeypatch.setattr(updates, "TOLD_AT_ONCE", ())
     monkeypatch.setattr(updates, "Graphed", OnTheCPU)

@@ -12,7 +12,7 @@ from compared import assert_close, assert_equal
 from torch import nn
 
 from holotrain.synthesis import HolographicSynthesis, phasor_bind
-from holotrain.synthesis.transforms import Hadamard
+from holotrain.synthesis.binding import Hadamard
 from holotrain.synthesis.updates import MOST, total
 
 F64 = torch.float64
