@@ -238,10 +238,6 @@ def planned_mlp(dtype, allocator=ALLOCATORS["cpu"]):
         return simulate_step(step, allocator)
 
 
-def test_single_precision_products_have_no_scratch(packing):
-    assert planned_mlp(torch.float32).scratch == 0
-
-
 def test_where_products_are_packed_the_bound_is_higher_and_the_peak_is_the_same(packing, monkeypatch):
     packed = planned_mlp(torch.bfloat16)
     assert packed.scratch == packed.bound - packed.peak > 256 * 256 * 2
@@ -299,19 +295,6 @@ def test_a_plan_agrees_with_pytorchs_memory_tracker(backward):
             step.update()
     tracked = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     assert planned.peak == pytest.approx(tracked, rel=0.01)
-
-
-def test_nothing_is_allocated_and_parts_are_what_they_are_called():
-    with fake_tensors():
-        step = training_step("rev_vit", "reversible", fake=True)
-        planned = simulate_step(step)
-        weights = sum(p.nbytes for p in step.model.parameters())
-        assert all(type(p.data).__name__ == "FakeTensor" for p in step.model.parameters())
-    assert planned.parts["parameters"] == weights
-    assert planned.parts["gradients"] <= weights
-    assert 2 * weights <= planned.parts["optimizer"] <= 2.01 * weights
-    assert planned.parts["batch"] == 32 * 3 * 32 * 32 * 4
-    assert planned.phase in planned.by_phase and planned.peak == max(planned.by_phase.values())
 
 
 def test_cudas_allocator_rounds_each_storage_up():
