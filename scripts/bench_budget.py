@@ -30,7 +30,7 @@ from bench_frontier import Auto, add_model_options, contestant, engines, make_st
 from torch import nn
 
 from holotrain.models.schedules import schedule_blocks
-from holotrain.planning.measured import measured_peak
+from holotrain.planning.training_step import measured_peak
 
 GIB = 2**30
 PRECISION = 16

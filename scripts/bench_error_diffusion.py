@@ -28,7 +28,7 @@ from torch import Tensor
 
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, contract
 from holotrain.error_diffusion.rules import kaneko, slope
-from holotrain.planning.measured import peak_of
+from holotrain.planning.training_step import peak_of
 from holotrain.reversible import GraphedStep
 
 COLUMNS = ("forward", "update", "autograd", "contracted", "materialised", "floor")

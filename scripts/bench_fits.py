@@ -21,7 +21,7 @@ from bench_common import arguments, begin, save
 from bench_make_reversible import METHODS, SHAPES, Stack
 
 from holotrain.optimizers import InBackward
-from holotrain.planning import TrainingStep, imagine, imagined, measured, rehearse
+from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
 
 SIZES = {
     "vit": {"batch": 32, "tokens": 197, "depth": 12},
@@ -40,7 +40,7 @@ def training_step(method: str, shape: str, batch: int, tokens: int, depth: int, 
     with torch.device(device):
         net = Stack(depth, SHAPES[name] | {"lora": bool(lora)})
     if device == "meta":
-        net = imagine(net, torch.device("cpu"))
+        net = fake_parameters(net, torch.device("cpu"))
     run = METHODS[method.partition(",")[0]](net)
     x = torch.zeros(batch, tokens, SHAPES[name]["dim"])
     optimizer = torch.optim.AdamW(net.parameters())
@@ -51,8 +51,8 @@ def training_step(method: str, shape: str, batch: int, tokens: int, depth: int, 
 
 def peak(method: str, shape: str, **sizes: int) -> int:
     """Bytes of a training step, by the plan."""
-    with imagined():
-        return rehearse(training_step(method, shape, **sizes, device="meta")).peak
+    with fake_tensors():
+        return simulate_step(training_step(method, shape, **sizes, device="meta")).peak
 
 
 def largest(method: str, shape: str, name: str, budget: int) -> int:
@@ -87,7 +87,7 @@ def largest(method: str, shape: str, name: str, budget: int) -> int:
 def confirm(method: str, shape: str, name: str, size: int, budget: int) -> float:
     """Runs a step of that size. Returns its peak, with the scratch memory of libraries, as a share of the budget."""
     step = training_step(method, shape, **SIZES[shape] | {name: size}, device="cpu")
-    return measured.measured_peak(step, torch.device("cpu")) / budget
+    return measured_peak(step, torch.device("cpu")) / budget
 
 
 def main() -> None:

@@ -37,8 +37,18 @@ from torch import Tensor, nn
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.schedules import schedule_blocks, sequences
-from holotrain.planning import ALLOCATORS, TrainingStep, choose, imagine, imagined, rehearse, seconds, stage_of, visits_of
-from holotrain.planning.measured import measured_peak
+from holotrain.planning import (
+    ALLOCATORS,
+    TrainingStep,
+    choose,
+    fake_parameters,
+    fake_tensors,
+    seconds,
+    simulate_step,
+    stage_of,
+    visits_of,
+)
+from holotrain.planning.training_step import measured_peak
 from holotrain.reversible.recomputation import imagining_a_side_stream
 
 
@@ -122,17 +132,17 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
     return made
 
 
-def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, imaginary: bool = False) -> TrainingStep:
-    """One step of SGD; imaginary: inside ``imagined()``."""
+def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, fake: bool = False) -> TrainingStep:
+    """One step of SGD; fake: inside ``fake_tensors()``."""
     torch.manual_seed(0)
-    place = torch.device("cpu" if imaginary else options.device)
-    with torch.device("meta") if imaginary else nullcontext():
+    place = torch.device("cpu" if fake else options.device)
+    with torch.device("meta") if fake else nullcontext():
         model = shape.make()
-    model = imagine(model, place) if imaginary else model.to(place)
+    model = fake_parameters(model, place) if fake else model.to(place)
     for sequence in sequences(model):
         for block in sequence.blocks:
             block.exchange = False  # which the other engines do not support
-            if options.compiled and not imaginary:
+            if options.compiled and not fake:
                 block.f.compile()
                 block.g.compile()
     apply(model)
@@ -185,8 +195,8 @@ class Auto:
         names = [recomputing, *keeping, "checkpoint", "autograd"]
         real = make_step(shape, ours(backward=recomputing), options)
         costs = [seconds(visit, names, real.autocast) for visit in visits_of(real)]
-        with imagined():
-            step = make_step(shape, ours(backward=recomputing), options, imaginary=True)
+        with fake_tensors():
+            step = make_step(shape, ours(backward=recomputing), options, fake=True)
             self.stages = [
                 stage_of(visit, cost, step.autocast, ALLOCATORS[options.device])
                 for visit, cost in zip(visits_of(step), costs, strict=True)
@@ -194,9 +204,9 @@ class Auto:
 
     def peak(self, blocks: list[str]) -> int:
         overlaps = imagining_a_side_stream() if self.options.device == "cuda" else nullcontext()
-        with overlaps, imagined():
-            step = make_step(self.shape, lambda model: schedule_blocks(model, blocks), self.options, imaginary=True)
-            return rehearse(step, ALLOCATORS[self.options.device]).peak
+        with overlaps, fake_tensors():
+            step = make_step(self.shape, lambda model: schedule_blocks(model, blocks), self.options, fake=True)
+            return simulate_step(step, ALLOCATORS[self.options.device]).peak
 
     def choice(self, budget: int):
         return choose(self.stages, self.peak, budget)

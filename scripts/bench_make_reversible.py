@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from holotrain.planning import measured
+from holotrain.planning import training_step
 from holotrain.reversible import make_reversible
 
 SHAPES = {
@@ -153,7 +153,7 @@ def peak_of(method: str, depth: int, shape: dict, x: Tensor, amp: bool) -> int:
     step = step_of(method, net, x, amp)
     step()  # makes the gradients, and chooses the grid
     gc.collect()
-    return measured.peak_of(step, x.device)
+    return training_step.peak_of(step, x.device)
 
 
 def measure(options: argparse.Namespace) -> dict:

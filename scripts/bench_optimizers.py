@@ -42,7 +42,7 @@ from holotrain.models import RevViT
 from holotrain.optimizers import CombinedOptimizer
 from holotrain.optimizers.plain_state import parts_of
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.synthesis.transforms import folded, units
+from holotrain.synthesis.binding import folded, units
 
 
 class SmallDigits(Digits):

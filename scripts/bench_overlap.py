@@ -40,8 +40,8 @@ from holotrain.overlap import Columns, EmulatedCollectives, Job, Link, MeasuredL
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.groups import ALL_TO_ALL, Grouping, equal_sizes
 from holotrain.overlap.links import interpolated
-from holotrain.overlap.measuring import Run, median_seconds, one_run, product_seconds, products_in_turn, timed
 from holotrain.overlap.predictor import fewest_groups
+from holotrain.overlap.tuner import Run, median_seconds, one_run, product_seconds, products_in_turn, timed
 
 MODELS = {"GPT-2 small": (768, 1024), "GPT-2 medium": (1024, 1024), "ViT-L": (1024, 4 * 197)}
 """Width and number of tokens per batch."""

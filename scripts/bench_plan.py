@@ -32,7 +32,7 @@ from holotrain.models import (
     RevViT,
 )
 from holotrain.planning import Planner, Size, TrainingStep
-from holotrain.planning.measured import measured_peak
+from holotrain.planning.training_step import measured_peak
 
 FAMILIES = {
     "vit": (RevViT, VIT_SIZES),

@@ -20,8 +20,8 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holotrain.planning import imagined, selecting
-from holotrain.planning.imagination import of_parts
+from holotrain.planning import assume_mask_share, fake_tensors
+from holotrain.planning.fake_tensors import is_wrapper_subclass
 from holotrain.reversible.recomputation import imagining_a_side_stream
 
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ class FakeWork(TorchDispatchMode):
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if of_parts(types):
+        if is_wrapper_subclass(types):
             return NotImplemented
         packet, tensors = function.overloadpacket, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if packet in WAITING and any(tensor.is_cuda for tensor in tensors):
@@ -119,5 +119,11 @@ def fake_gpu(monkeypatch) -> Iterator[FakeWork]:
     """Everything inside is on fake tensors, with streams on which nothing is noted. A mask selects half of what it can."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)  # or autocast would be off
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    with replace_cuda(monkeypatch, Machine()), imagined(), imagining_a_side_stream(), FakeWork() as work, selecting(0.5):
+    with (
+        replace_cuda(monkeypatch, Machine()),
+        fake_tensors(),
+        imagining_a_side_stream(),
+        FakeWork() as work,
+        assume_mask_share(0.5),
+    ):
         yield work

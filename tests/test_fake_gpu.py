@@ -15,8 +15,8 @@ from torch import nn
 import holotrain.models
 from holotrain.error_diffusion import ErrorDiffusionNetwork
 from holotrain.optimizers import CombinedOptimizer, InBackward
-from holotrain.planning import ALLOCATORS, imagine
-from holotrain.planning.ledger import Ledger
+from holotrain.planning import ALLOCATORS, fake_parameters
+from holotrain.planning.tracker import AllocationTracker
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.tasks import optimizers
@@ -33,7 +33,7 @@ def work(monkeypatch):
 def on_cuda(make) -> nn.Module:
     with torch.device("meta"):
         module = make()
-    return imagine(module, CUDA)
+    return fake_parameters(module, CUDA)
 
 
 def model_of(name: str, **options):
@@ -101,15 +101,15 @@ def test_the_engine_takes_the_memory_that_it_should(work, schedule, dtype):
         x = torch.zeros(256, 64, dtype=dtype, device=CUDA, requires_grad=True)
         for parameter in net.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        ledger = Ledger(ALLOCATORS["cuda"])
-        ledger.label("held", [*net.parameters(), *(parameter.grad for parameter in net.parameters()), x])
-        held = ledger.alive
-        with ledger.watching():
+        tracker = AllocationTracker(ALLOCATORS["cuda"])
+        tracker.label("held", [*net.parameters(), *(parameter.grad for parameter in net.parameters()), x])
+        held = tracker.alive
+        with tracker.tracking():
             y1, y2 = net(x, x)
             backward((y1 * y2).sum())
         require_like_the_parameters(net.parameters())
         assert x.grad.dtype == dtype and x.grad.device == CUDA
-        return ledger.peak() - held
+        return tracker.peak() - held
 
     stream = 256 * 64 * dtype.itemsize
     growth = (peak(8) - peak(4)) / 4 / stream

@@ -25,8 +25,8 @@ from holotrain.overlap import (
     collectives,
     column_parallel_linear,
     linear_all_to_all,
+    overlapped_product,
     row_parallel_linear,
-    sending,
     signals,
 )
 from holotrain.reversible import GraphedStep
@@ -411,7 +411,11 @@ MISTAKES = {
     "gradients are overwritten": (a_split_synthesis, ["wait_event"], r"the default stream overwrites what side stream"),
     "the grid is read too early": (a_grid, ["synchronize"], r"tolist on the host reads what the default stream"),
     "a sum is read too early": (a_layer, ["wait_event"], r"the default stream reads what side stream"),
-    "what is sent is let go of": (a_layer_that_scatters, [(sending, "Holding", not_holding)], r"side stream \d still uses"),
+    "what is sent is let go of": (
+        a_layer_that_scatters,
+        [(overlapped_product, "Holding", not_holding)],
+        r"side stream \d still uses",
+    ),
     "old counts look like signals": (a_signalling_layer, ["wait_stream"], r"a kernel on side stream \d reads what the default"),
 }
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from holotrain.callbacks.period import period_of
 from holotrain.optimizers import InBackward
 from holotrain.planning.clock import Clock, clock_of
-from holotrain.synthesis import HolographicSynthesis, Recipe
+from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SynthesisCallback(pl.Callback):
 
     Args:
         mode: what is kept between steps: a hologram of each layer (associative), one for rows of many layers (shared), or
-            nothing (bind). :class:`~holotrain.synthesis.Recipe` describes the modes.
+            nothing (bind). :class:`~holotrain.synthesis.SynthesisOptions` describes the modes.
         representation: the output that bind uses as its key: summed over the batch, or flattened as published.
         transform: transform used for binding: fft or hadamard.
         block_length: entries per transform; 0: a whole layer (bind: the whole model); null: 1024 (bind: 0).
@@ -104,7 +104,7 @@ class SynthesisCallback(pl.Callback):
         every_n_steps: int | None = None,
     ) -> None:
         given = locals()
-        self.recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
+        self.recipe = SynthesisOptions(**{field.name: given[field.name] for field in fields(SynthesisOptions)})
         self.cover, self.exclude, self.module, self.every_n_steps = cover, exclude, module, every_n_steps
         self.synthesis: HolographicSynthesis | None = None
         self._to_load: dict[str, Any] = {}

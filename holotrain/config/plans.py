@@ -111,7 +111,7 @@ def _step(
         held["average"] = [torch.empty_like(tensor) for tensor in model.state_dict().values()]
     if config.synthesis is not None:
         synthesis = synthesis_of(config.synthesis, task)
-        split, on_gpu = synthesis.recipe.split == "cpu", device == "cuda"
+        split, on_gpu = synthesis.options.split == "cpu", device == "cuda"
         # With a split a GPU holds only the updates that wait.
         held["hologram"] = list(map(torch.empty_like, synthesis.parameters)) if split and on_gpu else synthesis.state_tensors
         rewrites = split != on_gpu

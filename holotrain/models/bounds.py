@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from holotrain.planning.budget import free_memory
+from holotrain.planning.planner import free_memory
 from holotrain.sizes import in_words
 
 SPARE = 1000

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holotrain.overlap.waves import TILE_COLUMNS, TILE_ROWS
+from holotrain.overlap.predictor import TILE_COLUMNS, TILE_ROWS
 
 
 @triton.jit

@@ -4,18 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from holotrain.overlap.collectives import Collectives, collectives_of
-from holotrain.overlap.column import ColumnAllReduce, ColumnReduceScatter
-from holotrain.overlap.exchange import AllToAllLinear, Exchange, LinearAllToAll
+from holotrain.overlap.functions import (
+    AllToAllLinear,
+    ColumnAllReduce,
+    ColumnReduceScatter,
+    Exchange,
+    LinearAllToAll,
+    RowAllReduce,
+    RowReduceScatter,
+)
 from holotrain.overlap.groups import Grouping
-from holotrain.overlap.row import RowAllReduce, RowReduceScatter
-from holotrain.overlap.sending import Sender
-from holotrain.overlap.shares import Shares, rows_of
+from holotrain.overlap.overlapped_product import Overlap
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """Dimension ``dim`` of length ``length``, split as ``torch.chunk`` and DTensor's ``Shard`` split it.
+
+    If the length does not divide evenly, the last shares are shorter, and are padded with zeros for communication.
+    Shape letters: A dimensions before ``dim``, S ``length``, s length of a padded share, C dimensions between ``dim`` and the
+    features, K features; a share has L = A * s * C rows.
+    """
+
+    dim: int
+    length: int
+    ranks: int
+
+    @property
+    def padded(self) -> int:
+        return math.ceil(self.length / self.ranks)
+
+    def own(self, rank: int) -> int:
+        """The length of a rank's share without padding."""
+        return min(max(self.length - rank * self.padded, 0), self.padded)
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """[..A, S, ..C, K] to [ranks, L, K]; a view if the sequence is the first dimension and divides evenly."""
+        rows = self._rows(x)
+        x = self._lengthened(x, self.ranks * self.padded)
+        return x.unflatten(self.dim, (self.ranks, self.padded)).movedim(self.dim, 0).reshape(self.ranks, rows, x.shape[-1])
+
+    def end_to_end(self, rows: Tensor, like: Tensor) -> Tensor:
+        """[ranks, L, K] to [..A, S, ..C, K]; ``like`` gives A and C."""
+        shape = (self.ranks, *like.shape[: self.dim], self.padded, *like.shape[self.dim + 1 : -1], rows.shape[-1])
+        return rows.view(shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1).narrow(self.dim, 0, self.length)
+
+    def rows_of_share(self, x: Tensor) -> Tensor:
+        """[..A, own, ..C, K] to [L, K]."""
+        return rows_of(self._lengthened(x, self.padded))
+
+    def share_of_rows(self, rows: Tensor, rank: int, like: Tensor) -> Tensor:
+        """[L, K] to [..A, own, ..C, K]; ``like`` gives A and C."""
+        shape = (*like.shape[: self.dim], self.padded, *like.shape[self.dim + 1 : -1], rows.shape[-1])
+        return rows.view(shape).narrow(self.dim, 0, self.own(rank))
+
+    def _rows(self, like: Tensor) -> int:
+        return math.prod(like.shape[: self.dim]) * self.padded * math.prod(like.shape[self.dim + 1 : -1])
+
+    def _lengthened(self, x: Tensor, length: int) -> Tensor:
+        missing = length - x.shape[self.dim]
+        if missing == 0:
+            return x
+        return pad(x, (0, 0) * (x.dim() - 1 - self.dim) + (0, missing))
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., K] to [R, K]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1: this rank may have no features
+
 
 GROUPS = 4
 """The default number of groups."""
@@ -51,13 +115,13 @@ def row_parallel_linear(
     Under autocast it computes and communicates in autocast's dtype. Second derivatives are refused. torch.compile breaks its
     graph here.
     """
-    sender = Sender(collectives_of(group), groups, signals)
+    overlap = Overlap(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
     if sequence_dim is None:
-        return _apply(RowAllReduce, rows_of(x), weight, bias, sender).view(*x.shape[:-1], len(weight))
-    shares = Shares(_dimension(sequence_dim, x), x.shape[sequence_dim], sender.link.ranks)
-    rows = _apply(RowReduceScatter, shares.side_by_side(x), weight, bias, sender)
-    return shares.share_of_rows(rows, sender.link.rank, like=x)
+        return _apply(RowAllReduce, rows_of(x), weight, bias, overlap).view(*x.shape[:-1], len(weight))
+    shares = SequenceShards(_dimension(sequence_dim, x), x.shape[sequence_dim], overlap.collectives.ranks)
+    rows = _apply(RowReduceScatter, shares.side_by_side(x), weight, bias, overlap)
+    return shares.share_of_rows(rows, overlap.collectives.rank, like=x)
 
 
 def column_parallel_linear(
@@ -90,12 +154,12 @@ def column_parallel_linear(
     Raises:
         ValueError: x is not the share that ``torch.chunk`` gives this rank of ``length``.
     """
-    sender = Sender(collectives_of(group), groups, signals)
+    overlap = Overlap(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
     if sequence_dim is None:
-        return _apply(ColumnAllReduce, rows_of(x), weight, bias, sender).view(*x.shape[:-1], len(weight))
-    shares = _shares_of(x, sequence_dim, length, sender.link)
-    rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, sender)
+        return _apply(ColumnAllReduce, rows_of(x), weight, bias, overlap).view(*x.shape[:-1], len(weight))
+    shares = _shares_of(x, sequence_dim, length, overlap.collectives)
+    rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, overlap)
     return shares.end_to_end(rows, like=x)
 
 
@@ -135,15 +199,15 @@ def linear_all_to_all(
     Raises:
         ValueError: rows or features that cannot be divided so, or splits beside ``sequence_dim``.
     """
-    sender = Sender(collectives_of(group), groups, signals)
+    overlap = Overlap(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
-    ranks = sender.link.ranks
+    ranks = overlap.collectives.ranks
     if sequence_dim is None:
-        return _rows_exchanged(LinearAllToAll, x, weight, bias, sender, output_split_sizes, input_split_sizes)
+        return _rows_exchanged(LinearAllToAll, x, weight, bias, overlap, output_split_sizes, input_split_sizes)
     _require_features(len(weight), ranks, output_split_sizes, input_split_sizes)
-    shares = _shares_of(x, sequence_dim, length, sender.link)
+    shares = _shares_of(x, sequence_dim, length, overlap.collectives)
     share = shares.rows_of_share(x)
-    y = _apply(LinearAllToAll, share, weight, bias, Exchange(sender, None, [len(share)] * ranks, len(share)))
+    y = _apply(LinearAllToAll, share, weight, bias, Exchange(overlap, None, [len(share)] * ranks, len(share)))
     return shares.end_to_end(y.unflatten(0, (ranks, len(share))), like=x)
 
 
@@ -177,17 +241,17 @@ def all_to_all_linear(
     Raises:
         ValueError: as :func:`linear_all_to_all`.
     """
-    sender = Sender(collectives_of(group), groups, signals)
+    overlap = Overlap(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
-    ranks = sender.link.ranks
+    ranks = overlap.collectives.ranks
     if sequence_dim is None:
-        return _rows_exchanged(AllToAllLinear, x, weight, bias, sender, output_split_sizes, input_split_sizes)
+        return _rows_exchanged(AllToAllLinear, x, weight, bias, overlap, output_split_sizes, input_split_sizes)
     _require_features(weight.shape[1], ranks, output_split_sizes, input_split_sizes)
-    shares = Shares(_dimension(sequence_dim, x), x.shape[sequence_dim], ranks)
+    shares = SequenceShards(_dimension(sequence_dim, x), x.shape[sequence_dim], ranks)
     parts = shares.side_by_side(x)
     rows = parts.shape[1]
-    y = _apply(AllToAllLinear, parts.flatten(0, 1), weight, bias, Exchange(sender, None, [rows] * ranks, rows))
-    return shares.share_of_rows(y, sender.link.rank, like=x)
+    y = _apply(AllToAllLinear, parts.flatten(0, 1), weight, bias, Exchange(overlap, None, [rows] * ranks, rows))
+    return shares.share_of_rows(y, overlap.collectives.rank, like=x)
 
 
 def _rows_exchanged(
@@ -195,11 +259,11 @@ def _rows_exchanged(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sender: Sender,
+    overlap: Overlap,
     output_sizes: Sequence[int] | None,
     input_sizes: Sequence[int] | None,
 ) -> Tensor:
-    ranks, inner = sender.link.ranks, math.prod(x.shape[1:-1])
+    ranks, inner = overlap.collectives.ranks, math.prod(x.shape[1:-1])
     given = input_sizes is not None
     if given != (output_sizes is not None):
         raise ValueError("output_split_sizes and input_split_sizes must be given together")
@@ -209,7 +273,7 @@ def _rows_exchanged(
         raise ValueError(f"{len(x)} rows cannot be split into {list(input_sizes)} for {ranks} ranks")
     here, there = ([inner * size for size in sizes] for sizes in (input_sizes, output_sizes))
     near, far = (here, there) if function is LinearAllToAll else (there, here)
-    y = _apply(function, rows_of(x), weight, bias, Exchange(sender, near, far, None if given else inner * len(x)))
+    y = _apply(function, rows_of(x), weight, bias, Exchange(overlap, near, far, None if given else inner * len(x)))
     return y.view(sum(output_sizes), *x.shape[1:-1], len(weight))
 
 
@@ -226,14 +290,14 @@ def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tenso
     return function.apply(*arguments)
 
 
-def _shares_of(x: Tensor, dim: int, length: int | None, link: Collectives) -> Shares:
+def _shares_of(x: Tensor, dim: int, length: int | None, link: Collectives) -> SequenceShards:
     """The shares of a sequence of ``length`` of which x is one, by default one of equal shares.
 
     Raises:
         ValueError: x is not the share of this rank.
     """
     own = x.shape[dim]
-    shares = Shares(_dimension(dim, x), link.ranks * own if length is None else length, link.ranks)
+    shares = SequenceShards(_dimension(dim, x), link.ranks * own if length is None else length, link.ranks)
     if own != (due := shares.own(link.rank)):
         raise ValueError(f"rank {link.rank} must hold {due} of {shares.length} positions of the sequence, not {own}")
     return shares

@@ -1,16 +1,125 @@
-"""Predicts the time of a product whose groups are communicated while it runs, and chooses the fastest groups."""
+"""Predicts the time of a product whose groups are communicated while it runs, and chooses the fastest groups.
+
+A GPU computes one output tile on each of its streaming multiprocessors (SMs) at a time: that is a wave. The recurrence over
+groups is that of FlashOverlap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
+import torch
+
 from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.groups import ALL_GATHER, REDUCE_SCATTER, Columns, Job, Sizes
+from holotrain.overlap.groups import ALL_GATHER, REDUCE_SCATTER, Columns, Job, Sizes, equal_sizes
 from holotrain.overlap.links import Carrier
-from holotrain.overlap.pipeline import candidates, makespan
-from holotrain.overlap.waves import Waves, unit_of, waves_of
+
+TILE_ROWS, TILE_COLUMNS = 128, 128
+"""Size of the output tile that one SM computes."""
+
+SMS_LOST = 2
+"""SMs that a running collective occupies (FlashOverlap)."""
+
+
+@dataclass(frozen=True)
+class Waves:
+    """
+    Args:
+        sms: number of SMs of the device.
+        tile_rows, tile_columns: size of the output tile that one SM computes.
+    """
+
+    sms: int
+    tile_rows: int = TILE_ROWS
+    tile_columns: int = TILE_COLUMNS
+
+    def tiles(self, rows: int, columns: int) -> int:
+        return math.ceil(rows / self.tile_rows) * math.ceil(columns / self.tile_columns)
+
+    def slowdown(self, tiles: int) -> float:
+        """The factor by which a collective slows a product down: ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)``."""
+        return math.ceil(tiles / (self.sms - SMS_LOST)) / math.ceil(tiles / self.sms)
+
+    def rows(self, columns: int) -> int:
+        """Rows of one wave of an output with ``columns`` columns, in whole tiles, at least one."""
+        return max(self.sms // math.ceil(columns / self.tile_columns), 1) * self.tile_rows
+
+
+def waves_of(device: torch.device) -> Waves | None:
+    """The waves of a device; None if it does not compute in waves."""
+    return _waves_of_gpu(device) if device.type == "cuda" else None
+
+
+@cache
+def _waves_of_gpu(device: torch.device) -> Waves:
+    return Waves(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def unit_of(job: Job, waves: Waves | None) -> int:
+    """Rows of the job that are computed in the time of one row; without waves a tenth of all rows."""
+    if waves is None:
+        return math.ceil(job.rows / WAVES_SEARCHED)
+    return math.ceil(waves.rows(job.outputs) * job.rows / job.product_rows(job.rows))
+
+
+WAVES_SEARCHED = 10
+"""Up to this number of units all groupings are tried; beyond it only groups of equal size."""
+
+MOST_GROUPS = 16
+"""The largest number of groups of equal size."""
+
+
+def makespan(first: Sequence[float], second: Sequence[float], busy: float = 0.0, after: float = 0.0) -> float:
+    """Seconds until every group has passed two stages, each of which processes one group at a time.
+
+    FlashOverlap's recurrence: ``C = max(P, C) + t_comm(g[i-1]); P += t_gemm(g[i])``, in all ``max(P, C) + t_comm(last)``.
+
+    Args:
+        first: seconds of each group in the first stage (the products if results are reduced, the link if rows are gathered).
+        second: seconds of each group in the second stage.
+        busy: seconds for which the second stage is busy at the start; the work of ``after`` needs its result.
+        after: seconds of further work in the first stage, after the last group.
+    """
+    ready, done = 0.0, busy
+    for one, two in zip(first, second, strict=True):
+        ready += one
+        done = max(ready, done) + two
+    return max(max(ready, busy) + after, done)
+
+
+def compositions(units: int) -> Iterator[list[int]]:
+    """All ways to write ``units`` as an ordered sum of positive numbers: 2^(units - 1)."""
+    for cuts in range(1 << (units - 1)):
+        sizes = [1]
+        for unit in range(units - 1):
+            if cuts >> unit & 1:
+                sizes.append(1)
+            else:
+                sizes[-1] += 1
+        yield sizes
+
+
+def candidates(rows: int, unit: int) -> Iterator[list[int]]:
+    """Yields the group sizes to choose from. All sizes but the last are multiples of ``unit``.
+
+    Args:
+        rows: the total number of rows.
+        unit: rows that the device computes in the time of one row: a wave.
+    """
+    units = math.ceil(rows / unit)
+    if units <= WAVES_SEARCHED:
+        of_units: Iterator[list[int]] = compositions(units)
+    else:
+        of_units = (equal_sizes(units, groups) for groups in range(1, min(units, MOST_GROUPS) + 1))
+    for sizes in of_units:
+        whole = [size * unit for size in sizes]
+        whole[-1] -= units * unit - rows
+        yield whole
+
 
 T = TypeVar("T")
 
@@ -34,7 +143,7 @@ class Predictor:
         product_seconds: seconds of a job's product over a number of its rows, when nothing else runs.
         link: gives the time of a collective: one of :data:`~holotrain.overlap.LINKS`, or a measured link.
 
-    The recurrence is FlashOverlap's (:func:`~holotrain.overlap.pipeline.makespan`). On a GPU a group that is computed during a
+    The recurrence is FlashOverlap's (:func:`~holotrain.overlap.predictor.makespan`). On a GPU a group that is computed during a
     collective has two SMs less, so its product takes ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)`` times as long.
     """
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from holotrain.overlap.collectives import Collectives, Holding, Work
 from holotrain.overlap.groups import spans
-from holotrain.overlap.waves import SMS_LOST, TILE_COLUMNS, TILE_ROWS
+from holotrain.overlap.predictor import SMS_LOST, TILE_COLUMNS, TILE_ROWS
 
 DTYPES = (torch.bfloat16, torch.float16)
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
@@ -49,7 +49,7 @@ def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: l
 def send_parts(
     x: Tensor, matrix: Tensor, bias: Tensor | None, cut: Sequence[slice], send: Callable[[int, Tensor], Work]
 ) -> list[Work]:
-    """Like :meth:`~holotrain.overlap.sending.Sender.parts`; the rows of a group from all ranks are computed side by side."""
+    """Like :meth:`~holotrain.overlap.overlapped_product.Overlap.send`; rows of a group from all ranks lie side by side."""
     ranks, rows, _ = x.shape
     computed = x.new_empty(ranks * rows, matrix.shape[1])
 

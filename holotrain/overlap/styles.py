@@ -2,14 +2,114 @@
 
 from __future__ import annotations
 
-from torch import nn
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, distribute_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from holotrain.overlap.groups import Grouping, require_grouping
-from holotrain.overlap.linear import GROUPS
-from holotrain.overlap.modules import ColumnParallelLinear, RowParallelLinear
+from holotrain.overlap.linear import GROUPS, column_parallel_linear, row_parallel_linear
+
+
+class _ParallelLinear(nn.Linear):
+    """An ``nn.Linear`` changed by a style. The mesh comes from the weight, so that a copy of the module holds no process group.
+
+    ``input_layout`` and ``output_layout`` are those of the style; their dimensions may be counted from the end.
+    """
+
+    groups: Grouping
+    signals: bool
+    input_layout: Placement
+    output_layout: Placement
+    use_local_output: bool
+
+    def _distributed(self, x: Tensor) -> DTensor:
+        if isinstance(x, DTensor):
+            return x
+        return DTensor.from_local(x, self.weight.device_mesh, [self.input_layout], run_check=False)
+
+    def _arranged(self, y: Tensor, layout: Placement, shape: Sequence[int]) -> Tensor:
+        """Returns a local result of ``layout`` in the output layout, as a plain tensor or a DTensor of ``shape``."""
+        wanted = _counted(self.output_layout, len(shape))
+        if wanted == layout and self.use_local_output:
+            return y
+        whole = _assembled(y, self.weight.device_mesh, layout, shape)
+        if wanted != layout:
+            whole = whole.redistribute(placements=[wanted], async_op=True)
+        return whole.to_local() if self.use_local_output else whole
+
+    def _local_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.to_local()
+
+    def extra_repr(self) -> str:
+        groups = self.groups if isinstance(self.groups, int) else type(self.groups).__name__
+        return f"{super().extra_repr()}, groups={groups}, {self.input_layout} to {self.output_layout}"
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Weight ``Shard(1)``, bias ``Replicate()``; see :class:`~holotrain.overlap.OverlappedRowwise`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = Shard(x.dim() - 1)
+        if isinstance(x, DTensor) or _counted(self.input_layout, x.dim()) != last:
+            x = self._distributed(x)
+            x = (x if _counted(x.placements[0], x.dim()) == last else x.redistribute(placements=[last])).to_local()
+        layout = _counted(self.output_layout, x.dim())
+        if not _shares_out_the_sequence(layout, x.dim()):
+            layout = Replicate()
+        y = row_parallel_linear(
+            x,
+            self.weight.to_local(),
+            self._local_bias(),
+            group=self.weight.device_mesh.get_group(),
+            groups=self.groups,
+            signals=self.signals,
+            sequence_dim=layout.dim if isinstance(layout, Shard) else None,
+        )
+        return self._arranged(y, layout, (*x.shape[:-1], self.weight.shape[0]))
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Weight and bias ``Shard(0)``; see :class:`~holotrain.overlap.OverlappedColwise`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layout = _counted(x.placements[0] if isinstance(x, DTensor) else self.input_layout, x.dim())
+        length = None
+        if _shares_out_the_sequence(layout, x.dim()):
+            if isinstance(x, DTensor):
+                x, length = x.to_local(), x.shape[layout.dim]
+        else:
+            if isinstance(x, DTensor) or layout != Replicate():
+                x = self._distributed(x).redistribute(placements=[Replicate()]).to_local()
+            layout = Replicate()
+        y = column_parallel_linear(
+            x,
+            self.weight.to_local(),
+            self._local_bias(),
+            group=self.weight.device_mesh.get_group(),
+            groups=self.groups,
+            signals=self.signals,
+            sequence_dim=layout.dim if isinstance(layout, Shard) else None,
+            length=length,
+        )
+        return self._arranged(y, Shard(y.dim() - 1), (*y.shape[:-1], self.weight.shape[0]))
+
+
+def _counted(layout: Placement, dims: int) -> Placement:
+    """The layout with its dimension counted from the front."""
+    return Shard(layout.dim % dims) if isinstance(layout, Shard) else layout
+
+
+def _shares_out_the_sequence(layout: Placement, dims: int) -> bool:
+    return isinstance(layout, Shard) and layout.dim != dims - 1
+
+
+def _assembled(y: Tensor, mesh: DeviceMesh, layout: Placement, shape: Sequence[int]) -> DTensor:
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(y, mesh, [layout], run_check=False, shape=tuple(shape), stride=stride)
 
 
 class _Overlapped:

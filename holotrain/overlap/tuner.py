@@ -1,20 +1,263 @@
-"""Chooses groups by measuring: it times products and collectives, predicts, confirms the choice and saves it."""
+"""Chooses groups by measuring: it times products and collectives, predicts, confirms the choice and saves it to a file."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+import json
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from holotrain.outside import read_json
 from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.groups import Columns, Job, Sizes, in_proportion
-from holotrain.overlap.links import Carrier
-from holotrain.overlap.measuring import job_seconds, measured_link, product_seconds
+from holotrain.overlap.functions import (
+    AllToAllLinear,
+    ColumnAllReduce,
+    ColumnReduceScatter,
+    Exchange,
+    LinearAllToAll,
+    RowAllReduce,
+    RowReduceScatter,
+)
+from holotrain.overlap.groups import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    Columns,
+    Grouping,
+    Job,
+    Sizes,
+    in_proportion,
+)
+from holotrain.overlap.links import Carrier, MeasuredLink
+from holotrain.overlap.overlapped_product import Overlap, product, products
 from holotrain.overlap.predictor import Predictor
-from holotrain.overlap.store import Tuned, default_folder, path_of, read, write
+
+Run = Callable[[], object]
+
+SENDS_RESULT = {ALL_REDUCE: RowAllReduce, REDUCE_SCATTER: RowReduceScatter, ALL_TO_ALL: LinearAllToAll}
+"""Layers that communicate their result, in the forward."""
+
+SENDS_INPUT = {
+    ALL_REDUCE: ColumnAllReduce,
+    REDUCE_SCATTER: ColumnReduceScatter,
+    ALL_GATHER: ColumnReduceScatter,
+    ALL_TO_ALL: AllToAllLinear,
+}
+"""Layers that communicate their input in the forward, and its gradient in the backward."""
+
+REPEATS = 7
+MOST_PLACES = 8
+"""Number of places among the rows of a job at which a product is timed, so that its input is as cold in the cache as later."""
+
+
+def timed(run: Run, device: torch.device) -> float:
+    """Seconds of one run. On CUDA measured with events on the current stream, without launch time. Waits for the device."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        begun.record()
+        run()
+        ended.record()
+        ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3
+
+
+def median_seconds(run: Run, device: torch.device, repeats: int = REPEATS) -> float:
+    """The median of ``repeats`` runs, after one warm-up run."""
+    run()
+    return statistics.median(timed(run, device) for _ in range(repeats))
+
+
+def product_seconds(job: Job, rows: int, repeats: int = REPEATS) -> float:
+    """Seconds of the product of ``rows`` rows of the job, at several places among its rows."""
+    runs = products_in_turn(job, rows)
+    next(runs)()
+    return statistics.median(timed(next(runs), job.device) for _ in range(repeats))
+
+
+def products_in_turn(job: Job, rows: int) -> Iterator[Run]:
+    """Yields, without end, the product of ``rows`` rows of the job, at one place after the other."""
+    matrix = _filled(job, job.outputs, job.inputs).t()
+    x = _filled(job, *_leading(job), job.inputs)
+    places = min(job.rows // rows, MOST_PLACES)
+    while True:
+        for place in range(places):
+            cut = slice(place * rows, (place + 1) * rows)
+            if x.dim() == 2:
+                yield lambda cut=cut: product(x[cut], matrix)  # into new memory, like the output of a layer
+            else:
+                yield lambda cut=cut: products(x[:, cut], matrix)
+
+
+def collective_seconds(collectives: Collectives, collective: str, size: int, job: Job) -> float:
+    """Seconds of one collective over ``size`` bytes in the job's dtype. Every rank must take part."""
+    ranks = collectives.ranks
+    rows = max(size // job.dtype.itemsize // ranks, 1)
+    parts, share = _filled(job, ranks, rows, 1), _filled(job, rows, 1)
+    runs: dict[str, Run] = {
+        ALL_REDUCE: lambda: collectives.all_reduce(parts).wait(),
+        REDUCE_SCATTER: lambda: collectives.reduce_scatter(share, parts).wait(),
+        ALL_GATHER: lambda: collectives.all_gather(parts, share).wait(),
+        ALL_TO_ALL: lambda: collectives.all_to_all(parts.unbind(0), parts.unbind(0)).wait(),
+    }
+    return median_seconds(runs[collective], job.device)
+
+
+def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
+    """Times of all collectives, for messages from 4 KiB to the job's size. Every rank must take part; the slowest counts."""
+    whole = job.message(job.rows)
+    sizes = sorted({whole >> shift for shift in range(0, 20, 2) if whole >> shift >= 4096} | {whole})
+    times = {}
+    for collective in COLLECTIVES:
+        seconds = [collective_seconds(collectives, collective, size, job) for size in sizes]
+        times[collective] = dict(zip(sizes, collectives.largest(seconds, job.device), strict=True))
+    return MeasuredLink(times)
+
+
+def job_seconds(job: Job, sizes: Sequence[int], collectives: Collectives, repeats: int = REPEATS) -> float:
+    """Seconds of the whole job in groups of these sizes, with communication. Every rank must take part."""
+    return median_seconds(one_run(job, lambda *_: sizes, collectives), job.device, repeats)
+
+
+def one_run(job: Job, groups: Grouping, collectives: Collectives, signals: bool = False) -> Run:
+    """Returns a function that runs the job once: the forward of a layer, or the backward if the weight gradient follows."""
+    functions = SENDS_INPUT if job.arrives or job.covered else SENDS_RESULT
+    how: Overlap | Exchange = Overlap(collectives, groups, signals)
+    shape = (job.rows,) if job.arrives or job.covered else _leading(job)
+    if job.collective == ALL_TO_ALL:
+        each = [math.ceil(job.rows / job.ranks)] * job.ranks
+        how, shape = Exchange(how, each, each, job.rows), (sum(each),)
+    if not job.covered:
+        x, weight = _filled(job, *shape, job.inputs), _filled(job, job.outputs, job.inputs)
+        return lambda: functions[job.collective].apply(x, weight, None, how)
+    x = _filled(job, *shape, job.outputs).requires_grad_()
+    weight = _filled(job, job.inputs, job.outputs).requires_grad_()
+    y = functions[job.collective].apply(x, weight, None, how)
+    grad = torch.ones_like(y)
+    return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
+
+
+def _leading(job: Job) -> tuple[int, ...]:
+    return (job.ranks, job.rows) if job.of_a_share else (job.rows,)
+
+
+def _filled(job: Job, *shape: int) -> torch.Tensor:
+    """Small random numbers, not zeros: products of zeros draw less power and run at a higher clock than those of training."""
+    generator = torch.Generator(job.device).manual_seed(0)  # the random state of the training does not change
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device=job.device).to(job.dtype).sub_(0.5)
+
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The choice for a job.
+
+    Args:
+        sizes: rows (or columns) of each group.
+        predicted: seconds in these groups, predicted.
+        confirmed: seconds in these groups, measured.
+        in_one: seconds in one group, measured.
+        columns: whether the groups are of columns instead of rows.
+    """
+
+    sizes: list[int]
+    predicted: float
+    confirmed: float
+    in_one: float
+    columns: bool = False
+
+
+def default_folder() -> Path:
+    """``holotrain/overlap`` in the user's cache (``XDG_CACHE_HOME``)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holotrain" / "overlap"
+
+
+def described(job: Job, link: str) -> dict[str, object]:
+    """The job, its device and its link, as plain JSON."""
+    threads = torch.get_num_threads()
+    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else f"{job.device.type}, {threads} threads"
+    return asdict(job) | {"dtype": str(job.dtype).removeprefix("torch."), "device": device, "link": link}
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What else the measured times depend on."""
+    found = {"torch": torch.__version__}
+    if device.type == "cuda":
+        found["compute capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        found["CUDA"] = torch.version.cuda or f"ROCm {torch.version.hip}"
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    return found
+
+
+def path_of(folder: Path, job: Job, link: str) -> Path:
+    """The file of a job: its name has the shape, for people, and a digest of the job, the device and the link."""
+    about = described(job, link)
+    kind = f"{job.collective}{'_covered' * job.covered}{'_before' * job.before}-{job.rows}x{job.inputs}x{job.outputs}"
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    return folder / f"{kind}-{about['dtype']}-{job.ranks}_ranks-{digest}.json"
+
+
+def read(path: Path, job: Job, link: str) -> Tuned | None:
+    """Returns None if there is no file for this job and device. A warning names a file that is broken or of other versions."""
+    try:
+        found = read_json(path)
+        if found["version"] != VERSION or found["of"] != described(job, link):
+            raise ValueError("of another job")
+        if (before := found["with"]) != (now := versions(job.device)):
+            changed = [f"{name} {before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
+            warnings.warn(f"{path} was measured with {'; '.join(changed)}; measuring again", stacklevel=2)
+            return None
+        tuned = Tuned(**found["tuned"])
+        _require(tuned, job)
+    except OSError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(f"{path} is not a valid choice of groups ({error!r}); measuring again", stacklevel=2)
+        return None
+    return tuned
+
+
+def _require(tuned: Tuned, job: Job) -> None:
+    sizes, total = tuned.sizes, job.outputs if tuned.columns else job.rows
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != total:
+        raise ValueError(f"groups of {sizes} for {total}")
+    for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one):
+        if not isinstance(seconds, float) or not 0 <= seconds < float("inf"):
+            raise ValueError(f"{seconds!r} seconds")
+
+
+def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
+    """Writes a temporary file and renames it. A folder that cannot be written does not stop the training."""
+    choice = {"version": VERSION, "of": described(job, link), "with": versions(job.device), "tuned": asdict(tuned)}
+    text = json.dumps(choice, indent=2) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        warnings.warn(f"cannot save the measured groups to {path}: {error.strerror or error}", stacklevel=2)
 
 
 class Tuner:

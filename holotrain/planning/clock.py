@@ -3,6 +3,8 @@
 ``mark()`` records a time; ``seconds(earlier, later)`` returns the difference, or None if the GPU has not reached ``later`` yet.
 """
 
+from __future__ import annotations
+
 import time
 from typing import Any, Protocol
 

@@ -1,19 +1,52 @@
-"""A training and its variants: other schedules, batch sizes and depths."""
+"""A training and its variants: other schedules, batch sizes and depths; and the free memory of a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.footprint import Footprint
-from holotrain.planning.imagination import fused_dropout, imagine, imagined, selecting
-from holotrain.planning.rehearsal import TrainingStep, Update, rehearse, rehearse_update
+from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, fake_tensors, fused_dropout
+from holotrain.planning.tracker import Footprint
+from holotrain.planning.training_step import TrainingStep, Update, simulate_step, simulate_update
 from holotrain.reversible.recomputation import imagining_a_side_stream
+
+MEMINFO = Path("/proc/meminfo")
+CONTAINER = Path("/sys/fs/cgroup")
+"""Memory limit and use of a container (cgroup v2). The use includes cached files, whose memory is free when it is needed."""
+
+
+def free_memory(device: str) -> int | None:
+    """Bytes; None: not known.
+
+    Args:
+        device: ``"cuda"``: includes what this process has reserved; ``"cpu"``: the least of the free memory of the system, of
+            the container and of this process's limit.
+    """
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else None
+    if not MEMINFO.is_file():
+        return None
+    import resource  # not at the top, because Windows has none
+
+    line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+    left = [int(line.split()[1]) * 1024]
+    most, taken, parts = (CONTAINER / f"memory.{name}" for name in ("max", "current", "stat"))
+    if most.is_file() and taken.is_file() and (limit := most.read_text().strip()).isdigit():
+        lines = parts.read_text().splitlines() if parts.is_file() else []
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+        left.append(int(limit) - int(taken.read_text()) + cached)
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        left.append(limit - mapped)
+    return max(min(left), 0)
+
 
 Backward = str | list[str]
 """The schedule of all blocks, or of each block, as in :class:`~holotrain.reversible.ReversibleSequence`."""
@@ -72,28 +105,28 @@ class Planner:
         asked = repr((backward, batch, depth))
         if asked not in self._known:
             allocator = ALLOCATORS[self.device]
-            with self.imagined_step(self.imagined_model(backward, depth), batch) as step:
+            with self.fake_step(self.fake_model(backward, depth), batch) as step:
                 if depth not in self._updates:
-                    self._updates[depth] = rehearse_update(step, allocator)
-                self._known[asked] = rehearse(step, allocator, self._updates[depth])
+                    self._updates[depth] = simulate_update(step, allocator)
+                self._known[asked] = simulate_step(step, allocator, self._updates[depth])
         return self._known[asked]
 
-    def imagined_model(self, backward: Backward, depth: int | None = None) -> nn.Module:
+    def fake_model(self, backward: Backward, depth: int | None = None) -> nn.Module:
         """The module on the meta device."""
         with torch.device("meta"):
             return self.make_model(backward, depth)
 
     @contextmanager
-    def imagined_step(self, model: nn.Module, batch: int | None = None) -> Iterator[TrainingStep]:
+    def fake_step(self, model: nn.Module, batch: int | None = None) -> Iterator[TrainingStep]:
         """The training step of a module on the meta device, with tensors that have shapes but no data."""
         with ExitStack() as stack:
             if self.device == "cuda":
                 stack.enter_context(fused_dropout())
                 stack.enter_context(imagining_a_side_stream())
-            stack.enter_context(imagined())
+            stack.enter_context(fake_tensors())
             if self.selected is not None:
-                stack.enter_context(selecting(self.selected))
-            step = self.make_step(imagine(model, torch.device("cpu")), batch or self.batch.value)
+                stack.enter_context(assume_mask_share(self.selected))
+            step = self.make_step(fake_parameters(model, torch.device("cpu")), batch or self.batch.value)
             if self.device == "cuda":  # where optimizers use foreach by default
                 for group in step.optimizer.param_groups:
                     if group.get("foreach", 0) is None and not group.get("fused"):

@@ -8,27 +8,27 @@ from functools import partial
 from typing import Any
 
 from holotrain.overlap import LINKS, Link
-from holotrain.overlap.waves import SMS_LOST
-from holotrain.planning.plan import Plan
+from holotrain.overlap.predictor import SMS_LOST
+from holotrain.planning.memory_plan import Plan
 from holotrain.planning.planner import Planner
-from holotrain.planning.rank_memory import ddp_bytes, fsdp_bytes
 from holotrain.planning.scaling import (
     BUCKET,
     FIRST_BUCKET,
     SLOWER_LINK,
     UNDIVIDED,
-    Divided,
     Prediction,
     Setting,
+    TensorParallelWork,
     Times,
+    ddp_bytes,
     ddp_seconds,
+    fsdp_bytes,
     fsdp_seconds,
     predicted,
     settings_of,
     tp_seconds,
 )
-from holotrain.planning.step_times import Gpu, StepTimes, step_times
-from holotrain.planning.work import Divide, divided_work, work_of
+from holotrain.planning.step_times import Divide, Gpu, StepTimes, step_times, tensor_parallel_work, work_of
 
 DDP, FSDP2, TP, TP_OVERLAPPED = "DDP", "FSDP2", "TP", "TP, overlapped"
 
@@ -94,7 +94,7 @@ def make_scaling(
     begin("counting FLOPs")
     work = work_of(planner, plan.schedule)
     begin("planning a tensor parallel rank")
-    divided, words = divided_work(planner, plan.schedule, divide, devices, work)
+    divided, words = tensor_parallel_work(planner, plan.schedule, divide, devices, work)
     times = step_times(planner, plan.schedule, work, gpu, known, plan.fits, begin)
     settings = settings_of(LINKS[link], times.sms)
     samples = work.batches * planner.batch.value
@@ -120,7 +120,9 @@ def _of(seconds: Callable[..., float], *what: object, **options: Any) -> Callabl
     return lambda times, setting: seconds(times, *what, setting=setting, **options)
 
 
-def _assumptions(name: str, link: Link, times: StepTimes, bad: Setting, divided: Divided | None, whole: str) -> list[str]:
+def _assumptions(
+    name: str, link: Link, times: StepTimes, bad: Setting, divided: TensorParallelWork | None, whole: str
+) -> list[str]:
     ends = [
         f"link {name}: {link.bandwidth / 1e9:.4g} GB/s in one direction of a ring, {link.latency * 1e6:.4g} us per "
         f"collective, half the bandwidth at {link.ramp / 2**10:.4g} KiB; from a table, not measured",

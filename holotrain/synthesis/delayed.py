@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.synthesis.hologram import narrowed, widened
-from holotrain.synthesis.layers import Layer, shares_of
-from holotrain.synthesis.recipe import Recipe
+from holotrain.synthesis.keys import Layer, shares_of
+from holotrain.synthesis.options import SynthesisOptions
 from holotrain.synthesis.updates import TOLD_AT_ONCE, Updates, arriving, figures, total
 
 Stored = dict[str, list[Tensor]]
@@ -31,7 +31,7 @@ class Delayed:
     Takes the arguments of :class:`~holotrain.synthesis.updates.Updates`.
     """
 
-    def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
+    def __init__(self, layers: list[Layer], options: SynthesisOptions, like: Tensor) -> None:
         if shares_of(layers) > 1:
             raise ValueError("split=cpu: FSDP2 shards the gradients; use split=none")
         self._device, self._dtype = like.device, like.dtype
@@ -40,7 +40,7 @@ class Delayed:
         hosts = {name: p.detach().new_zeros((), device="cpu").expand(p.shape) for name, p in self._parameters.items()}
         self._hosts = {name: nn.Parameter(host) for name, host in hosts.items()}
         on_host = [Layer(layer.module, {name: self._hosts[name] for name in layer.parameters}) for layer in layers]
-        self._updates = Updates(on_host, recipe, like.cpu())
+        self._updates = Updates(on_host, options, like.cpu())
         self.key_length = self._updates.key_length
         self._late = self._nothing()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="synthesis")

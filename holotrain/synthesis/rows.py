@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.shards import local
-from holotrain.synthesis.layers import Layer
+from holotrain.synthesis.keys import Layer
 
 Numbered = list[tuple[int, Layer]]
 Stretches = list[tuple[int, slice]]

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.linalg import vecdot as dot
 
-from holotrain.synthesis.association import Association
-from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
-from holotrain.synthesis.keys import KEY_LENGTH
-from holotrain.synthesis.layers import Layer, shares_of
-from holotrain.synthesis.recipe import BLOCK_LENGTH, Recipe
+from holotrain.synthesis.binding import Fourier, Hadamard, folded, next_power_of_two, units
+from holotrain.synthesis.hologram import HALVES, Association, Hologram, narrowed, widened
+from holotrain.synthesis.keys import KEY_LENGTH, Layer, shares_of
+from holotrain.synthesis.options import BLOCK_LENGTH, SynthesisOptions
 from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose, size_of
-from holotrain.synthesis.transforms import Fourier, Hadamard, folded, next_power_of_two, units
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Entries that are processed at once: on a CPU as many as its cache holds, on a GPU few enough to limit temporary memory."""
@@ -38,28 +36,28 @@ class RowGroup:
 
     Args:
         rows: the gradients.
-        recipe: the options.
+        options: the options.
         like: a tensor with the dtype to compute in, on the parameters' device.
         generator: draws the keys of rows that share a hologram.
     """
 
-    def __init__(self, rows: Rows, recipe: Recipe, like: Tensor, generator: torch.Generator) -> None:
+    def __init__(self, rows: Rows, options: SynthesisOptions, like: Tensor, generator: torch.Generator) -> None:
         length, slots = rows.length, rows.slots
-        self.rows, self._recipe, self._slots = rows, recipe, slots
-        self.transform = Hadamard(length, recipe.seed) if recipe.transform == "hadamard" else Fourier(length)
+        self.rows, self._options, self._slots = rows, options, slots
+        self.transform = Hadamard(length, options.seed) if options.transform == "hadamard" else Fourier(length)
         # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
         self._marks = None
         if slots > 1:
             marks = torch.randn(slots, 1, length, generator=generator).to(like)
             self._marks = units(self.transform.forward(marks), empty=1)
         self.hologram = self._associate = None
-        if recipe.mode != "bind":
-            dtype = like.dtype.to_complex() if recipe.transform == "fft" else like.dtype
-            self.hologram = Hologram(rows.count, self.transform.bins, dtype, HALVES.get(recipe.dtype), like.device)
-            self._associate = Association(self.hologram, slots, recipe.feedback)
+        if options.mode != "bind":
+            dtype = like.dtype.to_complex() if options.transform == "fft" else like.dtype
+            self.hologram = Hologram(rows.count, self.transform.bins, dtype, HALVES.get(options.dtype), like.device)
+            self._associate = Association(self.hologram, slots, options.feedback)
         # On a GPU one launch per layer would cost more than copying the keys to rows.
-        self._by_layers = recipe.mode == "associative" and like.device.type == "cpu"
-        self.mean = like.new_zeros(slots, rows.count, length) if recipe.ema else None
+        self._by_layers = options.mode == "associative" and like.device.type == "cpu"
+        self.mean = like.new_zeros(slots, rows.count, length) if options.ema else None
 
     def update(self, keys: Tensor, scalars: dict[str, Tensor], measure: bool, in_turn: bool) -> Tensor | None:
         """Turns gradients into updates.
@@ -73,7 +71,7 @@ class RowGroup:
         """
         # A summed key has rounding errors. In a bin with nothing else (the mean over channels after a LayerNorm is 0) the
         # phase would be random and would depend on the order of summation.
-        noise = None if self._recipe.representation == "flattened" else torch.finfo(keys.dtype).eps ** 0.5
+        noise = None if self._options.representation == "flattened" else torch.finfo(keys.dtype).eps ** 0.5
         unit_keys = units(self.transform.forward(folded(keys, self.rows.length)), empty=1, noise=noise)
         products = []
         for part in self.rows.parts:
@@ -92,9 +90,9 @@ class RowGroup:
             mean = self.mean[:, part.rows].lerp_(gradient, scalars["fresh"])
             content = mean * scalars["unbias"]
         spectrum = self.transform.forward(content)
-        if self._recipe.phase_only or self._recipe.mode == "bind":  # rows of norm 1 as published, or with the norm they had
+        if self._options.phase_only or self._options.mode == "bind":  # rows of norm 1 as published, or with the norm they had
             spectrum = units(spectrum, empty=0) / self.rows.length**0.5
-        if self._recipe.phase_only:
+        if self._options.phase_only:
             spectrum = spectrum * torch.linalg.vector_norm(content, dim=-1, keepdim=True)
         if self._associate is None:
             read = spectrum * keys.conj()
@@ -105,7 +103,7 @@ class RowGroup:
             return None
         update = self.transform.inverse(read)
         if self._slots > 1:
-            update.add_(content, alpha=self._recipe.feedback)
+            update.add_(content, alpha=self._options.feedback)
         products = [dot(gradient, gradient), dot(gradient, update)] if measure else []
         gradient.copy_(update)
         if not measure:
@@ -123,7 +121,7 @@ class Updates:
 
     Args:
         layers: in the order of their keys.
-        recipe: the options.
+        options: the options.
         like: a tensor with the dtype to compute in, on the parameters' device.
 
     Attributes:
@@ -131,20 +129,20 @@ class Updates:
         half: the half precision in which ``bind`` stores its updates, or None.
     """
 
-    def __init__(self, layers: list[Layer], recipe: Recipe, like: Tensor) -> None:
-        self.recipe = recipe
+    def __init__(self, layers: list[Layer], options: SynthesisOptions, like: Tensor) -> None:
+        self.options = options
         self._layers = len(layers)
         self._parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
-        if recipe.cuda_graph and like.device.type != "cuda":
+        if options.cuda_graph and like.device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {like.device}")
         self._sharded = shares_of(layers) > 1
-        if self._sharded and recipe.entries_a_block == 0:
+        if self._sharded and options.entries_a_block == 0:
             raise ValueError("block_length=0: whole layers are transformed, and FSDP2 shards them; give a block length")
-        if self._sharded and recipe.cuda_graph:
+        if self._sharded and options.cuda_graph:
             raise ValueError("cuda_graph: gradients that FSDP2 shards cannot be captured; use cuda_graph=false")
-        generator = torch.Generator().manual_seed(recipe.seed)
-        run = gcd(RUN, recipe.entries_a_block)  # a block ends where a run does
-        chosen = choose(layers, recipe.subsample, run, generator)
+        generator = torch.Generator().manual_seed(options.seed)
+        run = gcd(RUN, options.entries_a_block)  # a block ends where a run does
+        chosen = choose(layers, options.subsample, run, generator)
         sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
         entries = sum(sizes.values())
         if self._sharded:  # shares differ, and all processes must refuse together
@@ -152,30 +150,32 @@ class Updates:
             dist.all_reduce(most, dist.ReduceOp.MAX)
             entries = int(most)
         if entries == 0:
-            raise ValueError(f"subsample={recipe.subsample} selects nothing of these parameters; even the largest is too small")
-        if recipe.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
-            raise ValueError(f"block_length={recipe.block_length}: it is longer than all {entries} covered entries")
-        whole = recipe.representation == "flattened" and recipe.transform == "fft"  # as published, without padding
+            raise ValueError(
+                f"subsample={options.subsample} selects nothing of these parameters; even the largest is too small"
+            )
+        if options.entries_a_block > max(BLOCK_LENGTH, next_power_of_two(entries)):
+            raise ValueError(f"block_length={options.block_length}: it is longer than all {entries} covered entries")
+        whole = options.representation == "flattened" and options.transform == "fft"  # as published, without padding
         by_length: dict[int, Numbered] = {}
         for number, layer in enumerate(layers):
             if sizes[number]:
-                length = recipe.entries_a_block or (sizes[number] if whole else next_power_of_two(sizes[number]))
+                length = options.entries_a_block or (sizes[number] if whole else next_power_of_two(sizes[number]))
                 by_length.setdefault(length, []).append((number, layer))
         # Updates that depend on inner products over a whole layer must wait for the whole layer. On a GPU everything is
         # processed together, because launches are expensive.
         self._told_at_once = like.device.type in TOLD_AT_ONCE
-        self._together = recipe.reshapes or not self._told_at_once
+        self._together = options.reshapes or not self._told_at_once
         most = MOST.get(like.device.type, MOST["cuda"])
         self._groups = []
         for length, numbered in sorted(by_length.items()):
-            slots = min(recipe.slots, sum(-(-sizes[number] // length) for number, _ in numbered))  # no more slots than rows
+            slots = min(options.slots, sum(-(-sizes[number] // length) for number, _ in numbered))  # no more slots than rows
             rows = Rows(numbered, chosen, run, length, slots, most, self._together, like)
-            self._groups.append(RowGroup(rows, recipe, like, generator))
+            self._groups.append(RowGroup(rows, options, like, generator))
         self._parts = [part for group in self._groups for part in group.rows.parts]
-        self.key_length = max(by_length, default=recipe.entries_a_block)  # a process may have no entries
+        self.key_length = max(by_length, default=options.entries_a_block)  # a process may have no entries
         self._scalars = {name: like.new_ones(()) for name in AT_REST}
-        self._keys = like.new_zeros(len(layers), min(self.key_length, KEY_LENGTH)) if recipe.key_ema else None
-        self.half = HALVES.get(recipe.dtype) if recipe.mode == "bind" else None
+        self._keys = like.new_zeros(len(layers), min(self.key_length, KEY_LENGTH)) if options.key_ema else None
+        self.half = HALVES.get(options.dtype) if options.mode == "bind" else None
         self._graphs: dict[tuple, Graphed] = {}
         self._fixed: dict[nn.Parameter, Tensor] = {}
 
@@ -195,10 +195,10 @@ class Updates:
         if self._told_at_once and not finite:
             return lambda: False, None
         arrived = arriving(finite)
-        measure = measuring or self.recipe.reshapes
-        compute = self._captured(measure, keys, finite) if self.recipe.cuda_graph else partial(self._compute, measure=measure)
-        ema = self.recipe.ema
-        values = self.recipe.decay_at(step), 1 - ema, 1 / (1 - ema ** (step + 1)), self.recipe.key_ema or 0
+        measure = measuring or self.options.reshapes
+        compute = self._captured(measure, keys, finite) if self.options.cuda_graph else partial(self._compute, measure=measure)
+        ema = self.options.ema
+        values = self.options.decay_at(step), 1 - ema, 1 / (1 - ema ** (step + 1)), self.options.key_ema or 0
         for scalar, value in zip(self._scalars.values(), values, strict=True):  # in the order of AT_REST
             scalar.fill_(value)
         return arrived, compute(keys, finite)
@@ -235,8 +235,8 @@ class Updates:
             products = sum(of_layers, keys.new_zeros(3, self._layers))
             if self._sharded:
                 dist.all_reduce(products)
-            if self.recipe.reshapes:
-                a, b = coefficients(products, self.recipe)
+            if self.options.reshapes:
+                a, b = coefficients(products, self.options)
                 products = combined(products, a, b)
             measured = figures(products)
         if self._together:
@@ -270,7 +270,7 @@ def figures(products: Tensor) -> Tensor:
     return torch.stack((gu / (gg.sqrt() * uu.sqrt()).clamp_min(torch.finfo(gg.dtype).tiny), uu.sqrt()))
 
 
-def coefficients(products: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def coefficients(products: Tensor, options: SynthesisOptions) -> tuple[Tensor, Tensor]:
     """The factors a and b of each layer, for the update ``a u + b g``.
 
     In this order: u is scaled to the norm of g, a share of g is mixed in, and as much of g is added as the cosine floor needs.
@@ -278,11 +278,11 @@ def coefficients(products: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """
     tiny = torch.finfo(products.dtype).tiny
     a, b = torch.ones_like(products[0]), torch.zeros_like(products[0])
-    if recipe.match_norm:
+    if options.match_norm:
         a = (products[0] / products[2].clamp_min(tiny)).sqrt()
-    if recipe.mix:
-        a, b = a * (1 - recipe.mix), b + recipe.mix
-    if (floor := recipe.cosine_floor) is not None:
+    if options.mix:
+        a, b = a * (1 - options.mix), b + options.mix
+    if (floor := options.cosine_floor) is not None:
         gg, gu, uu = combined(products, a, b)
         norm = gg.sqrt().clamp_min(tiny)
         along = gu / norm

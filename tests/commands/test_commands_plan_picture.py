@@ -6,7 +6,7 @@ import pytest
 
 from holotrain.commands.plan import LEFT, picture
 from holotrain.planning import Plan
-from holotrain.planning.footprint import LASTING, Footprint
+from holotrain.planning.tracker import LASTING, Footprint
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"

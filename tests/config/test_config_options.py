@@ -27,7 +27,7 @@ from holotrain.config.groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError
-from holotrain.synthesis import Recipe
+from holotrain.synthesis import SynthesisOptions
 
 GROUPS = option_names()
 IMAGENET = ["data.root=images", "trainer.accelerator=cpu"]
@@ -459,7 +459,7 @@ def synthesis(*overrides):
 
 @pytest.mark.parametrize("mode", ["associative", "bind", "shared"])
 def test_every_synthesis_builds(mode):
-    assert synthesis(f"synthesis={mode}").recipe == Recipe(mode)
+    assert synthesis(f"synthesis={mode}").recipe == SynthesisOptions(mode)
     assert configuration("fit", "synthesis=none").synthesis is None
 
 
@@ -468,7 +468,7 @@ def test_the_options_of_a_synthesis_reach_it():
         "synthesis=shared", "synthesis.superpose=4", "synthesis.decay=0.8", "synthesis.decay_warmup=4", "synthesis.dtype=bf16",
         "synthesis.cover=['*.blocks.*','*.head.*']", "synthesis.exclude=['*.norm.*']", "synthesis.cosine_floor=0.1",
     )  # fmt: skip
-    assert made.recipe == Recipe("shared", superpose=4, decay=0.8, decay_warmup=4, dtype="bf16", cosine_floor=0.1)
+    assert made.recipe == SynthesisOptions("shared", superpose=4, decay=0.8, decay_warmup=4, dtype="bf16", cosine_floor=0.1)
     assert [made.recipe.decay_at(step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.4, 0.8, 0.8])
     covered = made.state_dict()["geometry"]["parameters"]
     assert any("model.blocks." in name for name in covered) and any("model.head.bias" in name for name in covered)

@@ -5,7 +5,7 @@ import torch
 from tracked_memory import TrackedMemory
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork, contract
-from holotrain.error_diffusion.contraction import WORKSPACE
+from holotrain.error_diffusion.rules import WORKSPACE
 
 FLOAT = 4
 

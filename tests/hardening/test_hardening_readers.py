@@ -31,7 +31,7 @@ from holotrain.models.foreign.network import network_of
 from holotrain.models.pretrained import read_weights
 from holotrain.models.registry import build
 from holotrain.models.saved import load, save
-from holotrain.overlap import store
+from holotrain.overlap import tuner
 from holotrain.overlap.groups import Job as Product
 
 VIT = "holotrain.models.ViT"
@@ -122,8 +122,8 @@ PRODUCT = Product(8, 4, 4, "all_gather", 2, torch.float32, torch.device("cpu"))
 
 
 def groups(folder: Path) -> Path:
-    path = store.path_of(folder, PRODUCT, "nvlink")
-    store.write(path, PRODUCT, "nvlink", store.Tuned([4, 4], 0.5, 0.25, 0.75))
+    path = tuner.path_of(folder, PRODUCT, "nvlink")
+    tuner.write(path, PRODUCT, "nvlink", tuner.Tuned([4, 4], 0.5, 0.25, 0.75))
     return path
 
 
@@ -193,7 +193,7 @@ READERS = {
     "metrics.csv": Read(figures_of_run, report, None),
     "events": Read(events_of_run, report, None),
     "job.json": Read(job_of_sweep, Job.read, raises=()),
-    "groups": Read(groups, lambda path: store.read(path, PRODUCT, "nvlink"), raises=()),
+    "groups": Read(groups, lambda path: tuner.read(path, PRODUCT, "nvlink"), raises=()),
     "tokenizer.json": Read(tokenizer, lambda path: known_tokenizer(str(path))),
     "config.json of transformers": Read(network, lambda path: network_of(str(path.parent)), raises=ValueError),
     "preprocessor_config.json": Read(processor, lambda path: statistics_of(str(path.parent))),

@@ -18,7 +18,7 @@ from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
 from holotrain.config.structured import structured
 from holotrain.planning import flops
-from holotrain.planning.footprint import Footprint
+from holotrain.planning.tracker import Footprint
 
 FAKE = ["data=fake", "data.image_size=16", "data.train_size=128", "data.val_size=64", "data.test_size=64"]
 PLANNED = [*FAKE, "data.batch_size=64", "model.dim=24", "model.depth=4", "model.heads=2", "trainer.accelerator=cpu"]
@@ -123,7 +123,7 @@ def test_plain_models_have_two_ways(holotrain):
 
 def test_auto_keeps_within_its_budget_and_a_resumed_run_keeps_its_choice(holotrain, monkeypatch):
     # By FLOPs: times of a busy machine may well make one schedule the best for every block.
-    monkeypatch.setattr("holotrain.planning.auto.seconds", lambda visit, names, autocast: flops(visit, names))
+    monkeypatch.setattr("holotrain.planning.memory_plan.seconds", lambda visit, names, autocast: flops(visit, names))
     words = [*RUN, "backward=auto", "memory=15MiB", "callbacks.checkpoint.every_n_train_steps=1"]
     status, out, err = holotrain("fit", *words, "trainer.max_steps=3", "output_dir=cut")
     assert (status, err) == (0, "")

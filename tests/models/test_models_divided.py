@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from holotrain.models import GPT, MViT, RevGPT, RevViT, Swin, ViT
 from holotrain.models.divided import divide
 from holotrain.models.division import Indivisible, division
-from holotrain.planning import TrainingStep, rehearse
+from holotrain.planning import TrainingStep, simulate_step
 
 BATCH, DIM, HIDDEN = 3, 16, 64
 TOKENS = 16  # of 8 pixels, in patches of 2
@@ -63,7 +63,7 @@ def test_one_rank_is_the_whole_model(make):
             divide(model, ranks)
         images = torch.zeros(BATCH, 1, 8, 8)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        return rehearse(TrainingStep(model, lambda: model(images).square().mean(), optimizer))
+        return simulate_step(TrainingStep(model, lambda: model(images).square().mean(), optimizer))
 
     assert footprint(1) == footprint(None)
     assert footprint(2).peak < footprint(1).peak

@@ -8,8 +8,8 @@ from compared import assert_equal
 from torch import nn
 
 from holotrain.overlap import Columns, OverlappedRowwise
-from holotrain.overlap.groups import Job, equal_sizes, group_sizes, require_grouping, spans
-from holotrain.overlap.shares import Shares
+from holotrain.overlap.groups import Job, group_sizes, require_grouping
+from holotrain.overlap.linear import SequenceShards
 
 
 def job(rows: int, collective: str = "all_reduce") -> Job:
@@ -29,31 +29,17 @@ def test_groups_of_columns_are_of_sums_alone(columns):
     )
 
 
-@pytest.mark.parametrize("sizes", [[3, 4], [7, -1], [6, 0]])
-def test_columns_that_cannot_be_are_refused(sizes):
-    with pytest.raises(ValueError, match="were chosen for 6 columns"):
-        group_sizes(Columns(sizes), job(7), None)
-
-
-@pytest.mark.parametrize("groups", [True, 2.0, Columns(0)])
-def test_what_is_no_grouping_is_refused(groups):
-    with pytest.raises((TypeError, ValueError), match="groups"):
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [(lambda job, of, sizes=sizes: sizes, "were chosen for 7 rows") for sizes in ([3, 3], [8, -1], [0, 7], [])]
+    + [(Columns(sizes), "were chosen for 6 columns") for sizes in ([3, 4], [7, -1], [6, 0])]
+    + [(groups, "groups must be an integer, Columns") for groups in (True, 2.0)]
+    + [(0, "1 or more, not 0"), (Columns(0), "1 or more, not 0")],
+)
+def test_groups_that_cannot_be_are_refused(groups, words):
+    with pytest.raises((TypeError, ValueError), match=words):
         require_grouping(groups)
-
-
-def test_spans_are_in_a_row():
-    assert list(spans([3, 2])) == [slice(0, 3), slice(3, 5)]
-
-
-@pytest.mark.parametrize("sizes", [[3, 3], [8, -1], [0, 7], []])
-def test_chosen_sizes_that_cannot_be_are_refused(sizes):
-    with pytest.raises(ValueError, match="were chosen for 7 rows"):
-        group_sizes(lambda job, collectives: sizes, job(7), None)
-
-
-def test_no_groups_are_refused():
-    with pytest.raises(ValueError, match="1 or more, not 0"):
-        equal_sizes(7, 0)
+        group_sizes(groups, job(7), None)
 
 
 def test_a_message_is_the_tensor_of_all_ranks():
@@ -78,7 +64,7 @@ def test_shares_are_those_of_chunk(length, dim):
     shape[dim] = length
     x = torch.randn(shape)
     ranks = 4
-    shares = Shares(dim, length, ranks)
+    shares = SequenceShards(dim, length, ranks)
     rows = shares.side_by_side(x)
     chunks = x.chunk(ranks, dim)
     for rank in range(ranks):
@@ -91,7 +77,7 @@ def test_shares_are_those_of_chunk(length, dim):
 
 def test_a_sequence_that_comes_first_is_not_copied():
     x = torch.randn(6, 5)
-    assert Shares(0, 6, 3).side_by_side(x).data_ptr() == x.data_ptr()
+    assert SequenceShards(0, 6, 3).side_by_side(x).data_ptr() == x.data_ptr()
 
 
 def test_a_style_takes_linear_layers_alone():

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from holotrain.overlap import LINKS, Columns, Job, Link, MeasuredLink, Predictor, link_named
-from holotrain.overlap.pipeline import candidates, compositions, makespan
-from holotrain.overlap.waves import Waves, unit_of
+from holotrain.overlap.predictor import Waves, candidates, compositions, makespan, unit_of
 
 CPU = torch.device("cpu")
 
@@ -52,12 +51,6 @@ def test_the_recurrence_is_what_a_simulation_of_events_finds(seed):
     first, second = ([chance.choice([0.0, chance.random()]) for _ in range(groups)] for _ in range(2))
     busy, after = (chance.choice([0.0, 3 * chance.random()]) for _ in range(2))
     assert makespan(first, second, busy, after) == pytest.approx(simulated(first, second, busy, after))
-
-
-def test_groups_hide_what_fits_behind_the_others():
-    assert makespan([4.0], [4.0]) == 8.0
-    assert makespan([1.0] * 4, [1.0] * 4) == 5.0
-    assert makespan([1.0] * 4, [1.0] * 4, after=3.0) == 7.0  # all sums travel behind what follows
 
 
 @pytest.mark.parametrize("units", range(1, 11))
@@ -129,10 +122,6 @@ def test_few_rows_are_cut_by_columns(collective, covered):
     computed = [reading(of.turned, size) for size in chosen.sizes]
     sent = [link.seconds(collective, of.message(3) * size // 40, 2) for size in chosen.sizes]
     assert seconds == pytest.approx(simulated(computed, sent, 0.0, reading(of.turned, 40) if covered else 0.0))
-
-
-def test_of_equally_fast_choices_the_one_with_the_fewest_groups():
-    assert Predictor(lambda job, rows: 1.0 * rows, Link(1e30, 0.0))(job()) == [30]
 
 
 @pytest.mark.parametrize(

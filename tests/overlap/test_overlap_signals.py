@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holotrain.overlap import Columns, EmulatedCollectives, row_parallel_linear, signals
 from holotrain.overlap.groups import spans
 from holotrain.overlap.links import Link
-from holotrain.overlap.sending import Sender
-from holotrain.overlap.waves import TILE_COLUMNS
+from holotrain.overlap.overlapped_product import Overlap
+from holotrain.overlap.predictor import TILE_COLUMNS
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), [([300], 1), ([130, 1, 150], 1), ([100, 33], 4)])
@@ -203,11 +203,13 @@ def test_a_group_is_sent_when_it_is_whole(form, groups, rows, inner, columns):
     bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
     assert signals.supported(x)
     link = OneRank()
-    sender = Sender(link, Columns(groups) if form == "columns" else groups, signals=True)
+    overlap = Overlap(link, Columns(groups) if form == "columns" else groups, signals=True)
     due = 2 * (x @ matrix) + bias if form == "columns" else 2 * torch.addmm(bias, x, matrix)  # there it is added to the sum
     for _ in range(20):  # a group that is sent too early is a matter of chance
         out = torch.full((rows, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
-        works = sender.shares(x[None], matrix, bias, out) if form == "shares" else sender.sum(x, matrix, bias, out)
+        works = (
+            overlap.reduce_scatter(x[None], matrix, bias, out) if form == "shares" else overlap.all_reduce(x, matrix, bias, out)
+        )
         for work in works:
             work.wait()
         torch.testing.assert_close(out, due, rtol=2e-2, atol=0.5)

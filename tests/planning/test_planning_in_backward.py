@@ -10,16 +10,25 @@ from tracked_memory import TrackedMemory, check_plan
 
 from holotrain.models import RevGPT, RevViT
 from holotrain.optimizers import InBackward
-from holotrain.planning import ALLOCATORS, Planner, Size, TrainingStep, choose_schedules, imagine, imagined, rehearse
+from holotrain.planning import (
+    ALLOCATORS,
+    Planner,
+    Size,
+    TrainingStep,
+    choose_schedules,
+    fake_parameters,
+    fake_tensors,
+    simulate_step,
+)
 from holotrain.tasks.optimizers import adafactor, adamw, adamw_low_bit, muon, sgd
 
 SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10}
 
 
-def step_of(make, in_backward, imaginary=True, batch=2, optimizer=adamw):
-    with torch.device("meta" if imaginary else "cpu"):
+def step_of(make, in_backward, fake=True, batch=2, optimizer=adamw):
+    with torch.device("meta" if fake else "cpu"):
         model = make()
-    model = imagine(model, torch.device("cpu")) if imaginary else model
+    model = fake_parameters(model, torch.device("cpu")) if fake else model
     made = optimizer(model)
     given = torch.zeros(batch, 64, dtype=torch.int64) if isinstance(model, RevGPT) else torch.zeros(batch, 3, 32, 32)
     words = (given, given) if isinstance(model, RevGPT) else (given,)
@@ -35,10 +44,10 @@ def vit(backward="reversible", depth=24):
 def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(backward):
     planned, share = {}, {}
     for in_backward in (False, True):
-        with imagined():
-            planned[in_backward] = rehearse(step_of(lambda: vit(backward), in_backward))
+        with fake_tensors():
+            planned[in_backward] = simulate_step(step_of(lambda: vit(backward), in_backward))
         share[in_backward] = planned[in_backward].parts["gradients"] / planned[in_backward].peak
-        step = step_of(lambda: vit(backward), in_backward, imaginary=False)
+        step = step_of(lambda: vit(backward), in_backward, fake=False)
         there = [*step.model.parameters(), *step.model.buffers(), *step.held["batch"]]
         with TrackedMemory(counted=there, within=ALLOCATORS["cpu"].within) as tracked:
             step.begin()
@@ -65,9 +74,9 @@ def test_at_the_peak_of_24_blocks_there_is_a_tenth_of_the_gradients_at_most(back
     ids=["sgd", "muon", "8 bits", "adafactor", "tied"],
 )
 def test_a_plan_is_what_the_tensors_take(make, optimizer):
-    with imagined():
-        planned = rehearse(step_of(make, True, batch=8, optimizer=optimizer))
-    check_plan(planned, step_of(make, True, imaginary=False, batch=8, optimizer=optimizer))
+    with fake_tensors():
+        planned = simulate_step(step_of(make, True, batch=8, optimizer=optimizer))
+    check_plan(planned, step_of(make, True, fake=False, batch=8, optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +92,9 @@ def test_a_plan_is_what_the_tensors_take(make, optimizer):
 )
 def test_the_bytes_of_the_optimizers_state_are_those_that_it_holds(optimizer, least, most):
     """``least`` and ``most`` for an entry of a parameter."""
-    with imagined():
-        planned = rehearse(step_of(lambda: vit(depth=2), False, optimizer=optimizer)).parts["optimizer"]
-    step = step_of(lambda: vit(depth=2), False, imaginary=False, optimizer=optimizer)
+    with fake_tensors():
+        planned = simulate_step(step_of(lambda: vit(depth=2), False, optimizer=optimizer)).parts["optimizer"]
+    step = step_of(lambda: vit(depth=2), False, fake=False, optimizer=optimizer)
     step.begin()
     step.update()
     storages = (storage for tensor in step.optimizer_state for storage in get_untyped_storages(tensor))

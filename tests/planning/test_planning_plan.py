@@ -8,13 +8,13 @@ from small_models import IMAGE
 from small_planners import planner
 
 from holotrain.planning import TooSmall, choose_batch, choose_schedules, free_memory, largest_batch, largest_depth, make_plan
-from holotrain.planning.scratch import HALF
+from holotrain.planning.allocators import HALF
 
 
 def test_what_must_fit_is_the_bound(monkeypatch):
     def packs(answer):
         """Whether this CPU gives half precision products to oneDNN."""
-        monkeypatch.setattr("holotrain.planning.scratch.goes_to_onednn", lambda dtype: answer and dtype in HALF)
+        monkeypatch.setattr("holotrain.planning.allocators.goes_to_onednn", lambda dtype: answer and dtype in HALF)
 
     packs(False)
     large = {"sizes": IMAGE | {"dim": 96, "heads": 3, "depth": 1}, "batch": 128, "half": True, "schedules": ("reversible",)}
@@ -63,8 +63,8 @@ def test_schedules_that_are_open_are_chosen_within_the_budget():
 
 def test_the_free_memory_is_that_of_the_tightest_limit(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 7 kB\n")
-    monkeypatch.setattr("holotrain.planning.budget.MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr("holotrain.planning.budget.CONTAINER", tmp_path)
+    monkeypatch.setattr("holotrain.planning.planner.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("holotrain.planning.planner.CONTAINER", tmp_path)
     monkeypatch.setattr("resource.getrlimit", lambda kind: (-1, -1))
     assert free_memory("cpu") == 7 * 1024
     (tmp_path / "memory.max").write_text("5000\n")
@@ -77,6 +77,6 @@ def test_the_free_memory_is_that_of_the_tightest_limit(monkeypatch, tmp_path):
 
 def test_a_system_that_tells_nothing_has_no_known_memory(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
-    found = runpy.run_path(sys.modules["holotrain.planning.budget"].__file__)["free_memory"]
+    found = runpy.run_path(sys.modules["holotrain.planning.planner"].__file__)["free_memory"]
     monkeypatch.setitem(found.__globals__, "MEMINFO", tmp_path / "meminfo")
     assert found("cpu") is None

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from tracked_memory import check_plan
 
 from holotrain.models.schedules import sequences
-from holotrain.planning import TrainingStep, imagine, imagined, rehearse
-from holotrain.planning.costs import flops, stage_of, visits_of
+from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, simulate_step
+from holotrain.planning.choice import flops, stage_of, visits_of
 from holotrain.reversible import make_reversible
 
 CPU, WIDTH = torch.device("cpu"), 64
@@ -39,12 +39,12 @@ class Tower(nn.Module):
         return x
 
 
-def training_step(backward, imaginary=False):
-    with torch.device("meta" if imaginary else "cpu"):
+def training_step(backward, fake=False):
+    with torch.device("meta" if fake else "cpu"):
         model = make_reversible(Tower(), backward=backward)
-    if imaginary:
-        model = imagine(model, CPU)
-    given = (torch.zeros(16, 50, 8) if imaginary else torch.randn(16, 50, 8),)
+    if fake:
+        model = fake_parameters(model, CPU)
+    given = (torch.zeros(16, 50, 8) if fake else torch.randn(16, 50, 8),)
     return TrainingStep(
         model=model,
         loss=lambda: model(*given).square().mean(),
@@ -56,16 +56,16 @@ def training_step(backward, imaginary=False):
 
 @pytest.mark.parametrize("backward", ["autograd", "checkpoint", "reversible"])
 def test_a_plan_is_what_the_tensors_take(backward):
-    with imagined():
-        planned = rehearse(training_step(backward, imaginary=True))
+    with fake_tensors():
+        planned = simulate_step(training_step(backward, fake=True))
     step = training_step(backward)
     step.loss()  # chooses the grid
     check_plan(planned, step)
 
 
 def test_each_schedule_has_its_memory_and_its_work():
-    with imagined():
-        visits = visits_of(training_step("autograd", imaginary=True))
+    with fake_tensors():
+        visits = visits_of(training_step("autograd", fake=True))
         assert len(visits) == 1 and visits[0].kwargs == {"scale": 0.5}
         work = flops(visits[0], ("autograd", "checkpoint", "reversible"))
         stage = stage_of(visits[0], work)

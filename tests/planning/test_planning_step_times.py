@@ -4,13 +4,12 @@ import pytest
 from small_planners import planner
 
 from holotrain.planning import step_times as timing
-from holotrain.planning.rank_memory import Whole
-from holotrain.planning.step_times import Gpu
-from holotrain.planning.work import Work, work_of
+from holotrain.planning.scaling import Unsharded
+from holotrain.planning.step_times import Gpu, Work, work_of
 
 
 def test_estimates_are_flops_over_a_share_of_the_peak():
-    work = Work(1e12, 3e12, [], batches=3, whole=Whole())
+    work = Work(1e12, 3e12, [], batches=3, whole=Unsharded())
     found = timing.estimated(work, Gpu("A100", "bf16-mixed", 312e12, 108))
     fast, slow = found.band
     assert (fast.forward, slow.backward) == pytest.approx((1 / (0.55 * 312), 3 / (0.35 * 312)))

@@ -10,8 +10,7 @@ from holotrain.models.adapters import add_adapters, freeze
 from holotrain.models.divided import divide
 from holotrain.models.error_diffusion import ImageErrorDiffusion
 from holotrain.planning import make_plan, make_scaling
-from holotrain.planning.step_times import Gpu
-from holotrain.planning.work import work_of
+from holotrain.planning.step_times import Gpu, work_of
 
 
 def adapted(model):

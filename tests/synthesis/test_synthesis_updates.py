@@ -12,7 +12,7 @@ from compared import assert_close, assert_equal
 from torch import nn
 
 from holotrain.synthesis import HolographicSynthesis, phasor_bind
-from holotrain.synthesis.transforms import Hadamard
+from holotrain.synthesis.binding import Hadamard
 from holotrain.synthesis.updates import MOST, total
 
 F64 = torch.float64
@@ -142,26 +142,18 @@ def test_with_one_key_associative_is_momentum(block_length, transform):
         assert_close(flat(model), velocity, rtol=1e-9, atol=1e-9 * velocity.abs().max().item())
 
 
-def test_bind_is_algorithm_1_on_the_whole_model():
+@pytest.mark.parametrize("block_length", [None, 32])
+def test_bind_is_algorithm_1_on_the_whole_model(block_length):
     model = network()
-    synthesis = HolographicSynthesis(model, "bind")
+    synthesis = HolographicSynthesis(model, "bind", block_length=block_length)
     x = batches(1)[0]
     gradient = differentiate(model, x)
     synthesis.measuring = True
     synthesis.step()
-    expected = phasor_bind(gradient, model(x).mean(0).detach())
+    expected = phasor_bind(gradient, model(x).mean(0).detach(), block_length=block_length)
     assert_close(flat(model), expected[: len(gradient)], atol=1e-12)
     figures = torch.cosine_similarity(flat(model), gradient, 0), flat(model).norm()
     assert_close(synthesis.measured, torch.stack(figures))
-
-
-def test_bind_in_blocks_binds_each():
-    model = network()
-    synthesis = HolographicSynthesis(model, "bind", block_length=32)
-    gradient = differentiate(model, x := batches(1)[0])
-    synthesis.step()
-    expected = phasor_bind(gradient, model(x).mean(0).detach(), block_length=32)
-    assert_close(flat(model), expected[: len(gradient)], atol=1e-12)
 
 
 def algorithm_1(gradient: list[float], representation: list[float]) -> list[float]:
@@ -283,11 +275,8 @@ def test_shared_holograms_take_a_fraction_of_the_memory():
     parameters = sum(p.nbytes for p in model.parameters())
     sizes = [state_bytes(HolographicSynthesis(model, "shared", superpose=s, block_length=256)) / parameters for s in (1, 8)]
     assert 0.99 < sizes[0] < 1.02 and 0.12 < sizes[1] < 0.14
-
-
-def test_more_rows_than_there_are_share_nothing_more():
-    model = nn.Linear(16, 16, bias=False).double()
-    assert state_bytes(HolographicSynthesis(model, "shared", block_length=64, superpose=10**6)) == 33 * 16
+    small = nn.Linear(16, 16, bias=False).double()  # no more rows share than there are
+    assert state_bytes(HolographicSynthesis(small, "shared", block_length=64, superpose=10**6)) == 33 * 16
 
 
 def test_margins_are_no_gradients():
@@ -382,13 +371,14 @@ def test_blocks_of_any_length_are_made_of_a_subsample(mode, monkeypatch):
     assert synthesis.steps == 2 and all(update.isfinite().all() for _, update in result)
 
 
-def test_a_subsample_with_shares_of_the_gradient():
-    model = nn.Linear(64, 64).double()
-    x = torch.randn(4, 64, dtype=F64, generator=torch.Generator().manual_seed(0))
-    synthesis = HolographicSynthesis(model, subsample=0.5, mix=0.5, decay=0.0)
-    gradient = differentiate(model, x)
+@pytest.mark.parametrize("options", [{"block_length": 0}, {"mix": 0.5}])
+def test_without_memory_the_read_out_of_a_subsample_is_the_gradient(options):
+    """In whole layers of different lengths, and in any mixture."""
+    model = nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 300), nn.Linear(300, 1)).double()
+    synthesis = HolographicSynthesis(model, subsample=0.5, decay=0.0, **options)
+    gradient = differentiate(model, batches(1)[0])
     synthesis.step()
-    assert_close(flat(model), gradient)  # without memory the read-out is the gradient, in any mixture
+    assert_close(flat(model), gradient)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bf16", 2e-2), ("fp16", 2e-3)])
@@ -462,14 +452,6 @@ def test_figures_leave_out_what_is_written_nowhere():
     written = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert_close(synthesis.measured[1], written.norm())
     assert_close(synthesis.measured[0], torch.cosine_similarity(written, gradient[: len(written)], 0))
-
-
-def test_a_subsample_of_whole_layers():
-    model = nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 300), nn.Linear(300, 1)).double()
-    synthesis = HolographicSynthesis(model, subsample=0.5, block_length=0, decay=0.0)
-    gradient = differentiate(model, batches(1)[0])
-    synthesis.step()
-    assert_close(flat(model), gradient)
 
 
 def test_chunks_make_no_difference(monkeypatch):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.synthesis import HolographicSynthesis
-from holotrain.synthesis.layers import Layer, layers_of
+from holotrain.synthesis.keys import Layer, layers_of
 from holotrain.synthesis.updates import Updates
 
 BATCH, STEPS = 8, 5
@@ -156,7 +156,7 @@ class ByShares(HolographicSynthesis):
             ]
             of = [p for layer in layers_of(model) for p in layer.parameters.values()]
             shares = [p for layer in layers for p in layer.parameters.values()]
-            self._parts.append((rank, of, shares, Updates(layers, self.recipe, torch.empty(0, dtype=torch.float64))))
+            self._parts.append((rank, of, shares, Updates(layers, self.options, torch.empty(0, dtype=torch.float64))))
 
     def step(self) -> bool:
         keys = self._keys.take()

@@ -15,9 +15,8 @@ from torch.profiler import record_function
 
 from holotrain.shards import local
 from holotrain.synthesis.delayed import Delayed
-from holotrain.synthesis.keys import Keys
-from holotrain.synthesis.layers import Covers, as_one, layers_of, shares_of, working_dtype
-from holotrain.synthesis.recipe import Recipe
+from holotrain.synthesis.keys import Covers, Keys, as_one, layers_of, shares_of, working_dtype
+from holotrain.synthesis.options import SynthesisOptions
 from holotrain.synthesis.updates import Updates
 
 EACH = "of_each_process"
@@ -41,7 +40,7 @@ class HolographicSynthesis:
         model: already on its device; forward hooks on its layers gather the keys in training mode.
         mode: ``"associative"``, ``"shared"`` or ``"bind"``.
         covers: whether to cover a parameter, given its name and the parameter; None: all that require grad.
-        options: of :class:`~holotrain.synthesis.Recipe`.
+        options: of :class:`~holotrain.synthesis.SynthesisOptions`.
 
     Attributes:
         steps: number of synthesised steps; skipped: number of steps skipped because a gradient held NaN or infinity.
@@ -57,13 +56,13 @@ class HolographicSynthesis:
     """
 
     def __init__(self, model: nn.Module, mode: str = "associative", *, covers: Covers | None = None, **options: Any) -> None:
-        self.recipe = Recipe(mode=mode, **options)
+        self.options = SynthesisOptions(mode=mode, **options)
         layers = layers_of(model, covers)
         if mode == "bind":
             if shares_of(layers) > 1:
                 raise ValueError("mode='bind' needs the whole gradient, and FSDP2 shards it; use 'shared' or 'associative'")
             layers = as_one(model, layers)
-            if not self.recipe.mix and self.recipe.cosine_floor is None:
+            if not self.options.mix and self.options.cosine_floor is None:
                 warnings.warn(
                     "bind as published is not a descent direction and does not train; use mix or cosine_floor", stacklevel=2
                 )
@@ -76,8 +75,8 @@ class HolographicSynthesis:
         self._named = dict(model.named_parameters())
         self._names = [name for layer in layers for name in layer.parameters]
         like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
-        self._updates = (Delayed if self.recipe.split == "cpu" else Updates)(layers, self.recipe, like)
-        outputs = self.recipe.representation if mode == "bind" else None
+        self._updates = (Delayed if self.options.split == "cpu" else Updates)(layers, self.options, like)
+        outputs = self.options.representation if mode == "bind" else None
         self._keys = Keys(model, layers, self._updates.key_length, like, outputs)
 
     @property
@@ -101,7 +100,7 @@ class HolographicSynthesis:
         """
         if all(parameter.grad is None for parameter in self.parameters):
             raise RuntimeError("no gradient to synthesise from; call step() after backward() and before zero_grad()")
-        if self.recipe.mode == "bind" and not self._keys.seen[0]:
+        if self.options.mode == "bind" and not self._keys.seen[0]:
             raise RuntimeError(
                 "bind uses the model's output as its key, but the model was not called in training mode: pass the module "
                 'whose forward makes the predictions (SynthesisCallback: module="its name")'
@@ -165,7 +164,10 @@ class HolographicSynthesis:
         """
         if not isinstance(state.get("geometry"), dict):
             raise ValueError("this is not the state of a HolographicSynthesis")
-        earlier = {each.name: each.default for each in fields(Recipe)} | {"processes": 1, "key_ema": False}  # if missing
+        earlier = {each.name: each.default for each in fields(SynthesisOptions)} | {
+            "processes": 1,
+            "key_ema": False,
+        }  # if missing
         for name, value in (self._geometry() | {"processes": processes}).items():
             other = state["geometry"].get(name, earlier.get(name))
             if other != value:
@@ -186,14 +188,14 @@ class HolographicSynthesis:
         self.parameters = []
 
     def _geometry(self) -> dict[str, Any]:
-        recipe = self.recipe
+        options = self.options
         shapes = [f"{n} {tuple(p.shape)}" for n, p in zip(self._names, self.parameters, strict=True)]
         chosen = ("mode", "transform", "subsample", "dtype", "seed", "representation", "split")
-        return {name: getattr(recipe, name) for name in chosen} | {
-            "block_length": recipe.entries_a_block,
-            "superpose": recipe.slots,
-            "ema": recipe.ema > 0,
-            "key_ema": bool(recipe.key_ema),
+        return {name: getattr(options, name) for name in chosen} | {
+            "block_length": options.entries_a_block,
+            "superpose": options.slots,
+            "ema": options.ema > 0,
+            "key_ema": bool(options.key_ema),
             "parameters": shapes,
             "processes": self._processes,
         }

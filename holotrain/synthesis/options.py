@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holotrain.synthesis.binding import TRANSFORMS
 from holotrain.synthesis.hologram import HALVES
-from holotrain.synthesis.transforms import TRANSFORMS
 
 BLOCK_LENGTH = 1024
 """Default of the modes with a hologram: short enough for a CPU cache, long enough for keys of the usual widths."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SynthesisOptions:
     """How gradients are turned into updates.
 
     Args:

@@ -22,7 +22,7 @@ class Unplannable(ValueError):
     """The step depends on the values of tensors, or on an operation whose output shape PyTorch cannot predict."""
 
 
-class _Imagination(FakeTensorMode):
+class _FakeTensorMode(FakeTensorMode):
     @cached_property
     def avoid_device_init(self) -> bool:
         """Cached, because it is read at every operation and takes half a millisecond without a driver."""
@@ -30,14 +30,14 @@ class _Imagination(FakeTensorMode):
 
 
 @contextmanager
-def imagined() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """Inside the context every new tensor is fake, on the device that it reports.
 
     Raises:
         Unplannable: an operation whose result cannot be predicted; the message names it.
     """
     try:
-        with _Imagination(allow_non_fake_inputs=True):
+        with _FakeTensorMode(allow_non_fake_inputs=True):
             yield
     except DataDependentOutputException as error:
         raise Unplannable(f"{error.func} needs the value of a tensor, which a plan does not have") from error
@@ -47,10 +47,10 @@ def imagined() -> Iterator[None]:
         raise Unplannable(f"PyTorch cannot predict the output of {error.func}") from error
 
 
-def imagine(module: nn.Module, device: torch.device) -> nn.Module:
+def fake_parameters(module: nn.Module, device: torch.device) -> nn.Module:
     """Replaces the parameters and buffers of a module on the meta device by fake ones. Shared tensors stay shared.
 
-    Call it inside :func:`imagined`.
+    Call it inside :func:`fake_tensors`.
     """
     known: dict[int, Tensor] = {}
     for part in module.modules():
@@ -68,7 +68,7 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-class selecting(TorchDispatchMode):
+class assume_mask_share(TorchDispatchMode):
     """Inside the context a boolean mask is assumed to select this share of its entries, so that ``x[mask]`` has a size."""
 
     def __init__(self, share: float) -> None:
@@ -88,11 +88,11 @@ class selecting(TorchDispatchMode):
         return [torch.empty(selected, dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
 
 
-class supposing(TorchDispatchMode):
+class assume_ones(TorchDispatchMode):
     """Inside the context a number whose value is not known is 1, such as a norm by which an optimizer divides an update."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if of_parts(types):
+        if is_wrapper_subclass(types):
             return NotImplemented
         try:
             return function(*args, **(kwargs or {}))
@@ -102,7 +102,7 @@ class supposing(TorchDispatchMode):
             raise
 
 
-def of_parts(types: Iterable[type]) -> bool:
+def is_wrapper_subclass(types: Iterable[type]) -> bool:
     """Whether an operation is one of tensors that are made of others, so that it comes again as operations of these."""
     return any(hasattr(each, "__tensor_flatten__") for each in types)
 

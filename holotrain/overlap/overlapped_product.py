@@ -1,4 +1,4 @@
-"""Products whose results are sent in groups while the next group is computed, and sums over ranks sent so."""
+"""Products whose results are communicated in groups: a group is under way while the next one is computed."""
 
 from __future__ import annotations
 
@@ -12,29 +12,46 @@ from torch import Tensor
 from holotrain.overlap import signals
 from holotrain.overlap.collectives import Collectives, Holding, Work
 from holotrain.overlap.groups import ALL_REDUCE, REDUCE_SCATTER, Grouping, Job, group_sizes, spans
-from holotrain.overlap.products import product, products
+
+
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """[R, K] x [K, N] (+ [N]) to [R, N]."""
+    return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
+
+
+def products(x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """[P, R, K] x [K, N] (+ [N]) to [P, R, N]. x and out may be slices of larger tensors along R; they are not copied."""
+    matrices = matrix.expand(len(x), -1, -1)
+    return torch.bmm(x, matrices, out=out) if bias is None else torch.baddbmm(bias, x, matrices, out=out)
+
+
+def weight_gradients(
+    grad: Tensor, x: Tensor | None, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias: dy [R, N], x [R, K] to [N, K] and [N]; None if not needed."""
+    return grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
 
 
 @dataclass(frozen=True)
-class Sender:
+class Overlap:
     """How a layer communicates: its collectives, its groups, and whether one product signals its groups where possible."""
 
-    link: Collectives
+    collectives: Collectives
     groups: Grouping
     signals: bool = False
 
     def spans(self, job: Job) -> Iterable[slice]:
-        return spans(group_sizes(self.groups, job, self.link)[0])
+        return spans(group_sizes(self.groups, job, self.collectives)[0])
 
-    def sum(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, covered: bool = False) -> list[Work]:
+    def all_reduce(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, covered: bool = False) -> list[Work]:
         """Computes x [R, K] times matrix [K, N] and launches its sum over ranks into out [R, N]; bias [N] is added once."""
-        return self._reduced(ALL_REDUCE, self._sum, x, matrix, bias, out, covered)
+        return self._reduced(ALL_REDUCE, self._reduced_in_turn, x, matrix, bias, out, covered)
 
-    def shares(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, covered: bool = False) -> list[Work]:
-        """As :meth:`sum`, with x [P, L, K]: launches the sum of this rank's share into out [L, N]."""
-        return self._reduced(REDUCE_SCATTER, self._shares, x, matrix, bias, out, covered)
+    def reduce_scatter(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, covered: bool = False) -> list[Work]:
+        """As :meth:`all_reduce`, with x [P, L, K]: launches the sum of this rank's share into out [L, N]."""
+        return self._reduced(REDUCE_SCATTER, self._scattered, x, matrix, bias, out, covered)
 
-    def parts(
+    def send(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: Sequence[slice], send: Callable[[int, Tensor], Work]
     ) -> list[Work]:
         """Computes x [P, L, K] times matrix [K, N] or [P, K, N] (+ bias [N]), and calls ``send`` on each finished group.
@@ -52,11 +69,11 @@ class Sender:
         return works
 
     def _reduced(self, collective: str, launch, x, matrix, bias, out, covered) -> list[Work]:
-        job = Job(*x.shape[-2:], matrix.shape[1], collective, self.link.ranks, x.dtype, x.device, covered)
-        sizes, columns = group_sizes(self.groups, job, self.link)
+        job = Job(*x.shape[-2:], matrix.shape[1], collective, self.collectives.ranks, x.dtype, x.device, covered)
+        sizes, columns = group_sizes(self.groups, job, self.collectives)
         cut = list(spans(sizes))
         if not columns:
-            summand = bias if self.link.rank == 0 else None  # added once, in the product: no extra pass over the output
+            summand = bias if self.collectives.rank == 0 else None  # added once, in the product: no extra pass over the output
             return launch(x, matrix, summand, out, cut)
         # Columns of a product are rows of the transposed product, where each group is contiguous.
         turned = out.new_empty(out.shape[::-1])
@@ -66,17 +83,17 @@ class Sender:
             for work, group in zip(works, cut, strict=True)
         ]
 
-    def _sum(self, x, matrix, bias, out, cut) -> list[Work]:
+    def _reduced_in_turn(self, x, matrix, bias, out, cut) -> list[Work]:
         if self.signals and cut and signals.supported(x):
-            return signals.send_sum(x, matrix, bias, out, cut, self.link)
+            return signals.send_sum(x, matrix, bias, out, cut, self.collectives)
         works = []
         for rows in cut:
             product(x[rows], matrix, bias, out=out[rows])
-            works.append(self.link.all_reduce(out[rows]))
+            works.append(self.collectives.all_reduce(out[rows]))
         return works
 
-    def _shares(self, x, matrix, bias, out, cut) -> list[Work]:
-        return self.parts(x, matrix, bias, cut, lambda group, parts: self.link.reduce_scatter(out[cut[group]], parts))
+    def _scattered(self, x, matrix, bias, out, cut) -> list[Work]:
+        return self.send(x, matrix, bias, cut, lambda group, parts: self.collectives.reduce_scatter(out[cut[group]], parts))
 
 
 def _put(result: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -1,18 +1,117 @@
-"""A network of excitatory and inhibitory cells that learns by error diffusion."""
+"""A network of excitatory and inhibitory cells that learns by error diffusion, and diagnostics of it.
+
+**Forward**, in signed activities. A target of sign s has the output sigmoid(2 u / u0), where u = s v and v is the sum of the
+sources' signed activities times magnitudes. The activities already contain the signs of the sources. Since sigmoid(-v) =
+1 - sigmoid(v), the signed activity is sigmoid(2 v / u0) for an excitatory cell and sigmoid(2 v / u0) - 1 for an inhibitory one,
+so weights need no sign.
+
+**Backward**: minus the update as the gradient of each weight. An optimizer that subtracts learning rate times gradient then
+adds the update. Everything that works on gradients works here: accumulation, clipping, schedules, scaled losses (the rules are
+positively homogeneous in the error), all-reduce under DDP.
+
+Shapes: magnitudes are matrices from all source cells to all target cells: incoming (D, 2 I, C), hidden (L - 1, D, C, C),
+outgoing (D, C, 1). S constant cells reach every layer: ``constants`` (S,) are their signed activities, thresholds (L, D, S, C)
+and last (D, S, 1) their magnitudes. ``offset`` (C,) is 0 for excitatory and 1 for inhibitory cells; ``gain`` is 2 / u0.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from holotrain.error_diffusion.diffusion import Diffusion
-from holotrain.error_diffusion.layers import propagate, record
-from holotrain.error_diffusion.rules import BACKPROPAGATION, PUBLISHED, RULES
+from holotrain.error_diffusion.rules import BACKPROPAGATION, PUBLISHED, RULES, contract, slope
 from holotrain.ranges import require_at_least, require_one_of
+
+
+def input_cells(x: Tensor, outputs: int) -> Tensor:
+    """Every input drives an excitatory and an inhibitory cell: (B, I) -> signed activities (D, B, 2 I)."""
+    return torch.cat([x, -x], dim=1).expand(outputs, -1, -1)
+
+
+def propagate(
+    x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, thresholds: Tensor, last: Tensor, constants: Tensor,
+    offset: Tensor, gain: float,
+) -> Tensor:  # fmt: skip
+    """The outputs (B, D) of inputs (B, I), with plain autograd."""
+    first, *rest, final = _at_rest(thresholds, last, constants)
+    activities = torch.sigmoid(_drive(first, input_cells(x, len(incoming)), incoming, gain)) - offset
+    for threshold, magnitudes in zip(rest, hidden, strict=True):
+        activities = torch.sigmoid(_drive(threshold, activities, magnitudes, gain)) - offset
+    return torch.sigmoid(_drive(final, activities, outgoing, gain))[..., 0].T
+
+
+def record(
+    x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, thresholds: Tensor, last: Tensor, constants: Tensor,
+    offset: Tensor, gain: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same, and the signed activities of all hidden layers, (L, D, B, C), in one tensor."""
+    outputs, batch = len(incoming), len(x)
+    activities = x.new_empty(len(thresholds), outputs, batch, len(offset))
+    first, *rest, final = _at_rest(thresholds, last, constants)
+    _drive(first, input_cells(x, outputs), incoming, gain, out=activities[0]).sigmoid_().sub_(offset)
+    # A thousand small layers are bound by kernel launches: three per layer, without allocations.
+    for threshold, sources, magnitudes, targets in zip(rest, activities[:-1], hidden, activities[1:], strict=True):
+        _drive(threshold, sources, magnitudes, gain, out=targets).sigmoid_().sub_(offset)
+    return activities, torch.sigmoid_(_drive(final, activities[-1], outgoing, gain))[..., 0].T
+
+
+def _at_rest(thresholds: Tensor, last: Tensor, constants: Tensor) -> list[Tensor]:
+    """What constant cells add to the sums of each layer, (D, 1, C), and the outputs, (D, 1, 1); scalars if there are none."""
+    if not len(constants):
+        return [last.new_zeros(())] * (len(thresholds) + 1)
+    return [*(constants @ thresholds).unsqueeze(-2), (constants @ last).unsqueeze(-2)]
+
+
+def _drive(threshold: Tensor, activities: Tensor, magnitudes: Tensor, gain: float, out: Tensor | None = None) -> Tensor:
+    """gain x (threshold + activities @ magnitudes). A scalar threshold is ignored, which saves a copy."""
+    return torch.baddbmm(threshold, activities, magnitudes, beta=gain * bool(threshold.ndim), alpha=gain, out=out)
+
+
+class Diffusion(Function):
+    """Inputs (B, I) and magnitudes, as in ``layers`` -> outputs (B, D).
+
+    The incoming gradient, (B, D), is minus the error: output minus target for half the squared error. It goes to every layer
+    unchanged. The inputs get no gradient, because there is no backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, thresholds: Tensor, last: Tensor,
+        constants: Tensor, offset: Tensor, gain: float, rule: str, output_rate: float,
+    ) -> Tensor:  # fmt: skip
+        activities, outputs = record(x, incoming, hidden, outgoing, thresholds, last, constants, offset, gain)
+        ctx.save_for_backward(x, activities, outputs, constants)
+        ctx.rule, ctx.output_rate = rule, output_rate
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, activities, outputs, constants = ctx.saved_tensors
+        learns = RULES[ctx.rule]
+        error = -grad.T.unsqueeze(-1)
+        needs_incoming, needs_hidden, needs_outgoing, needs_thresholds, needs_last = ctx.needs_input_grad[1:6]
+        incoming = hidden = outgoing = thresholds = last = None
+        slopes = slope(outputs).T.unsqueeze(-1) * -ctx.output_rate
+        steady = learns(constants.expand(*error.shape[:2], -1), error).mT
+        if needs_incoming:
+            incoming = learns(input_cells(x, len(error)), error).mT.bmm(slope(activities[0])).neg_()
+        if needs_hidden:
+            hidden = contract(activities, error, ctx.rule).neg_()
+        if needs_outgoing:
+            outgoing = learns(activities[-1], error).mT.bmm(slopes)
+        if needs_thresholds:
+            thresholds = torch.stack([steady.bmm(slope(layer)) for layer in activities]).neg_()
+        if needs_last:
+            last = steady.bmm(slopes)
+        return None, incoming, hidden, outgoing, thresholds, last, *(None,) * 5
 
 
 class ErrorDiffusionNetwork(nn.Module):
@@ -183,3 +282,39 @@ def _normal(*shape: int, sources: int) -> Tensor:
 
 INITIALIZATIONS = {"scaled": _scaled, "uniform": _uniform, "normal": _normal}
 """How magnitudes of a shape are drawn for targets with a number of sources."""
+
+
+FLAT = 1e-3
+"""Slopes |o| (1 - |o|), at most 1/4, below which the weights of a cell hardly change."""
+
+
+def sign_violations(network: ErrorDiffusionNetwork) -> Tensor:
+    """The share of weights with the wrong sign, that is, with a magnitude below 0. A scalar."""
+    parameters = list(network.parameters())
+    wrong = sum((parameter.detach() < 0).sum() for parameter in parameters)
+    return wrong / sum(parameter.numel() for parameter in parameters)
+
+
+def dead_cells(network: ErrorDiffusionNetwork, x: Tensor) -> Tensor:
+    """The share of hidden cells that are saturated for every sample of x, (B, I), and learn nothing from it. A scalar."""
+    return (slope(network.activities(x)).amax(dim=2) < FLAT).float().mean()
+
+
+def alignment(network: ErrorDiffusionNetwork, x: Tensor, grad: Tensor) -> Tensor:
+    """The cosine of the network's update and that of gradient descent, over all weights. A scalar.
+
+    Args:
+        x: (B, I).
+        grad: (B, D), the gradient of the loss with respect to the outputs.
+    """
+    by_rule = _gradient(network, x, grad)
+    with network.ruled_by(BACKPROPAGATION):
+        return torch.cosine_similarity(by_rule, _gradient(network, x, grad), dim=0)
+
+
+def _gradient(network: ErrorDiffusionNetwork, x: Tensor, grad: Tensor) -> Tensor:
+    learning = tuple(parameter for parameter in network.parameters() if parameter.requires_grad)
+    with torch.enable_grad():
+        outputs = network(x)
+        gradients = torch.autograd.grad(outputs, learning, grad.to(outputs.dtype))
+    return torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,7 +1,8 @@
-"""One training step in the order of Lightning's automatic optimization, on real or fake tensors."""
+"""One training step in the order of Lightning's automatic optimization: simulated on fake tensors, or measured on real ones."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,9 +16,8 @@ from torch.optim import Optimizer
 from holotrain.optimizers import InBackward
 from holotrain.optimizers.plain_state import parts_of
 from holotrain.planning.allocators import ALLOCATORS, Allocator
-from holotrain.planning.footprint import Footprint
-from holotrain.planning.imagination import supposing
-from holotrain.planning.ledger import Ledger
+from holotrain.planning.fake_tensors import assume_ones
+from holotrain.planning.tracker import AllocationTracker, Footprint
 
 CPU = ALLOCATORS["cpu"]
 
@@ -128,57 +128,109 @@ class Update:
     bound: int
 
 
-def rehearse_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
-    """Rehearses an update in the middle of a training, when the optimizer state exists; one in the backward has no update."""
-    ledger = Ledger(allocator)
-    with supposing():
+def simulate_update(step: TrainingStep, allocator: Allocator = CPU) -> Update:
+    """Simulates an update in the middle of a training, when the optimizer state exists; one in the backward has no update."""
+    tracker = AllocationTracker(allocator)
+    with assume_ones():
         step.begin()
         if not step.in_backward:
             step.update()
-    ledger.label("optimizer", step.optimizer_state)
-    state = ledger.alive
+    tracker.label("optimizer", step.optimizer_state)
+    state = tracker.alive
     if step.in_backward:
         return Update(state, 0, 0)
-    _label(ledger, step)
-    before = ledger.alive
-    with supposing(), ledger.watching():
+    _label(tracker, step)
+    before = tracker.alive
+    with assume_ones(), tracker.tracking():
         step.update()
-    return Update(state, max(ledger.peak() - before, 0), max(ledger.bound() - before, 0))
+    return Update(state, max(tracker.peak() - before, 0), max(tracker.bound() - before, 0))
 
 
-def rehearse(step: TrainingStep, allocator: Allocator = CPU, update: Update | None = None) -> Footprint:
+def simulate_step(step: TrainingStep, allocator: Allocator = CPU, update: Update | None = None) -> Footprint:
     """Returns the memory of a step in the middle of a training, when old gradients still exist, if the optimizer leaves any.
 
     Args:
         update: its memory, if it is already known.
     """
-    update = update or rehearse_update(step, allocator)
-    ledger = Ledger(allocator)
-    numbers = supposing() if step.in_backward else nullcontext()  # of the optimizer, not of the model
+    update = update or simulate_update(step, allocator)
+    tracker = AllocationTracker(allocator)
+    numbers = assume_ones() if step.in_backward else nullcontext()  # of the optimizer, not of the model
     with numbers:
         step.begin()
-    _label(ledger, step)
+    _label(tracker, step)
     if step.in_backward:
-        ledger.label("optimizer", step.optimizer_state)  # the updates of the backward change it
-        step.optimizer.observe(lambda parameter: ledger.label("gradients", [parameter.grad]))
+        tracker.label("optimizer", step.optimizer_state)  # the updates of the backward change it
+        step.optimizer.observe(lambda parameter: tracker.label("gradients", [parameter.grad]))
     else:
-        ledger.add("optimizer", update.state)
-    with numbers, ledger.watching():
-        step.differentiate(ledger.enter)
-    ledger.label("gradients", _gradients(step))
-    ledger.enter("update")
-    ledger.reach(update.bound)
-    ledger.add("temporary", update.beyond)
-    return Footprint.of(ledger)
+        tracker.add("optimizer", update.state)
+    with numbers, tracker.tracking():
+        step.differentiate(tracker.enter)
+    tracker.label("gradients", _gradients(step))
+    tracker.enter("update")
+    tracker.add_scratch(update.bound)
+    tracker.add("temporary", update.beyond)
+    return Footprint.of(tracker)
 
 
-def _label(ledger: Ledger, step: TrainingStep) -> None:
-    ledger.label("parameters", step.model.parameters())
-    ledger.label("buffers", step.model.buffers())
-    ledger.label("gradients", _gradients(step))
+def _label(tracker: AllocationTracker, step: TrainingStep) -> None:
+    tracker.label("parameters", step.model.parameters())
+    tracker.label("buffers", step.model.buffers())
+    tracker.label("gradients", _gradients(step))
     for kind, tensors in step.held.items():
-        ledger.label(kind, tensors)
+        tracker.label(kind, tensors)
 
 
 def _gradients(step: TrainingStep) -> list[Tensor]:
     return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
+
+
+def measured_peak(step: TrainingStep, device: torch.device) -> int:
+    """Returns the peak bytes of one step on real tensors; on a CPU as PyTorch's allocator reports them to the profiler."""
+    if device.type == "cuda":
+        _begin(step)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _run(step)
+        return torch.cuda.max_memory_allocated(device)
+
+    def whole() -> None:
+        _begin(step)  # inside, because the profiler does not see that earlier allocations are freed
+        _run(step)
+
+    return sum(_storages(step).values()) + peak_of(whole, device)
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> int:
+    """Returns the bytes at the peak of what ``work`` allocates, without what was allocated before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    gc.collect()  # what is freed within counts, also what was allocated before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def _begin(step: TrainingStep) -> None:
+    step.begin()
+    step.update()
+
+
+def _run(step: TrainingStep) -> None:
+    step.differentiate()
+    step.update()
+
+
+def _storages(step: TrainingStep) -> dict[int, int]:
+    """The bytes of what was allocated before the step, by storage."""
+    tensors = [*step.model.parameters(), *step.model.buffers()]
+    tensors += [tensor for held in step.held.values() for tensor in held]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

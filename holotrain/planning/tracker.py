@@ -1,8 +1,8 @@
 """Records all bytes that operations allocate and free, in order, on real or fake tensors.
 
-A storage counts from the operation that makes it until nothing refers to it. The ledger does not see what an operation
+A storage counts from the operation that makes it until nothing refers to it. The tracker does not see what an operation
 allocates internally. The allocator gives the part that is known exactly (``within``, part of the peak) and the part that only
-has an upper bound (``scratch``, part of the bound).
+has an upper bound (``scratch``, part of the bound). A :class:`Footprint` is what a tracker recorded of a training step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.allocators import ALLOCATORS, Allocator
-from holotrain.planning.imagination import of_parts
+from holotrain.planning.fake_tensors import is_wrapper_subclass
 
 
 @dataclass(eq=False)
 class Allocation:
     """One storage: its bytes, as its allocator counts them, and its kind.
 
-    ``kind`` is the phase in which it was made, until :meth:`Ledger.label` changes it.
+    ``kind`` is the phase in which it was made, until :meth:`AllocationTracker.label` changes it.
     """
 
     bytes: int
@@ -45,8 +45,8 @@ class Event:
 
 
 @dataclass(eq=False)
-class Ledger:
-    """Records the storages of operations that run inside of :meth:`watching`.
+class AllocationTracker:
+    """Records the storages of operations that run inside of :meth:`tracking`.
 
     Args:
         allocator: of the device to plan for.
@@ -67,14 +67,14 @@ class Ledger:
         """Counts bytes that have no tensor."""
         self._note(Allocation(size, kind), True)
 
-    def pass_by(self, size: int) -> None:
+    def add_temporary(self, size: int) -> None:
         """Counts bytes that are allocated and freed at once."""
         if size:
             allocation = Allocation(size, self.phase)
             self._note(allocation, True)
             self._note(allocation, False)
 
-    def reach(self, size: int) -> None:
+    def add_scratch(self, size: int) -> None:
         """Notes that at most ``size`` bytes may be allocated for a moment, in addition to those alive."""
         self._reached[self.phase] = max(self._reached.get(self.phase, 0), self.alive + size)
 
@@ -110,10 +110,10 @@ class Ledger:
         self.events.append(Event(allocation, made, self.alive, self.phase))
 
     @contextmanager
-    def watching(self):
+    def tracking(self):
         """Inside the context the results of operations are counted."""
         _references_when_held_once()  # which cannot be found out inside an operation
-        with _Watch(self):
+        with _Tracking(self):
             yield
 
     def peak(self, *phases: str) -> int:
@@ -136,26 +136,26 @@ class Ledger:
         return {kind: size for kind, size in by_kind.items() if size}
 
 
-class _Watch(TorchDispatchMode):
-    def __init__(self, ledger: Ledger) -> None:
+class _Tracking(TorchDispatchMode):
+    def __init__(self, tracker: AllocationTracker) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._tracker = tracker
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if of_parts(types):
+        if is_wrapper_subclass(types):
             return NotImplemented
-        ledger = self._ledger
-        if function is torch.ops.aten.add.Tensor and _engine_adds() and ledger.owns(args[0]):
+        tracker = self._tracker
+        if function is torch.ops.aten.add.Tensor and _engine_adds() and tracker.owns(args[0]):
             # With real tensors autograd accumulates gradients in place; with fake ones it does not.
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:
             result = function(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
-                ledger.count(leaf)
-        within = ledger.allocator.within(function, args, result)
-        ledger.pass_by(within)
-        ledger.reach(within + ledger.allocator.scratch(function, args))
+                tracker.count(leaf)
+        within = tracker.allocator.within(function, args, result)
+        tracker.add_temporary(within)
+        tracker.add_scratch(within + tracker.allocator.scratch(function, args))
         return result
 
 
@@ -186,3 +186,61 @@ def _engine_adds() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+PHASES = ("forward", "backward", "update")
+"""Phases of a step: the loss; its gradients; clipping and the optimizer step."""
+
+LASTING = ("parameters", "buffers", "gradients", "optimizer", "average", "hologram", "batch")
+"""Kinds of memory that outlive a phase. What the forward stores for the backward are activations; the rest is temporary."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a step, in bytes.
+
+    ``peak`` is the memory of the tensors: all storages, as the device's allocator rounds them, and the temporaries of PyTorch's
+    own kernels that are known exactly. :attr:`bound` adds the scratch that operations may hold inside themselves on a CPU.
+    Scratch depends on the CPU and on libraries, so only an upper bound of it is known: a step fits in ``bound`` bytes.
+
+    Args:
+        peak: the most bytes that are alive at once.
+        phase: the phase of the peak.
+        parts: what the peak consists of, by kind: those of :data:`LASTING`, ``activations`` and ``temporary``.
+        by_phase: the peak of each phase.
+        parts_by_phase: what the peak of each phase consists of.
+        scratch_by_phase: how much scratch may add to the peak of each phase.
+    """
+
+    peak: int
+    phase: str
+    parts: dict[str, int]
+    by_phase: dict[str, int]
+    parts_by_phase: dict[str, dict[str, int]]
+    scratch_by_phase: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bound(self) -> int:
+        """The most bytes in use at once, with scratch: this must fit."""
+        return max(peak + self.scratch_by_phase.get(phase, 0) for phase, peak in self.by_phase.items())
+
+    @property
+    def scratch(self) -> int:
+        """How much scratch may add to the peak."""
+        return self.bound - self.peak
+
+    @classmethod
+    def of(cls, tracker: AllocationTracker) -> Footprint:
+        by_phase = {phase: tracker.peak(phase) for phase in PHASES}
+        phase = max(by_phase, key=by_phase.__getitem__)
+        parts = {phase: _parts(tracker.at_peak(phase)) for phase in PHASES}
+        scratch = {phase: tracker.bound(phase) - peak for phase, peak in by_phase.items()}
+        return cls(by_phase[phase], phase, parts[phase], by_phase, parts, scratch)
+
+
+def _parts(found: dict[str, int]) -> dict[str, int]:
+    parts = {kind: found.pop(kind, 0) for kind in LASTING}
+    # The tracker cannot distinguish a forward's temporaries from what its backward needs. At the peak they are small.
+    parts["activations"] = found.pop("forward", 0)
+    parts["temporary"] = sum(found.values())
+    return parts

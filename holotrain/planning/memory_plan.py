@@ -1,0 +1,293 @@
+"""The memory of a training under each schedule, the largest batch and depth that fit, and the choice of what it leaves open.
+
+Lightning's BatchSizeFinder doubles the size until CUDA runs out of memory: it only finds the initial size times a power of two,
+needs a GPU, and kills the process on a CPU. The plan has none of these limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from holotrain.planning.allocators import ALLOCATORS
+from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
+from holotrain.planning.planner import Backward, Planner
+from holotrain.planning.tracker import Footprint
+from holotrain.sizes import counted
+
+
+def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:
+    """Returns the largest multiple of ``unit`` whose bound fits the budget; 0 if not even one unit fits.
+
+    The bound must be convex and must not fall as the size grows, like the maximum of several straight lines; the memory of
+    batches and of stacked blocks is like this. Then a line through two sizes that fit never underestimates the limit, and a
+    line between a size that fits and one that does not never overestimates it. A few bounds are enough.
+
+    Args:
+        bound: bytes that a size needs at most.
+        start: the first size to try, a multiple of ``unit``.
+        most: the largest size allowed, a multiple of ``unit``.
+    """
+    known: dict[int, int] = {}
+    size = start
+    while True:
+        known[size] = bound(size)
+        fitting = sorted(size for size, taken in known.items() if taken <= budget)
+        beyond = min((size for size, taken in known.items() if taken > budget), default=None)
+        low = fitting[-1] if fitting else 0
+        if low == most or beyond == low + unit:
+            return low
+        if not fitting:
+            size = max(beyond // 2 // unit, 1) * unit
+            continue
+        size = 2 * low if len(fitting) == 1 else _crossing(known, *fitting[-2:], budget, unit) or 2 * low
+        if size == low:
+            return low
+        if beyond is not None and size >= beyond:
+            size = max(_crossing(known, low, beyond, budget, unit), low + unit)
+        if most is not None:
+            size = min(size, most)
+
+
+def _crossing(known: dict[int, int], a: int, b: int, budget: int, unit: int) -> int | None:
+    """The last size at which the line through two known sizes fits the budget; None if the line never exceeds it."""
+    rise = known[b] - known[a]
+    return a + (budget - known[a]) * (b - a) // rise // unit * unit if rise > 0 else None
+
+
+DEEPER = 4
+"""Depths of up to 1 + 1/DEEPER times the configured one are planned exactly. Beyond, memory is extrapolated linearly."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest ``value`` of an option that fits, 0 if none does; not ``exact``: extrapolated."""
+
+    option: str
+    configured: int
+    value: int
+    exact: bool = True
+
+
+def largest_batch(
+    planner: Planner,
+    backward: Backward,
+    budget: int,
+    most: int | None = None,
+    begin: Callable[[str], object] = lambda what: None,
+) -> Limit:
+    """The largest batch that fits.
+
+    Args:
+        budget: memory budget in bytes.
+        most: upper limit of the batch, if any.
+        begin: called with what is planned next.
+
+    Raises:
+        Unplannable: an operation needs the values of its inputs.
+    """
+    batch = planner.batch
+
+    def bound(size: int) -> int:
+        begin(f"{batch.name}={size}")
+        return planner.footprint(backward, size).bound
+
+    start = max(batch.value // batch.unit, 1) * batch.unit
+    return Limit(batch.name, batch.value, largest(bound, budget, min(start, most) if most else start, batch.unit, most))
+
+
+def largest_depth(
+    planner: Planner, backward: Backward, budget: int, begin: Callable[[str], object] = lambda what: None
+) -> Limit:
+    """The largest depth that fits, with the arguments of :func:`largest_batch`. The planner must have a depth."""
+    configured = planner.depth.value
+    deeper = configured + max(configured // DEEPER, 1)
+
+    def simulated(depth: int) -> int:
+        begin(counted(depth, "block"))
+        return planner.footprint(backward, depth=None if depth == configured else depth).bound
+
+    def bound(depth: int) -> int:
+        if depth <= deeper:
+            return simulated(depth)
+        a, b = simulated(configured), simulated(deeper)
+        return a + (b - a) * (depth - configured) // (deeper - configured)
+
+    found = largest(bound, budget, configured)
+    return Limit(planner.depth.name, configured, found, exact=found < deeper)
+
+
+def choose_schedules(planner: Planner, budget: int, measure: bool = True) -> Choice:
+    """The fastest schedule of each block with which the training fits.
+
+    Args:
+        budget: memory budget in bytes.
+        measure: time each schedule on the device, which this machine must have; False: count FLOPs.
+
+    Raises:
+        TooSmall: nothing fits.
+        Unplannable: an operation needs the values of its inputs.
+    """
+    names = _candidates(planner)
+    least = planner.footprint(least_memory(planner)).bound
+    if least > budget:  # before anything is timed
+        raise TooSmall(least)
+    if planner.listed:
+        return _choose_checkpointed(planner, budget)
+    costs = _seconds(planner, names) if measure else None
+    with planner.fake_step(planner.fake_model(names[0])) as step:
+        visits = visits_of(step)
+        if costs is None:
+            costs = [flops(visit, names) for visit in visits]
+        allocator = ALLOCATORS[planner.device]
+        stages = [stage_of(visit, each, step.autocast, allocator) for visit, each in zip(visits, costs, strict=True)]
+    return choose(stages, lambda blocks: planner.footprint(blocks).bound, budget)
+
+
+def _choose_checkpointed(planner: Planner, budget: int) -> Choice:
+    """The fewest blocks to checkpoint, first to last, with which the training fits, for blocks that are in no sequence.
+
+    The last ones store their activations, because that memory is free again when the others recompute.
+    """
+
+    def blocks(count: int) -> list[str]:
+        return ["checkpoint"] * count + ["autograd"] * (planner.listed - count)
+
+    fewest, most = 0, planner.listed  # with `most` it fits
+    while fewest < most:
+        count = (fewest + most) // 2
+        if planner.footprint(blocks(count)).bound <= budget * (1 - MARGIN):
+            most = count
+        else:
+            fewest = count + 1
+    # A forward is a third of a block's computation, and checkpointing runs it twice.
+    cost = 3 * planner.listed + most
+    return Choice(blocks(most), planner.footprint(blocks(most)).bound, cost, 4 * planner.listed)
+
+
+def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None = None) -> int:
+    """The largest batch that fits under the configured schedules.
+
+    Args:
+        budget: memory budget in bytes.
+        least, most: limits of the batch.
+
+    Raises:
+        TooSmall: not even the smallest batch fits.
+        Unplannable: an operation needs the values of its inputs.
+    """
+    size = largest_batch(planner, planner.backward, int(budget * (1 - MARGIN)), most).value
+    if size < least:
+        raise TooSmall(planner.footprint(planner.backward, least).bound)
+    return size
+
+
+def least_memory(planner: Planner) -> str:
+    """The schedule that needs the least memory."""
+    return next(name for name in (_recomputing(planner), "checkpoint", "autograd") if name in planner.schedules)
+
+
+def _candidates(planner: Planner) -> list[str]:
+    recomputing, plain = _recomputing(planner), [name for name in ("autograd", "checkpoint") if name in planner.schedules]
+    if recomputing not in planner.schedules:
+        return plain
+    return [recomputing, *([f"{recomputing}+attention"] if planner.keeps_attention else []), *plain]
+
+
+def _recomputing(planner: Planner) -> str:
+    return "pareprop" if planner.device == "cuda" else "reversible"
+
+
+def _seconds(planner: Planner, names: list[str]) -> list[dict[str, float]]:
+    """Measured seconds of each schedule, for each sequence of the model."""
+    with torch.random.fork_rng():
+        step = planner.make_step(planner.make_model(names[0], None).to(planner.device), planner.batch.value)
+        return [seconds(visit, names, step.autocast) for visit in visits_of(step)]
+
+
+AUTO = "auto"
+"""Name in a plan of schedules that were chosen or given for each block."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Args:
+        device: device of the plan.
+        budget: memory budget in bytes; None: not known.
+        backward: name of the configured schedules in ``footprints``.
+        schedule: these schedules; if they were open, the choice.
+        footprints: memory of a step under each schedule.
+        choice: the choice of schedules, if they were open.
+        limits: largest batch and depth under the configured schedules; empty without a budget.
+    """
+
+    device: str
+    budget: int | None
+    backward: str
+    schedule: Backward
+    footprints: dict[str, Footprint]
+    choice: Choice | None
+    limits: list[Limit]
+
+    @property
+    def configured(self) -> Footprint:
+        return self.footprints[self.backward]
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.budget is None else self.configured.bound <= self.budget
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan in plain containers; sizes in bytes."""
+        return {
+            "device": self.device,
+            "budget_bytes": self.budget,
+            "backward": self.backward,
+            "fits": self.fits,
+            "peak_bytes": self.configured.bound,
+            "blocks": self.choice.blocks if self.choice else None,
+            "footprints": {
+                name: asdict(footprint) | {"scratch": footprint.scratch, "bound": footprint.bound}
+                for name, footprint in self.footprints.items()
+            },
+            "largest": {limit.option: limit.value for limit in self.limits},
+        }
+
+
+def make_plan(planner: Planner, budget: int | None, begin: Callable[[str], object] = lambda what: None) -> Plan:
+    """
+    Args:
+        budget: memory budget in bytes; None: not known, which needs a planner with configured schedules.
+        begin: called with what is planned next.
+
+    Raises:
+        Unplannable: an operation needs the values of its inputs.
+    """
+    footprints = {}
+    for name in planner.schedules:
+        begin(f"backward={name}")
+        footprints[name] = planner.footprint(name)
+    choice, backward = None, planner.backward
+    if backward is None:
+        begin(f"backward={AUTO}")
+        try:
+            choice = choose_schedules(planner, budget, measure=False)
+            backward = choice.blocks
+        except TooSmall:  # the table shows by how much
+            backward = least_memory(planner)
+    name = backward if isinstance(backward, str) else AUTO
+    if name not in footprints:
+        begin(f"backward={name}")
+        footprints[name] = planner.footprint(backward)
+    limits = []
+    if budget is not None:
+        # For another batch, a choice can go down to the schedule with the least memory.
+        varied = backward if isinstance(backward, str) else least_memory(planner)
+        limits = [largest_batch(planner, varied, budget, begin=begin)]
+        if planner.depth is not None:
+            limits.append(largest_depth(planner, varied, budget, begin))
+    return Plan(planner.device, budget, name, backward, footprints, choice, limits)
