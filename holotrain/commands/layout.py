@@ -12,7 +12,7 @@ from holotrain.callbacks import (
     SynthesisCallback,
     ThroughputMonitor,
 )
-from holotrain.callbacks.period import replays
+from holotrain.callbacks.monitor import replays
 from holotrain.config.schema.backward import PLAIN
 from holotrain.config.schema.run import RunConfig
 from holotrain.dashboard.charts import tensorboard_layout

@@ -4,7 +4,6 @@ charts    which scalars each chart shows
 events    reads the event files of a run
 scalars   reads the scalars of a run
 media     reads the images and texts of a run
-thinning  downsampling and smoothing of long curves
 table     differing options and results of the runs
 page      the HTML page; uPlot and page.js draw its charts
 """

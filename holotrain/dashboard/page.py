@@ -14,9 +14,9 @@ from holotrain.dashboard.charts import CHARTS, Chart
 from holotrain.dashboard.media import Medium
 from holotrain.dashboard.scalars import Curve
 from holotrain.dashboard.table import Column, Reported, columns, different_options, labels, shown
-from holotrain.dashboard.thinning import smoothed, thinned
 from holotrain.errors import UserError
 from holotrain.sizes import counted
+from holotrain.thinning import smoothed, thinned
 
 POINTS = 1000
 """Maximum number of points per curve, about the width of a chart in pixels."""
