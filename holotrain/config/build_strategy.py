@@ -17,11 +17,9 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
-from holotrain.parallel.data import DataParallel
-from holotrain.parallel.pipeline import Pipeline, check_stages, equal_parts
 from holotrain.parallel.rank import ProcessRank
-from holotrain.parallel.sharded import Sharding
-from holotrain.parallel.tensor import overlapped
+from holotrain.parallel.stages import Pipeline, check_stages, equal_parts
+from holotrain.parallel.strategies import DataParallel, Sharding, overlapped
 
 
 def processes_of(config: Chosen) -> int:
