@@ -1,10 +1,11 @@
 """MemoryMonitor: logs the memory of each phase of training, and warns of a leak."""
 
+import os
+import re
 import resource
 import sys
 import warnings
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -210,27 +211,36 @@ class CudaProbe:
 
 
 class LinuxProbe:
-    """Resident memory of the process. The kernel keeps its peak (VmHWM) and can reset it (clear_refs, see proc(5))."""
+    """Resident memory of the process. The kernel keeps its peak (VmHWM) and can reset it (clear_refs, see proc(5)).
 
-    status = Path("/proc/self/status")
-    clear_refs = Path("/proc/self/clear_refs")
+    Reads and writes without Python's file objects, which take twice as long: this runs several times a step.
+    """
+
+    sizes = re.compile(rb"VmHWM:\s+(\d+).*?VmRSS:\s+(\d+)", re.DOTALL)
 
     @classmethod
     def works(cls) -> bool:
         """Whether this kernel can reset the peak."""
         try:
-            cls.clear_refs.write_text("5")
-        except OSError:
+            cls().reset()
+            return min(cls().read()) > 0
+        except (OSError, TypeError):  # other fields than Linux has
             return False
-        return cls.status.is_file()
 
     def reset(self) -> None:
-        self.clear_refs.write_text("5")
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        try:
+            os.write(file, b"5")
+        finally:
+            os.close(file)
 
     def read(self) -> tuple[int, int]:
-        fields = dict(line.split(":", 1) for line in self.status.read_text().splitlines())
-        peak, current = (int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
-        return peak, current
+        file = os.open("/proc/self/status", os.O_RDONLY)
+        try:
+            found = self.sizes.search(os.read(file, 4096))
+        finally:
+            os.close(file)
+        return int(found[1]) * 1024, int(found[2]) * 1024
 
     def current(self) -> int:
         return self.read()[1]

@@ -197,8 +197,3 @@ def test_texts_and_images_fit_their_places():
     for size in ((8, 8), (28, 30), (300, 20), (1000, 1000)):
         assert max(fitted(Image.new("RGB", size)).size) <= TILE
     assert fitted(Image.new("RGB", (8, 4))).size == (128, 64)
-
-
-def test_wrong_arguments_are_told_at_once():
-    with pytest.raises(ValueError, match="count must be at least 1, not 0"):
-        Predictions(count=0)
