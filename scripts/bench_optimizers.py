@@ -40,7 +40,7 @@ from torch.nn import functional as F
 
 from holotrain.models import RevViT
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.optimizers.plain_state import parts_of
+from holotrain.optimizers.low_bit import parts_of
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.synthesis.binding import folded, units
 

@@ -1,52 +1,32 @@
 """Callbacks for any Lightning Trainer.
 
-memory        MemoryMonitor: memory of each phase, and leaks
-growth        tells a leak from the ups and downs of memory
-probe         reads memory use of the device or process
-drift         DriftMonitor: error of recomputed activations
-diffusion     ErrorDiffusionMonitor: signs, dead cells, alignment with the true gradient
-synthesis     SynthesisCallback: holographic weight synthesis before each optimizer step
-throughput    ThroughputMonitor: samples, tokens, MFU and HFU
-trace         TraceProfiler: a few batches as a trace for Perfetto
-memory_picture  memory during a batch, as SVG
-optimization  OptimizationMonitor: gradient norm, relative size of updates
-histograms    Histograms: distributions of weights and gradients
-predictions   Predictions: validation images with predictions
-confusion     ConfusionMatrix: which classes are taken for which
-classified    reads a classifier's outputs during validation
-samples       Samples: texts of a causal language model
-drawing       pictures with text, drawn with Pillow
-media         images and text for each kind of logger
-padding       PaddingMonitor: fraction of padding in text batches
-period        how often callbacks measure, and whether they can
-share         which shard of the data a process reads
-flops         FLOPs of a training step, peak FLOP/s of known GPUs
-interrupt     SaveOnSignal: saves a checkpoint before a signal ends the training
-agreement     Agreement: processes receive a signal at the same batch
-exact_checkpoint  ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption
-average       WeightAverage: moving average of the weights
-exact_resume  ExactResume: state that Lightning leaves out of checkpoints
-whole_steps   delays what happens between batches to the optimizer step
-epoch_log     EpochLog: one line per epoch; progress: bar or lines
+monitor        Monitor: how often callbacks measure, and what they ask of a trainer
+memory         MemoryMonitor: memory of each phase, and leaks
+throughput     ThroughputMonitor: samples, tokens, MFU and HFU; FLOPs of a step, peak FLOP/s of known GPUs
+optimization   OptimizationMonitor: norms of gradients and updates; Histograms: distributions of weights and gradients
+model_monitors DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor: what only some models and data have
+synthesis_callback  SynthesisCallback: holographic weight synthesis before each optimizer step
+classifiers    Predictions and ConfusionMatrix: what a classifier says of its validation data
+samples        Samples: texts of a causal language model
+drawing        pictures and texts for each kind of logger
+trace          TraceProfiler: a few batches as a trace for Perfetto, and memory during a batch as SVG
+exact_resume   ExactResume: state that Lightning leaves out of checkpoints; stops and validations after whole steps only
+exact_checkpoint  ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption; WeightAverage: of the weights
+interrupt      SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
+epoch_log      EpochLog: one line per epoch; progress: bar or lines
 """
 
-from holotrain.callbacks.average import WeightAverage
-from holotrain.callbacks.confusion import ConfusionMatrix
-from holotrain.callbacks.diffusion import ErrorDiffusionMonitor
-from holotrain.callbacks.drift import DriftMonitor
+from holotrain.callbacks.classifiers import ConfusionMatrix, Predictions
 from holotrain.callbacks.epoch_log import EpochLog, progress
-from holotrain.callbacks.exact_checkpoint import BestCheckpoint, ExactCheckpoint, last_checkpoint
+from holotrain.callbacks.exact_checkpoint import BestCheckpoint, ExactCheckpoint, WeightAverage, last_checkpoint
 from holotrain.callbacks.exact_resume import ExactResume
-from holotrain.callbacks.flops import GPUS, multiprocessors, peak_flops, training_flops
-from holotrain.callbacks.histograms import Histograms
 from holotrain.callbacks.interrupt import Interrupted, SaveOnSignal
 from holotrain.callbacks.memory import MemoryMonitor
-from holotrain.callbacks.optimization import OptimizationMonitor
-from holotrain.callbacks.padding import PaddingMonitor
-from holotrain.callbacks.predictions import Predictions
+from holotrain.callbacks.model_monitors import DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor
+from holotrain.callbacks.optimization import Histograms, OptimizationMonitor
 from holotrain.callbacks.samples import Samples
-from holotrain.callbacks.synthesis import SynthesisCallback
-from holotrain.callbacks.throughput import ThroughputMonitor
+from holotrain.callbacks.synthesis_callback import SynthesisCallback
+from holotrain.callbacks.throughput import GPUS, ThroughputMonitor, multiprocessors, peak_flops, training_flops
 from holotrain.callbacks.trace import TraceProfiler
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""ExactCheckpoint: a ModelCheckpoint from each of whose files training continues exactly."""
+"""ExactCheckpoint: a ModelCheckpoint from each of whose files training continues exactly. WeightAverage: what else is saved."""
 
 import re
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
-from holotrain.callbacks.whole_steps import gradients_pending, validation_follows, wait_for_whole_steps
+from holotrain.callbacks.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
 from holotrain.models.checkpoint_files import written
-from holotrain.ranges import require_at_least
+from holotrain.ranges import require_at_least, require_within
 
 
 class ExactCheckpoint(ModelCheckpoint):
@@ -158,3 +158,17 @@ def last_checkpoint(path: Path, every_n_train_steps: int | None = None) -> Exact
         every_n_train_steps=every_n_train_steps,
         save_on_train_epoch_end=every_n_train_steps is None,
     )
+
+
+class WeightAverage(EMAWeightAveraging):
+    """Exponential moving average of the weights, which is validated, tested and saved in place of the weights.
+
+    Args:
+        decay: weight of the previous average in each update, in [0, 1)
+        update_every_n_steps: update the average every n optimizer steps
+    """
+
+    def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
+        require_within(0, 1, decay=decay)
+        require_at_least(1, update_every_n_steps=update_every_n_steps)
+        super().__init__(decay=decay, update_every_n_steps=update_every_n_steps)

@@ -4,15 +4,18 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
 
-from holotrain.callbacks.agreement import Agreement
-from holotrain.callbacks.whole_steps import gradients_pending, validation_follows
+from holotrain.callbacks.exact_resume import gradients_pending, validation_follows
 
 
 class Interrupted(Exception):
@@ -106,3 +109,53 @@ class SaveOnSignal(Checkpoint):
     def _restore(self) -> None:
         while self._previous:
             signal.signal(*self._previous.popitem())
+
+
+class Agreement:
+    """The maximum over processes, one batch late, so that no process waits for the others.
+
+    Every process must call the same methods in the same order. Uses its own gloo group on the CPU, so that no GPU is
+    synchronized. A single process gets its own number immediately.
+
+    Args:
+        timeout: of the collectives; None: torch's default.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if together else None
+        self._pending: tuple[dist.Work, Tensor] | None = None
+
+    def late(self, number: int) -> int:
+        """The maximum of the previous call's numbers; 0 at the first call."""
+        if self._group is None:
+            return number
+        agreed = self._settled()
+        self._begin(number)
+        return agreed
+
+    def now(self, number: int) -> int:
+        """The maximum of the numbers of this call and the previous one."""
+        if self._group is None:
+            return number
+        before = self._settled()
+        self._begin(number)
+        return max(before, self._settled())
+
+    def end(self) -> None:
+        """Waits for the pending collective and destroys the group."""
+        if self._group is not None:
+            self._settled()
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _begin(self, number: int) -> None:
+        brought = torch.tensor([number])
+        self._pending = dist.all_reduce(brought, dist.ReduceOp.MAX, self._group, async_op=True), brought
+
+    def _settled(self) -> int:
+        if self._pending is None:
+            return 0
+        (work, brought), self._pending = self._pending, None
+        work.wait()
+        return int(brought)

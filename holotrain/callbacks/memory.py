@@ -1,22 +1,26 @@
 """MemoryMonitor: logs the memory of each phase of training, and warns of a leak."""
 
+import os
+import re
+import resource
+import sys
 import warnings
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from holotrain.callbacks.growth import Growth
-from holotrain.callbacks.period import checked_period, period_of
-from holotrain.callbacks.probe import MemoryProbe, probe_of
+from holotrain.callbacks.monitor import Monitor, log_scalars
 
 PHASES = {"forward_backward": "forward and backward", "optimizer": "the optimizer step", "validation": "validation"}
 BETWEEN = "data loading and callbacks"
 MARKS = ("forward", "backward", "step", "validation")
 
 
-class MemoryMonitor(pl.Callback):
+class MemoryMonitor(Monitor):
     """Logs the memory over windows of optimizer steps, for any Lightning Trainer, and warns once if it grows step by step.
 
     On a GPU it reads the caching allocator, elsewhere the resident memory of the process. The peak is reset at each phase, so
@@ -41,14 +45,14 @@ class MemoryMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = checked_period(every_n_steps)
+        super().__init__(every_n_steps)
         self.peak_bytes: int | None = None
         self._peaks: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self._growth: Growth | None = None
         self._warned = False
         self._logged_step = -1
-        self._probe: MemoryProbe | None = None
+        self._probe: Probe | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._probe = probe_of(pl_module.device)
@@ -60,7 +64,7 @@ class MemoryMonitor(pl.Callback):
         self._probe.reset()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self._due(trainer, trainer.global_step + 1):
+        if self.ends_window(trainer, trainer.global_step + 1):
             self._used["forward"] = self._probe.current()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -76,7 +80,7 @@ class MemoryMonitor(pl.Callback):
             self._warn()
         else:
             self._close("forward_backward", "backward")
-        if self._due(trainer, trainer.global_step) and trainer.global_step != self._logged_step:
+        if self.ends_window(trainer, trainer.global_step) and trainer.global_step != self._logged_step:
             self._logged_step = trainer.global_step
             self._log(trainer, pl_module.device)
 
@@ -94,12 +98,8 @@ class MemoryMonitor(pl.Callback):
             self._log(trainer, pl_module.device)
         self._probe = None
 
-    def _due(self, trainer: pl.Trainer, step: int) -> bool:
-        window = period_of(trainer, self.every_n_steps)
-        return bool(window) and step % window == 0
-
     def _close(self, phase: str, mark: str) -> None:
-        peak, self._used[mark] = self._probe.peak_and_current()
+        peak, self._used[mark] = self._probe.read()
         self._peaks[phase] = max(self._peaks.get(phase, 0), peak)
         self._growth.mark(phase, self._used[mark])
         self._probe.reset()
@@ -118,13 +118,13 @@ class MemoryMonitor(pl.Callback):
     def _log(self, trainer: pl.Trainer, device: torch.device) -> None:
         peaks = {f"memory/{phase}_peak_bytes": self._peaks.get(phase, 0) for phase in PHASES}
         found = peaks | {f"memory/{mark}": self._used.get(mark, 0) for mark in MARKS}
-        found |= {"memory/current_bytes": self._probe.current(), "memory/reserved_bytes": self._probe.reserved() or 0}
+        found |= {"memory/current_bytes": self._probe.current(), "memory/reserved_bytes": self._probe.reserved()}
         found = dict(zip(found, _maximum_over_ranks(list(found.values()), device), strict=True))
         self._peaks = {}
         self.peak_bytes = max(self.peak_bytes or 0, *(found[name] for name in peaks))
         scalars = {"memory/peak_bytes": self.peak_bytes} | {name: value for name, value in found.items() if value}
-        for logger in trainer.loggers if period_of(trainer, self.every_n_steps) else ():
-            logger.log_metrics(scalars, step=trainer.global_step)
+        if self.period(trainer):
+            log_scalars(trainer, scalars, trainer.global_step)
 
 
 def _maximum_over_ranks(values: list[int], device: torch.device) -> list[int]:
@@ -133,3 +133,143 @@ def _maximum_over_ranks(values: list[int], device: torch.device) -> list[int]:
     shared = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return shared.tolist()
+
+
+CAPACITY = 96
+CHECKED_AT = (CAPACITY // 4, CAPACITY // 2, CAPACITY)
+LEAST_BYTES = 16 * 2**20
+LEAST_SHARE = 1 / 16
+EVENNESS = 0.75
+
+
+class Growth:
+    """Memory by label over the steps of a training, in a bounded number of samples.
+
+    What an allocator keeps and what longer batches add comes early and fades. A leak goes on: over the last two thirds of the
+    run, each quarter adds as much as the others. When samples are full, every other one is dropped and the rest stand for twice
+    as many steps, so slow leaks are found later than fast ones. Medians of quarters do not see single peaks.
+    """
+
+    def __init__(self) -> None:
+        self.level: int | None = None
+        self._grown: dict[str, int] = {}
+        self._samples: list[tuple[int, dict[str, int]]] = []
+        self._steps, self._stride = 0, 1
+
+    def mark(self, label: str, level: int) -> None:
+        """Counts for ``label`` what the level in bytes has changed since the last mark."""
+        self._grown[label] = self._grown.get(label, 0) + level - (level if self.level is None else self.level)
+        self.level = level
+
+    def step(self) -> tuple[str, float] | None:
+        """Ends a step. Returns the label that grows and the bytes per step, if memory grows steadily."""
+        self._steps += 1
+        if self._steps % self._stride:
+            return None
+        self._samples.append((self.level, dict(self._grown)))
+        if len(self._samples) not in CHECKED_AT:
+            return None
+        window = self._samples[len(self._samples) // 3 :]
+        size, stride = len(window) // 4, self._stride
+        levels = _by_quarter([level for level, _ in window])
+        rises = [after - before for before, after in pairwise(levels)]
+        if len(self._samples) == CAPACITY:
+            self._samples, self._stride = self._samples[1::2], 2 * stride
+        if sum(rises) < max(LEAST_BYTES, LEAST_SHARE * levels[0]) or min(rises) < EVENNESS * max(rises):
+            return None
+        changes = {label: _by_quarter([grown.get(label, 0) for _, grown in window]) for label in self._grown}
+        label = max(changes, key=lambda name: changes[name][-1] - changes[name][0])
+        return label, sum(rises) / (3 * size * stride)
+
+
+def _by_quarter(values: list[int]) -> list[float]:
+    size = len(values) // 4
+    return [median(values[part * size : (part + 1) * size]) for part in range(4)]
+
+
+class CudaProbe:
+    """PyTorch's caching allocator on one GPU. Does not synchronize with the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        """Resets the peak to the current use."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self) -> tuple[int, int]:
+        """Peak since the reset, and current use."""
+        used = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+        return used["peak"], used["current"]
+
+    def current(self) -> int:
+        return self.read()[1]
+
+    def reserved(self) -> int:
+        """Peak of the memory that the allocator reserves; 0 without such an allocator."""
+        return torch.cuda.max_memory_reserved(self.device)
+
+
+class LinuxProbe:
+    """Resident memory of the process. The kernel keeps its peak (VmHWM) and can reset it (clear_refs, see proc(5)).
+
+    Reads and writes without Python's file objects, which take twice as long: this runs several times a step.
+    """
+
+    sizes = re.compile(rb"VmHWM:\s+(\d+).*?VmRSS:\s+(\d+)", re.DOTALL)
+
+    @classmethod
+    def works(cls) -> bool:
+        """Whether this kernel can reset the peak."""
+        try:
+            cls().reset()
+            return min(cls().read()) > 0
+        except (OSError, TypeError):  # other fields than Linux has
+            return False
+
+    def reset(self) -> None:
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        try:
+            os.write(file, b"5")
+        finally:
+            os.close(file)
+
+    def read(self) -> tuple[int, int]:
+        file = os.open("/proc/self/status", os.O_RDONLY)
+        try:
+            found = self.sizes.search(os.read(file, 4096))
+        finally:
+            os.close(file)
+        return int(found[1]) * 1024, int(found[2]) * 1024
+
+    def current(self) -> int:
+        return self.read()[1]
+
+    def reserved(self) -> int:
+        return 0
+
+
+class PortableProbe:
+    """Peak resident memory since the process started, for systems without a reset. An upper bound of each peak."""
+
+    def reset(self) -> None:
+        """Does nothing: this system cannot reset the peak."""
+
+    def current(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def read(self) -> tuple[int, int]:
+        return self.current(), self.current()
+
+    def reserved(self) -> int:
+        return 0
+
+
+Probe = CudaProbe | LinuxProbe | PortableProbe
+
+
+def probe_of(device: torch.device) -> Probe:
+    """The probe for a training device."""
+    if device.type == "cuda":
+        return CudaProbe(device)
+    return LinuxProbe() if LinuxProbe.works() else PortableProbe()

@@ -1,19 +1,22 @@
-"""OptimizationMonitor: norm of the gradient, and the relative size of weight updates."""
+"""OptimizationMonitor and Histograms: norms of gradients and of weight updates, distributions of weights and gradients."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from holotrain.callbacks.period import checked_period, period_of
+from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.optimizers import InBackward
 
 SAMPLED = 2**16
@@ -28,7 +31,34 @@ class Seen(NamedTuple):
     sample: Tensor
 
 
-class OptimizationMonitor(pl.Callback):
+class GradientMonitor(Monitor):
+    """Looks at gradients before the optimizer step, or before each parameter's if the optimizer steps in the backward."""
+
+    _watch: RemovableHandle | None = None
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._forget()
+        optimizer = InBackward.among(trainer.optimizers)
+        if optimizer is not None and self._due(trainer):
+            self._watch = optimizer.observe(partial(self._see, trainer, pl_module))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._forget()
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        return bool(trainer.loggers) and self.ends_window(trainer, trainer.global_step + 1)
+
+    @abstractmethod
+    def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule, parameter: Tensor) -> None:
+        """A parameter with its gradient, before its step in the backward."""
+
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+
+class OptimizationMonitor(GradientMonitor):
     """Logs the gradient's norm and the size of the weight update in one of every n optimizer steps, for any Lightning Trainer.
 
     The other steps have no overhead. The norms stay on the device until the step ends, and are then read at once.
@@ -46,25 +76,14 @@ class OptimizationMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None, per_block: bool = False) -> None:
-        self.every_n_steps = checked_period(every_n_steps)
+        super().__init__(every_n_steps)
         self.per_block = per_block
         self._norms: dict[str, Tensor] = {}
         self._before: tuple[list[Tensor], list[Tensor]] | None = None
         self._seen: dict[Tensor, Seen] = {}
-        self._watch: RemovableHandle | None = None
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._forget()
-        optimizer = InBackward.among(trainer.optimizers)
-        if optimizer is not None and self._due(trainer):
-            self._watch = optimizer.observe(self._see)
-
-    def _see(self, parameter: Tensor) -> None:
+    def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule, parameter: Tensor) -> None:
         self._seen[parameter] = Seen(norm_of([parameter.grad]), norm_of([parameter]), sample(parameter).clone())
-
-    def _due(self, trainer: pl.Trainer) -> bool:
-        window = period_of(trainer, self.every_n_steps)
-        return bool(window and trainer.loggers and (trainer.global_step + 1) % window == 0)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         seen = self._seen
@@ -113,17 +132,11 @@ class OptimizationMonitor(pl.Callback):
         change, weights = scalars.pop("change"), scalars.pop("weights")
         if weights:
             scalars["optimization/update_ratio"] = change / weights
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._forget()
+        log_scalars(trainer, scalars, trainer.global_step)
 
     def _forget(self) -> None:
+        super()._forget()
         self._norms, self._before, self._seen = {}, None, {}
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
 
 
 def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -185,3 +198,57 @@ def sample(parameter: Tensor) -> Tensor:
 def weight(parameter: Tensor) -> float:
     """What makes the norm of a sample an estimate of the norm of all entries."""
     return math.sqrt(local(parameter).numel() / max(sample(parameter).numel(), 1))
+
+
+class Histograms(GradientMonitor):
+    """Logs histograms of every weight and gradient to TensorBoard in one of every n optimizer steps, for any Lightning Trainer.
+
+    A logged step copies all weights and gradients to the CPU, one after another. Other loggers get nothing.
+
+    Args:
+        every_n_steps: n; None: the trainer's ``log_every_n_steps``; 0: never.
+
+    Logs ``weights/<name>`` and ``gradients/<name>``, before clipping and the optimizer step. NaN and infinity are left out.
+    With 16-mixed and a fused optimizer, gradients are scaled. Error diffusion has updates in place of gradients.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps)
+        self._written: set[Tensor] = set()
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        return super()._due(trainer) and any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+
+    def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule, parameter: Tensor) -> None:
+        for name, each in pl_module.named_parameters():
+            if each is parameter:
+                self._write(trainer, name, parameter)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        if self._due(trainer):
+            for name, parameter in pl_module.named_parameters():
+                if parameter not in self._written:
+                    self._write(trainer, name, parameter)
+        self._forget()
+
+    def _write(self, trainer: pl.Trainer, name: str, parameter: Tensor) -> None:
+        self._written.add(parameter)
+        for kind, tensor in (("weights", parameter), ("gradients", parameter.grad)):
+            values = finite(tensor)
+            for logger in trainer.loggers if values is not None and trainer.is_global_zero else ():
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_histogram(f"{kind}/{name}", values, trainer.global_step + 1)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._written = set()
+
+
+def finite(tensor: Tensor | None) -> Any:
+    """The finite values, on the CPU; None if there are none. All processes must call it if the tensor is sharded."""
+    if tensor is None or tensor.is_meta:  # of another pipeline stage
+        return None
+    tensor = tensor.detach()
+    values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to_dense().cpu().float().flatten()
+    values = values[values.isfinite()]
+    return values if len(values) else None

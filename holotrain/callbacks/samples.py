@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holotrain.callbacks.media import log_text
+from holotrain.callbacks.drawing import log_text
 from holotrain.models import Sampling, generate
 from holotrain.models.generation import can_generate
-
-TAG = "val/samples"
+from holotrain.ranges import require_at_least
 
 
 class Samples(pl.Callback):
@@ -50,8 +49,7 @@ class Samples(pl.Callback):
     ) -> None:
         if prompts is not None and (isinstance(prompts, str) or not prompts):
             raise ValueError("prompts must be a list of at least one text")
-        if count < 1 or tokens < 1:
-            raise ValueError(f"count and tokens must be at least 1, not {count} and {tokens}")
+        require_at_least(1, count=count, tokens=tokens)
         self.prompts = None if prompts is None else list(prompts)
         self.count, self.tokens, self.seed = count, tokens, seed
         self.sampling = Sampling(temperature)
@@ -83,7 +81,7 @@ class Samples(pl.Callback):
                 [self.tokenizer.decode(start.tolist()), text]
                 for start, text in zip(self._starts, self._texts(trainer, model, pl_module.device), strict=True)
             ]
-            log_text(trainer.loggers, TAG, ["prompt", "continuation"], rows, trainer.global_step)
+            log_text(trainer.loggers, "val/samples", ["prompt", "continuation"], rows, trainer.global_step)
 
     def _texts(self, trainer: pl.Trainer, model: nn.Module, device: torch.device) -> list[str]:
         generator = torch.Generator(device).manual_seed(self.seed)

@@ -1,15 +1,18 @@
-"""ThroughputMonitor: logs the speed of training and the utilization of the device."""
+"""ThroughputMonitor: the speed of training and the utilization of the device; FLOPs of a step, and peaks of GPUs."""
 
+import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.callbacks.period import checked_period, period_of
-from holotrain.callbacks.shard import shard_of
+from holotrain.callbacks.monitor import Monitor, log_scalars, shard_of
 from holotrain.planning.clock import Clock, clock_of
 
 
@@ -25,7 +28,7 @@ class Window:
     tokens: int | Tensor
 
 
-class ThroughputMonitor(pl.Callback):
+class ThroughputMonitor(Monitor):
     """Logs samples, tokens and FLOPs per second over windows of optimizer steps, for any Lightning Trainer.
 
     The time includes waiting for data, but not validation, the sanity check and the work between epochs. On a GPU it is
@@ -41,7 +44,7 @@ class ThroughputMonitor(pl.Callback):
             MFU, which never includes recomputation (Chowdhery et al., PaLM, 2022, appendix B).
         hardware_flops_per_sample: FLOPs per sample that are computed, with recomputation. Used for HFU.
         peak_flops: peak FLOP/s of the device in the precision of the training, for MFU and HFU; in a configuration null is that
-            of a known GPU. Without it, they are not logged. See :func:`~holotrain.callbacks.flops.peak_flops`.
+            of a known GPU. Without it, they are not logged. See :func:`~holotrain.callbacks.peak_flops`.
 
     Logs ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` over all ranks,
     ``throughput/step_seconds`` per optimizer step, ``throughput/mfu`` and ``throughput/hfu`` as fractions.
@@ -60,7 +63,7 @@ class ThroughputMonitor(pl.Callback):
         hardware_flops_per_sample: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        self.every_n_steps = checked_period(every_n_steps)
+        super().__init__(every_n_steps)
         self.count_samples = count_samples or first_length
         self.count_tokens = count_tokens
         self.model_flops_per_sample = model_flops_per_sample
@@ -92,8 +95,7 @@ class ThroughputMonitor(pl.Callback):
         window.samples += self.count_samples(batch)
         window.tokens += self.count_tokens(batch) if self.count_tokens else 0
         window.steps = trainer.global_step - window.step
-        period = period_of(trainer, self.every_n_steps)
-        if period and window.steps >= period:
+        if 0 < self.period(trainer) <= window.steps:
             self._end(trainer)
             self._begin(trainer.global_step)
 
@@ -155,8 +157,8 @@ class ThroughputMonitor(pl.Callback):
             self._pending.pop(0)
             window.tokens = int(window.tokens)
             self._measured.append((window, seconds))
-            for logger in trainer.loggers if period_of(trainer, self.every_n_steps) else ():
-                logger.log_metrics(self._scalars(window, seconds), step=window.step)
+            if self.period(trainer):
+                log_scalars(trainer, self._scalars(window, seconds), window.step)
 
     def _scalars(self, window: Window, seconds: float) -> dict[str, float]:
         rate = window.samples / seconds
@@ -182,3 +184,66 @@ def first_length(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
     raise ValueError("the batch has no tensor; set ThroughputMonitor(count_samples=...)")
+
+
+# Dense peaks in TFLOP/s, without sparsity, and streaming multiprocessors. Sources: NVIDIA's data sheet of each card; for
+# GeForce, the rows with FP32 accumulation (as PyTorch uses it) in the Ada and Blackwell whitepapers. The first match counts;
+# "float32" is for matrix products without TF32.
+PEAKS: list[tuple[str, dict[str, float]]] = [
+    (r"H100 PCIe", {"half": 756, "tf32": 378, "float32": 51, "sms": 114}),
+    (r"H100 NVL", {"half": 835, "tf32": 417.5, "float32": 60, "sms": 132}),
+    (r"H100|H200", {"half": 989.5, "tf32": 494.7, "float32": 67, "sms": 132}),
+    (r"B200", {"half": 2250, "tf32": 1125, "float32": 75, "sms": 148}),
+    (r"A100", {"half": 312, "tf32": 156, "float32": 19.5, "sms": 108}),
+    (r"L40S", {"half": 362, "tf32": 183, "float32": 91.6, "sms": 142}),
+    (r"RTX 4090(?! (?:D|Laptop))", {"half": 165.2, "tf32": 82.6, "float32": 82.6, "sms": 128}),
+    (r"RTX 5090(?! (?:D|Laptop))", {"half": 209.5, "tf32": 104.8, "float32": 104.8, "sms": 170}),
+]
+
+GPUS = ("A100", "B200", "H100", "H100 NVL", "H100 PCIe", "H200", "L40S", "RTX 4090", "RTX 5090")
+"""GPUs in the table, as names for the option ``gpu``."""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """The dense peak of a device in FLOP/s, or None if it is not known.
+
+    Args:
+        device_name: from ``torch.cuda.get_device_name()``.
+        precision: Lightning's name: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ... 32-bit products count as TF32 if
+            PyTorch is set to it; 64-bit peaks are not known.
+    """
+    if precision.startswith(("16", "bf16")):
+        kind = "half"
+    elif precision.startswith("32"):
+        kind = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
+    else:
+        return None
+    return (peaks := _peaks_of(device_name)) and peaks[kind] * 1e12
+
+
+def multiprocessors(device_name: str) -> int | None:
+    """The number of streaming multiprocessors of a GPU, or None if it is not known."""
+    return (peaks := _peaks_of(device_name)) and int(peaks["sms"])
+
+
+def _peaks_of(device_name: str) -> dict[str, float] | None:
+    found = (peaks for pattern, peaks in PEAKS if re.search(rf"\b(?:{pattern})(?![A-Za-z0-9])", device_name))
+    return next(found, None)
+
+
+def training_flops(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """FLOPs of one forward and backward, including recomputation. A multiply-add counts as two.
+
+    Nothing is computed: a copy of the model runs on the meta device. Counts matrix products, convolutions and attention, as
+    ``torch.utils.flop_counter`` does.
+
+    Args:
+        model: returns one tensor.
+        inputs: of the size to count; values do not matter. If they do not require grad, their gradient is not counted, as in
+            training.
+    """
+    model = copy.deepcopy(model).to("meta")
+    inputs = tuple(tensor.to("meta") for tensor in inputs)
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).sum().backward()
+    return counter.get_total_flops()

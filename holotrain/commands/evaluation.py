@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from holotrain.callbacks.media import log_image
+from holotrain.callbacks.drawing import log_image
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
 from holotrain.commands.run_folder import Run

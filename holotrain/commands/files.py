@@ -2,11 +2,10 @@
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from holotrain.atomic_files import replacing
 from holotrain.errors import UserError
 
 
@@ -32,17 +31,14 @@ def _not_run(cell: object) -> object:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a temporary file next to ``path`` and renames it.
+    """Writes a file that is complete as soon as it can be seen.
 
     Raises:
         UserError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):  # the folder may not exist
-            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error

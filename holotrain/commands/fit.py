@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from holotrain.callbacks import Interrupted, MemoryMonitor, ThroughputMonitor
-from holotrain.callbacks.media import log_text
+from holotrain.callbacks.drawing import log_text
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import (
     KeepConfiguration,

@@ -20,7 +20,7 @@ from holotrain.callbacks import (
     SynthesisCallback,
     ThroughputMonitor,
 )
-from holotrain.callbacks.period import replays
+from holotrain.callbacks.monitor import replays
 from holotrain.commands.run_folder import Run
 from holotrain.config.commands import RunConfig
 from holotrain.config.composition import key_of

@@ -28,11 +28,9 @@ from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner
 from holotrain.parallel.checkpoints import CheckpointFiles
-from holotrain.parallel.data import DataParallel
-from holotrain.parallel.pipeline import Pipeline, check_stages, equal_parts
 from holotrain.parallel.rank import ProcessRank
-from holotrain.parallel.sharded import Sharding
-from holotrain.parallel.tensor import overlapped
+from holotrain.parallel.stages import Pipeline, check_stages, equal_parts
+from holotrain.parallel.strategies import DataParallel, Sharding, overlapped
 from holotrain.sizes import counted
 from holotrain.targets import first_line, instantiate
 

@@ -19,9 +19,10 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
-from holotrain.annotations import checked
+from holotrain.atomic_files import replacing
 from holotrain.config.command_line import CONFIGURATION_ERRORS
 from holotrain.config.composition import relative_to_cwd
+from holotrain.config.signatures import checked
 from holotrain.errors import UserError
 from holotrain.outside import read_json
 from holotrain.targets import first_line
@@ -59,9 +60,8 @@ class Job:
         if self.value is not None and not math.isfinite(self.value):  # JSON has no infinity
             kept["value"] = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{JOB}"
-        temporary.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(self.folder / JOB)
+        with replacing(self.folder / JOB) as temporary:
+            temporary.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> "Job | None":

@@ -16,6 +16,7 @@ from holotrain.dashboard.logs import Curve, Medium
 from holotrain.dashboard.table import Column, Reported, columns, different_options, labels, shown
 from holotrain.errors import UserError
 from holotrain.sizes import counted
+from holotrain.thinning import smoothed, thinned
 
 POINTS = 1000
 """Maximum number of points per curve, about the width of a chart in pixels."""

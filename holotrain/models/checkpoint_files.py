@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
+from holotrain.atomic_files import replacing
 from holotrain.outside import require_shallow
 
 CHECKPOINT = "checkpoint.pt"
@@ -34,6 +35,9 @@ TENSORS = "tensors"
 
 CHECKSUMS = "checksums"
 """Key of the CRC-32 of each file of tensors, by its name. Checkpoints of earlier versions do not have it."""
+
+ENDING = "file"
+"""Of the temporary name of a file, until it is complete; differs from that of a folder."""
 
 
 def is_folder(path: str | Path) -> bool:
@@ -88,18 +92,10 @@ def copy(path: Path, to: Path) -> None:
         recover(to)
         return
     file = to / CHECKPOINT if to.is_dir() else to
-    try:
-        shutil.copyfile(path, partial(file))
-        partial(file).replace(file)
-    finally:
-        partial(file).unlink(missing_ok=True)
+    with replacing(file, ENDING) as temporary:
+        shutil.copyfile(path, temporary)
     if to.is_dir():
         remove_tensors(to)
-
-
-def partial(file: Path) -> Path:
-    """The temporary name of a file, until it is complete; differs from that of a folder."""
-    return file.with_name(f".{file.name}.file")
 
 
 def load(path: str | Path) -> Any:

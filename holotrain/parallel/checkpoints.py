@@ -34,11 +34,13 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
+from holotrain.atomic_files import replacing
 from holotrain.checks import naming_group
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import (
     CHECKPOINT,
     CHECKSUMS,
+    ENDING,
     TENSORS,
     begun,
     cause,
@@ -47,7 +49,6 @@ from holotrain.models.checkpoint_files import (
     load,
     named,
     numbered,
-    partial,
     read,
     remove_tensors,
 )
@@ -178,14 +179,8 @@ def sharded_like(here: Any, state: Any) -> Any:
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a file atomically. (Lightning 2.6 copies it from another folder, which may be on another file system.)"""
-    temporary = partial(path)
-    try:
-        with temporary.open("wb") as file:  # its errors say why it cannot be written, unlike torch's
-            torch.save(checkpoint, file)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path, ENDING) as temporary, temporary.open("wb") as file:  # its errors give reasons, unlike torch's
+        torch.save(checkpoint, file)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from holotrain.optimizers import InBackward
-from holotrain.optimizers.plain_state import parts_of
+from holotrain.optimizers.low_bit import parts_of
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.fake_tensors import assume_ones
 from holotrain.planning.tracker import AllocationTracker, Footprint

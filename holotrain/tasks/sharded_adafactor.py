@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Adafactor
 
-from holotrain.optimizers.standing_in import standing_in
+from holotrain.optimizers.stepping import standing_in
 from holotrain.shards import is_sharded
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain import callbacks
 from holotrain.callbacks import BestCheckpoint, DriftMonitor, WeightAverage, progress
-from holotrain.callbacks.period import replays
+from holotrain.callbacks.monitor import replays
 from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
 
 

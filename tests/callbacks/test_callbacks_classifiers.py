@@ -11,9 +11,9 @@ from PIL import Image
 from shown_runs import DropoutNet, Logged, adamw, assert_trains_as_without, fit, images
 from torch.utils.data import DataLoader, TensorDataset
 
-from holotrain.callbacks import ConfusionMatrix, Predictions, confusion, predictions
+from holotrain.callbacks import ConfusionMatrix, Predictions, drawing
+from holotrain.callbacks.classifiers import picture_of, rows_of
 from holotrain.callbacks.drawing import BLUE, TILE, fitted, font, grid, matrix, shortened
-from holotrain.callbacks.predictions import picture_of, rows_of
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def drawn(monkeypatch):
     def noted(name, draw):
         return lambda *given: (seen[name].append(given), draw(*given))[1]
 
-    monkeypatch.setattr(confusion, "matrix", noted("matrix", matrix))
-    monkeypatch.setattr(predictions.drawing, "grid", noted("grid", grid))
+    monkeypatch.setattr(drawing, "matrix", noted("matrix", matrix))
+    monkeypatch.setattr(drawing, "grid", noted("grid", grid))
     return seen
 
 
@@ -86,7 +86,7 @@ def test_predictions_show_the_same_images_with_what_the_model_says(drawn, tmp_pa
         probability, predicted = probabilities[row].max(0)
         assert label == f"label {labels[row]}" and said == f"predicted {predicted}"
         assert share == f", {100 * probability:.0f}%"
-        assert colour == (predictions.drawing.GREEN if labels[row] == predicted else predictions.drawing.RED)
+        assert colour == (drawing.GREEN if labels[row] == predicted else drawing.RED)
 
 
 def test_images_look_as_before_they_were_normalised():
@@ -182,7 +182,7 @@ def test_a_matrix_is_drawn_in_shares_of_its_rows():
 
 def test_texts_are_readable_in_the_cards_of_tensorboard(monkeypatch):
     sizes = []
-    monkeypatch.setattr(predictions.drawing, "font", lambda size: sizes.append(size) or font(size))
+    monkeypatch.setattr(drawing, "font", lambda size: sizes.append(size) or font(size))
     image = Image.new("RGB", (32, 32))
     for draw in (lambda: grid([image] * 9, [[("label", "", "black")]] * 9), lambda: matrix(np.eye(10), [*"0123456789"])):
         sizes.clear()
@@ -197,8 +197,3 @@ def test_texts_and_images_fit_their_places():
     for size in ((8, 8), (28, 30), (300, 20), (1000, 1000)):
         assert max(fitted(Image.new("RGB", size)).size) <= TILE
     assert fitted(Image.new("RGB", (8, 4))).size == (128, 64)
-
-
-def test_wrong_arguments_are_told_at_once():
-    with pytest.raises(ValueError, match="count must be at least 1, not 0"):
-        Predictions(count=0)

@@ -8,7 +8,7 @@ from memo import Memo
 from shown_runs import Logged, adamw, fit, images
 
 from holotrain.callbacks import Samples
-from holotrain.callbacks.media import markdown
+from holotrain.callbacks.drawing import markdown
 from holotrain.data import ByteTokenizer, TextFiles
 from holotrain.models import GPT, Sampling, generate
 from holotrain.tasks import CausalLM

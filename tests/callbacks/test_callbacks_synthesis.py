@@ -125,11 +125,6 @@ def test_several_optimizers_are_refused():
         fit(SynthesisCallback(), module=Regression(optimizers=2))
 
 
-def test_a_mistake_is_named_when_the_callback_is_made():
-    with pytest.raises(ValueError, match="decay=2"):
-        SynthesisCallback(decay=2)
-
-
 def test_a_module_within():
     module, _ = fit(SynthesisCallback("bind", module="layers"))
     assert_equal_parameters(module, loop({"mode": "bind"})[0])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import TraceProfiler, trace
-from holotrain.callbacks.memory_picture import POINTS, curve_of, memory_picture, ranges_of, thinned
+from holotrain.callbacks.trace import POINTS, curve_of, memory_picture, ranges_of
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 LEFT = {"trace.json", "trace-operators.txt", "trace-memory.svg"}
@@ -181,8 +181,8 @@ def test_a_picture_of_nothing_says_so():
     assert "no allocations" in memory_picture([], "nothing")
 
 
-def test_thinning_keeps_the_peak():
-    points = [(float(i), i % 7) for i in range(100_000)] + [(100_000.0, 0)]
-    points[50_001] = (50_001.0, 1000)
-    kept = list(thinned(points))
-    assert (50_001.0, 1000) in kept and len(kept) <= 4 * (POINTS + 1) and kept == sorted(kept)
+def test_a_long_curve_is_thinned_and_keeps_its_peak():
+    sizes = [1, -1] * 25_000 + [1000, -1000] + [1, -1] * 25_000
+    picture = memory_picture([memory(ts, size) for ts, size in enumerate(sizes)], "long")
+    curve = picture[picture.index('<path d="M90 380.0H') :].partition('"/>')[0]
+    assert "V60.0" in curve and curve.count("H") <= 1.5 * POINTS + 3

@@ -28,7 +28,7 @@ from holotrain.callbacks import ExactResume
 from holotrain.cli import main
 from holotrain.config import build_callbacks
 from holotrain.models.vit import RevViT
-from holotrain.parallel.data import DataParallel
+from holotrain.parallel.strategies import DataParallel
 from holotrain.tasks import ImageClassifier
 from holotrain.tasks.optimizers import adamw
 

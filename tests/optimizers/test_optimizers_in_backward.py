@@ -342,7 +342,7 @@ def test_other_changes_between_forward_and_backward_are_still_refused(backward):
         loss.backward()
 
 
-class MultiprocessRunner(SGD):
+class CommonRate(SGD):
     """Counts its steps in its group, as optimizers do that adapt one rate for all parameters."""
 
     def step(self, closure=None):
@@ -384,8 +384,8 @@ def test_what_needs_all_gradients_is_refused():
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_world_size", lambda: 2)
         InBackward(SGD(net.parameters()))
-    optimizer = InBackward(MultiprocessRunner(net.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match="Together keeps a state of all parameters"):
+    optimizer = InBackward(CommonRate(net.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="CommonRate keeps a state of all parameters"):
         net(torch.ones(1, 2)).sum().backward()
     optimizer = InBackward(SGD(net.parameters(), lr=0.1))
     net(torch.ones(1, 2)).sum().backward()

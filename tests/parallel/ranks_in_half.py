@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from holotrain.models.vit import RevViT
-from holotrain.parallel.sharded import HALF, shard
+from holotrain.parallel.strategies import HALF, shard
 
 GATHER, REDUCE = (
     next(name for name in names if hasattr(dist, name))

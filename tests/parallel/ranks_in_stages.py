@@ -12,7 +12,7 @@ from small_models import IMAGE, TEXT
 
 from holotrain.models.gpt import GPT, RevGPT
 from holotrain.models.vit import RevViT, ViT
-from holotrain.parallel.pipeline import SCHEDULES, ModelStage, collected
+from holotrain.parallel.stages import SCHEDULES, ModelStage, collected
 from holotrain.tasks import CausalLM, ImageClassifier
 
 DEPTH = {"depth": 4}

@@ -24,8 +24,7 @@ from holotrain.models.checkpoint_files import named, numbered, read
 from holotrain.models.gpt import RevGPT
 from holotrain.models.vit import RevViT
 from holotrain.parallel.checkpoints import CheckpointFiles, ShardedCheckpoints
-from holotrain.parallel.sharded import shard
-from holotrain.parallel.tensor import tensor_parallel
+from holotrain.parallel.strategies import shard, tensor_parallel
 from holotrain.tasks.optimizers import adamw, muon
 
 MODELS = {"vit": lambda: RevViT(**IMAGE), "gpt": lambda: RevGPT(**TEXT | {"heads": 4, "dim": 24})}

@@ -9,7 +9,7 @@ from small_models import IMAGE, TEXT, WINDOWS
 from holotrain.models.gpt import GPT
 from holotrain.models.swin import Swin
 from holotrain.models.vit import RevViT
-from holotrain.parallel.pipeline import check_stages
+from holotrain.parallel.stages import check_stages
 
 
 def test_a_step_in_three_stages_is_that_of_one_process(tmp_path):

@@ -76,7 +76,7 @@ def test_norms_and_histograms_are_those_of_the_usual_step(tmp_path, monkeypatch)
         class experiment:
             add_histogram = staticmethod(lambda name, values, step: written.append((name, step, values.double().sum().item())))
 
-    monkeypatch.setattr("holotrain.callbacks.histograms.TensorBoardLogger", Memo)
+    monkeypatch.setattr("holotrain.callbacks.optimization.TensorBoardLogger", Memo)
     monkeypatch.setattr(Memo, "experiment", Board.experiment, raising=False)
     found = []
     for in_backward in (False, True):

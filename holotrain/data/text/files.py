@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from holotrain.atomic_files import replacing
 from holotrain.data import hub
 from holotrain.data.hub import KINDS, files_read, stamp_of
 from holotrain.data.text.tokenise import Reading, Rows, fraction_of
@@ -120,10 +121,8 @@ def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
         errors = {number: error for number, file in enumerate(there) if (error := _error_in(file, cache))}
         damaged = {*errors}
         if not any(isinstance(error.__cause__, OSError) for error in errors.values()):  # which may pass
-            temporary = known.with_suffix(f".{os.getpid()}")
-            with hub.writing(cache):
+            with hub.writing(cache), replacing(known) as temporary:
                 temporary.write_text(json.dumps(sorted(damaged)))
-                temporary.replace(known)
     return [file for number, file in enumerate(there) if number not in damaged]
 
 

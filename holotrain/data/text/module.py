@@ -1,6 +1,5 @@
 """What all text data sets share: reading, the cache of tokens, the tokenizer, and the loaders of both layouts."""
 
-import os
 from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from holotrain.atomic_files import replacing
 from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
 from holotrain.data.fixed import FixedBatches
 from holotrain.data.hub import writing
@@ -262,10 +262,8 @@ class TextDataModule(LoadingModule):
             return known_tokenizer(str(path))
         texts = (text for each in training for batch in each.batches("train") for text in batch)
         trained = SubwordTokenizer.trained(texts, self.trained_size)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        with writing(self.cache):
+        with writing(self.cache), replacing(path) as temporary:
             temporary.write_text(trained.to_json(), encoding="utf-8")
-            temporary.replace(path)
         return trained
 
 

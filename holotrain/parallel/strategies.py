@@ -1,26 +1,101 @@
-"""FSDP2 and tensor parallel, with Lightning's ModelParallelStrategy."""
+"""Lightning's strategies with what holotrain adds: DDP, and FSDP2 with tensor parallel.
+
+Tensor parallel shards the two large matrices of a branch, with one all-reduce per branch (Shoeybi et al., "Megatron-LM", 2019,
+section 3): the first matrix is sharded by columns (attention: heads), the second by rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from holotrain.models.division import division
+from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.residual import ResidualBlock
 from holotrain.models.mvit import Transition
+from holotrain.overlap import OverlappedColwise, OverlappedRowwise
+from holotrain.overlap.groups import Grouping
 from holotrain.parallel.checkpoints import ShardedCheckpoints
-from holotrain.parallel.tensor import Styles, tensor_parallel
 from holotrain.reversible import ReversibleBlock
+
+HOOKS = {"none": None, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+
+
+class DataParallel(DDPStrategy):
+    """Lightning's DDPStrategy. Gradients are views of the communication buckets, which saves a copy.
+
+    Args:
+        compression: the data type in which gradients are sent: ``"none"`` (their own), ``"bf16"`` or ``"fp16"``.
+        options: options of DDPStrategy.
+    """
+
+    def __init__(self, compression: str = "none", **options: Any) -> None:
+        super().__init__(ddp_comm_hook=HOOKS[compression], gradient_as_bucket_view=True, **options)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        modules = model.named_modules()
+        constants = [f"{path}.{name}".lstrip(".") for path, part in modules for name in part._non_persistent_buffers_set]
+        # Non-persistent buffers are equal in all processes and need not be broadcast before each forward.
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
+        return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        if self._ddp_comm_hook is not None:  # Lightning registers it on GPUs only
+            self.model.register_comm_hook(None, self._ddp_comm_hook)
+
+
+@dataclass(frozen=True)
+class Styles:
+    """How Linears are sharded: factories of a ``ParallelStyle`` for ``parallelize_module``.
+
+    Attributes:
+        column: for the first Linear of a branch; replicated input, column-sharded output.
+        row: for the last Linear of a branch; column-sharded input, replicated output.
+    """
+
+    column: Callable[[], ParallelStyle] = ColwiseParallel
+    row: Callable[[], ParallelStyle] = RowwiseParallel
+
+
+def overlapped(groups: Grouping, signals: bool = False) -> Styles:
+    """Styles that overlap the all-reduce of row groups with computation (:mod:`holotrain.overlap`)."""
+    options = {"groups": groups, "signals": signals}
+    return Styles(partial(OverlappedColwise, **options), partial(OverlappedRowwise, **options))
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = None) -> None:
+    """Shards the matrices of a model's branches over ``mesh``, in place, where possible
+    (:func:`~holotrain.models.division.division`). The others stay replicated.
+
+    Args:
+        mesh: one-dimensional. All its processes have the same weights and receive the same batches.
+        styles: None: those of torch.
+
+    Raises:
+        Indivisible: no matrix can be sharded.
+    """
+    styles = styles or Styles()
+    for layer in division(model, mesh.size()).layers:
+        first, last = ("query_key_value", "project") if isinstance(layer, Attention) else ("widen", "narrow")
+        parallelize_module(layer, mesh, {first: styles.column(), last: styles.row()})
+
 
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.15; older versions
 

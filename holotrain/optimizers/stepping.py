@@ -1,10 +1,11 @@
-"""The optimizer in the backward: a parameter is stepped as soon as its gradient is complete, and the gradient is freed."""
+"""How optimizers step: several as one, each parameter in the backward, or other tensors than the parameters."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -18,7 +19,49 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from holotrain.optimizers.combined import CombinedOptimizer
+
+class CombinedOptimizer(Optimizer):
+    """Behaves as one optimizer for training loops, schedules, gradient scalers and checkpoints.
+
+    Args:
+        parts: the optimizers, over different parameters. This optimizer has their parameter groups, one after another.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Uses the parts' own groups, so that a learning rate changed here changes there."""
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The state of all parts. Entries added here are lost; changes to existing entries are kept."""
+        return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
+
+    @state.setter
+    def state(self, state: dict[Tensor, Any]) -> None:
+        """Ignored, because the parts hold the state; Optimizer's constructor assigns an empty one."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, kept in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(kept)
+        self._share()
+
 
 _hooked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The handle of a parameter's hook: a parameter is stepped by the InBackward that was made last."""
@@ -188,3 +231,24 @@ def _step(reference: weakref.ref[InBackward], parameter: Tensor) -> None:
 def _require_one_process() -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError("an optimizer in the backward steps before gradients are averaged over processes; use one process")
+
+
+@contextmanager
+def standing_in(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]) -> Iterator[None]:
+    """Inside the context an optimizer steps other tensors in place of its parameters, such as the local shards of DTensors. It
+    uses and changes the state of the parameters.
+
+    Args:
+        groups: parameter groups, each with the parameters to step and what stands in for each. Nothing else is stepped.
+    """
+    before = optimizer.param_groups
+    optimizer.param_groups = [group | {"params": [*others.values()]} for group, others in groups]
+    new = {other: p for _, others in groups for p, other in others.items() if other is not p}
+    for other, parameter in new.items():
+        optimizer.state[other] = optimizer.state[parameter]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = before
+        for other in new:
+            del optimizer.state[other]

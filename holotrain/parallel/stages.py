@@ -28,7 +28,7 @@ from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
 from holotrain.models.gpt import GPT
 from holotrain.models.vit import ViT
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.parallel.sharded import average, parameters_of, set_timeouts
+from holotrain.parallel.strategies import average, parameters_of, set_timeouts
 from holotrain.reversible import ReversibleSequence
 from holotrain.seeds import mixed_seed
 

@@ -10,10 +10,11 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holotrain.callbacks.period import period_of
+from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.optimizers import InBackward
 from holotrain.planning.clock import Clock, clock_of
-from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
+from holotrain.synthesis import HolographicSynthesis
+from holotrain.synthesis.__init__ import Recipe
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Measurement:
     figures: Tensor
 
 
-class SynthesisCallback(pl.Callback):
+class SynthesisCallback(Monitor):
     """Rewrites gradients before every optimizer step, for any Lightning Trainer with one optimizer.
 
     It runs after unscaling and before gradient clipping. If gradients contain NaN or infinity, synthesis and optimizer step are
@@ -103,9 +104,10 @@ class SynthesisCallback(pl.Callback):
         module: str | None = None,
         every_n_steps: int | None = None,
     ) -> None:
+        super().__init__(every_n_steps)
         given = locals()
-        self.recipe = SynthesisOptions(**{field.name: given[field.name] for field in fields(SynthesisOptions)})
-        self.cover, self.exclude, self.module, self.every_n_steps = cover, exclude, module, every_n_steps
+        self.recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
+        self.cover, self.exclude, self.module = cover, exclude, module
         self.synthesis: HolographicSynthesis | None = None
         self._to_load: dict[str, Any] = {}
         self._left: dict[str, Any] = {}
@@ -173,10 +175,8 @@ class SynthesisCallback(pl.Callback):
         if all(parameter.grad is None for parameter in synthesis.parameters):
             return  # the training step returned no loss
         step = trainer.global_step + 1
-        period = period_of(trainer, self.every_n_steps)
-        period = period if trainer.loggers else 0
-        synthesis.measuring = period > 0 and step % period == 0
-        if period > 0 and (step + 1) % period == 0:  # with a period of 1, this is the measured step
+        synthesis.measuring = bool(trainer.loggers) and self.ends_window(trainer, step)
+        if trainer.loggers and self.ends_window(trainer, step + 1):  # with a period of 1, this is the measured step
             begin = self._clock.mark()
             synthesis.step()
             self._times = begin, self._clock.mark()
@@ -229,5 +229,4 @@ class SynthesisCallback(pl.Callback):
                 "synthesis/update_norm": norm,
                 "synthesis/skipped": self.synthesis.skipped,
             }
-            for logger in trainer.loggers:
-                logger.log_metrics(scalars, step=measured.step)
+            log_scalars(trainer, scalars, measured.step)

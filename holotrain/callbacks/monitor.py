@@ -1,0 +1,49 @@
+"""What monitors share: how often they measure, and what they ask of a trainer."""
+
+from collections.abc import Mapping
+
+import lightning.pytorch as pl
+
+from holotrain.ranges import require_at_least
+from holotrain.reversible import GraphedStep
+
+
+class Monitor(pl.Callback):
+    """Measures in one of every n optimizer steps.
+
+    Args:
+        every_n_steps: n; None: the trainer's ``log_every_n_steps``; 0: never.
+
+    Raises:
+        ValueError: n is negative.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        require_at_least(0, every_n_steps=every_n_steps)
+        self.every_n_steps = every_n_steps
+
+    def period(self, trainer: pl.Trainer) -> int:
+        """n, or 0."""
+        return trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+
+    def ends_window(self, trainer: pl.Trainer, step: int) -> bool:
+        """Whether this optimizer step, counted from 1, is one of those that are measured."""
+        period = self.period(trainer)
+        return period > 0 and step % period == 0
+
+
+def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) -> None:
+    """To all loggers."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(scalars), step=step)
+
+
+def replays(pl_module: pl.LightningModule) -> bool:
+    """Whether the training step is the replay of a CUDA graph, which runs no hooks of Python's."""
+    return any(isinstance(value, GraphedStep) for value in vars(pl_module).values())
+
+
+def shard_of(trainer: pl.Trainer) -> tuple[int, int]:
+    """Index and number of shards of the data. Processes that share a model, by layers or in stages, read the same shard."""
+    sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
+    return sampling["rank"], sampling["num_replicas"]
