@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.optimizers import InBackward
 from holotrain.planning.clock import Clock, clock_of
-from holotrain.synthesis import HolographicSynthesis
-from holotrain.synthesis.__init__ import Recipe
+from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
 
 
 @dataclass
@@ -106,7 +105,7 @@ class SynthesisCallback(Monitor):
     ) -> None:
         super().__init__(every_n_steps)
         given = locals()
-        self.recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
+        self.recipe = SynthesisOptions(**{field.name: given[field.name] for field in fields(SynthesisOptions)})
         self.cover, self.exclude, self.module = cover, exclude, module
         self.synthesis: HolographicSynthesis | None = None
         self._to_load: dict[str, Any] = {}

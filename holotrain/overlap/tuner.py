@@ -10,7 +10,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from holotrain.atomic_files import replacing
 from holotrain.outside import read_json
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.functions import (
@@ -246,17 +246,14 @@ def _require(tuned: Tuned, job: Job) -> None:
 
 
 def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
-    """Writes a temporary file and renames it. A folder that cannot be written does not stop the training."""
+    """A folder that cannot be written does not stop the training."""
     choice = {"version": VERSION, "of": described(job, link), "with": versions(job.device), "tuned": asdict(tuned)}
     text = json.dumps(choice, indent=2) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         warnings.warn(f"cannot save the measured groups to {path}: {error.strerror or error}", stacklevel=2)
 
 
