@@ -1,7 +1,5 @@
 """What holotrain asks of Hydra: the folder of options, those of each command, resolvers, and composed configurations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
