@@ -40,7 +40,7 @@ def register(resume: bool = False) -> None:
 def options(command: str, parts: list[Any]) -> DictConfig:
     """The primary configuration of a command: its options with their defaults, and its groups.
 
-    Hydra composes a group from any keys; ``typed.typed`` checks them.
+    Hydra composes a group from any keys; ``structured`` checks them.
 
     Args:
         parts: the defaults list.
