@@ -9,6 +9,7 @@ from typing import Any, Literal, Never, Union, get_args, get_origin
 
 from holotrain.checks import did_you_mean
 from holotrain.errors import UserError
+from holotrain.outside import read_json
 
 KINDS: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, bool, str, Path)},
@@ -52,6 +53,28 @@ def checked(where: str, annotation: str, value: Any) -> Any:
         raise UserError(f"{where}: {said} is not one of {', '.join(map(str, choices))}.{did_you_mean(value, choices)}")
     words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
     raise UserError(f"{where}: {said} is not {words}")
+
+
+def read_fields(path: Path, kinds: dict[str, str], what: str) -> dict[str, Any]:
+    """The fields of a JSON file that anybody may have written, as their types take them. Other fields are passed over.
+
+    Args:
+        kinds: the type of each field, as an annotation. A field that lacks is None, so it must allow that.
+        what: what the file is, for messages.
+
+    Raises:
+        UserError: the file cannot be read, or is another.
+    """
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable {what}: {error!s:.200}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not the {what} of a run: it holds no mapping")
+    try:
+        return {name: checked(name, kind, found.get(name)) for name, kind in kinds.items()}
+    except UserError as error:
+        raise UserError(f"{path} is not the {what} of a run: {error!s:.200}") from error
 
 
 def _hint(node: ast.expr) -> Any:

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holotrain.annotations import read_fields
 from holotrain.commands.files import write_whole
 from holotrain.config.objects import ObjectConfig
-from holotrain.errors import UserError
-from holotrain.outside import read_json
 
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
     from torch import nn
@@ -109,19 +108,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     if not path.is_file():
         return None
-    try:
-        found = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable summary: {error}") from error
-    if not isinstance(found, dict) or not found.keys() >= REQUIRED:
-        raise UserError(f"{path} is not the summary of a run")
-    from holotrain.annotations import checked
-
-    try:
-        kinds = {each.name: each.type if each.name in REQUIRED else f"{each.type} | None" for each in fields(Summary)}
-        return {name: checked(name, kind, found.get(name)) for name, kind in kinds.items()}
-    except UserError as error:
-        raise UserError(f"{path} is not the summary of a run: {error!s:.200}") from error
+    kinds = {each.name: each.type if each.name in REQUIRED else f"{each.type} | None" for each in fields(Summary)}
+    return read_fields(path, kinds, "summary")
 
 
 def best_value(found: dict[str, Any]) -> float | None:

@@ -7,14 +7,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from holotrain.annotations import checked
+from holotrain.annotations import read_fields
 from holotrain.commands import summary
 from holotrain.commands.console import console, plain
 from holotrain.commands.files import write_table
 from holotrain.commands.plan import PLAN
 from holotrain.config.jobs import Job
-from holotrain.errors import UserError
-from holotrain.outside import read_json
 from holotrain.sizes import counted
 
 FIGURES = {
@@ -63,11 +61,7 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     path = folder / PLAN
     if not path.is_file():
         return None
-    try:
-        content = read_json(path)
-        plan = {name: checked(name, kind, content[name]) for name, kind in PLANNED.items()}
-    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
-        raise UserError(f"{path} is not a readable plan: {error!s:.200}") from error
+    plan = read_fields(path, PLANNED, "plan")
     fits = {None: "", True: "yes", False: "no"}[plan["fits"]]
     largest = {f"largest {name}": value for name, value in plan["largest"].items()}
     return {"status": "planned", "schedule": plan["backward"], "peak_memory_bytes": plan["peak_bytes"], "fits": fits} | largest

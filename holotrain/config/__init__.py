@@ -1,19 +1,18 @@
 """Turns a command line into data, models, tasks and trainers.
 
-arguments           parses the command line
-composition         what is asked of Hydra: options of the commands, resolvers, composed configurations
+command_line        the words of a command line, its help, and its mistakes in one line each
+composition         what is asked of Hydra, and the folders of runs
 signatures          options, types and help texts of a class, read from its source
-chosen              a class that a group names, with its arguments
-schema              the options that are defined by dataclasses, and the checks across groups
-folders             folders of runs
-typed               a whole configuration: completed with defaults, checked, as dataclasses
-checkpointed        what a checkpoint says of its run, checked
-origin              the checkpoint that a command starts from, with the command line laid over it
-trust               which classes a checkpoint may name
-explain             Hydra's errors in one line
-help                --help
+objects             a class or function that a group names, with its arguments
+given               objects that Python code gives to a run
+groups              the groups: their options beside those of classes, and which classes go together
+commands            the options of each command, and the checks across groups
+structured          a whole configuration: with all defaults, checked, as dataclasses
+checkpointed        what a checkpoint says of its run, checked, and which classes it may name
+start               from words, and the checkpoint that they name, to a checked configuration
+jobs                the jobs of a sweep
 build               builds data, models, tasks, optimizers, schedules and syntheses
-build_trainer       builds trainers
+build_trainer       builds trainers and strategies, and checks devices
 build_callbacks     builds the callbacks and the loggers of a run
 plans               what planning needs to know of a configuration
 """

@@ -1,7 +1,5 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The device of a run: its type, its name, and whether it supports the options."""
+"""Builds Lightning's Trainer with its strategy, and checks the devices and processes of a run."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A checkpoint is a file that anybody may have written, so all of it is checked before it is used.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,6 +1,7 @@
-"""Splits the command line into a command, flags of Hydra and overrides. Flags may stand anywhere; Hydra needs them first."""
+"""The command line: its words, its help, and its mistakes, each explained in one line.
 
-from __future__ import annotations
+It is split into a command, flags of Hydra and overrides. Flags may stand anywhere; Hydra needs them first.
+"""
 
 import json
 import re
@@ -49,6 +50,8 @@ LISTS = {"data.files", "data.val_files", "data.test_files"}
 
 @dataclass
 class Arguments:
+    """A command line, split."""
+
     command: str
     flags: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
@@ -116,7 +119,7 @@ def _require_text(words: list[str]) -> None:
         UserError: bytes that are no text in UTF-8 (which Python passes on as lone surrogates), or a null character.
     """
     for word in words:
-        if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in word):
+        if re.search("[\0\ud800-\udfff]", word):
             raise UserError(f"{word!a} is not text in UTF-8")
 
 
@@ -145,9 +148,7 @@ def parse(argv: list[str]) -> Arguments:
                 raise UserError(f"{word} needs a value")
             arguments.flags += [word, value]
         elif word.startswith("-"):
-            from holotrain.config.command_line import option_of_flag  # which imports this module
-
-            if option := option_of_flag(flag, arguments):
+            if option := _option_of_flag(flag, arguments):
                 value = word.partition("=")[2] or next(words, "")
                 value = "..." if not value or value.startswith("-") or "=" in value else value
                 raise UserError(f"{word!r} is not a flag; options are written key=value. Did you mean '{option}={value}'?")
@@ -188,10 +189,8 @@ def parse_words(command: str, words: list[str]) -> Any:
                 raise UserError(f"{name}: a value is needed")
             values[name] = str(Path(value).expanduser())
         elif equals and name.isidentifier() and not Path(word).exists():
-            raise UserError(
-                f"{name!r} is not an option of {command}, which takes {', '.join(options) or 'none'}."
-                f"{did_you_mean(name, options)}"
-            )
+            known = f"which takes {', '.join(options) or 'none'}.{did_you_mean(name, options)}"
+            raise UserError(f"{name!r} is not an option of {command}, {known}")
         else:
             plain.append(word)
     if not plain:
@@ -221,8 +220,7 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
         return UserError(f"{error.override}: {first_line(error)}")
     if "Ambiguous value" in str(error):
         return UserError(f"{first_line(error)}; to run a sweep over several values, add -m")
-    unknown = re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error))
-    if unknown:
+    if unknown := re.search(r"Could not (?:override|delete from config\.) '([\w./@-]+)'", str(error)):
         return _unknown_key(unknown[1], arguments)
     key, text = getattr(cause, "full_key", None) or "", first_line(cause)
     if resolving := re.fullmatch(r"(\w+) raised while resolving interpolation: (.*)", text):
@@ -254,14 +252,14 @@ def explaining(arguments: Arguments) -> Iterator[None]:
         raise refused(error, arguments) from error
 
 
-def option_of_flag(flag: str, arguments: Arguments) -> str | None:
+def _option_of_flag(flag: str, arguments: Arguments) -> str | None:
     """The option that a flag of other programs, such as ``--lr`` or ``--max-epochs``, stands for; None: there is none."""
     register()
-    name, keys = flag.lstrip("-").replace("-", "_"), _keys_beside("", "", arguments)
-    return name if name in keys else _of_this_name(name, keys)
+    name, keys = flag.lstrip("-").replace("-", "_"), _valid_keys("", "", arguments)
+    return name if name in keys else _key_of_group(name, keys)
 
 
-def _of_this_name(name: str, keys: list[str]) -> str | None:
+def _key_of_group(name: str, keys: list[str]) -> str | None:
     """The first key whose last part is this; ``epochs`` is ``trainer.max_epochs``."""
     return next((key for key in keys if key.rpartition(".")[2] in (name, f"max_{name}")), None)
 
@@ -273,24 +271,22 @@ def _missing_option(error: MissingConfigException) -> UserError:
     options = [name for name in error.options or () if not name.startswith("_")]
     if not group or not options:
         return UserError(first_line(error))
-    return UserError(f"{group}={option}: not found; {group} is one of {', '.join(options)}."
-                     f"{did_you_mean(option, options)}")  # fmt: skip
+    near = did_you_mean(option, options)
+    return UserError(f"{group}={option}: not found; {group} is one of {', '.join(options)}.{near}")
 
 
 def _unknown_key(key: str, arguments: Arguments) -> UserError:
-    """The nearest valid key is one beside it, under the other group choices of the command line; at the top also an option of a
-    group: ``lr`` is ``optimizer.lr``."""
     parent, _, name = key.rpartition(".")
-    valid, first = _keys_beside(parent, key, arguments), key.partition(".")[0]
-    if parent and not valid and first not in _keys_beside("", first, arguments):
+    valid, first = _valid_keys(parent, key, arguments), key.partition(".")[0]
+    if parent and not valid and first not in _valid_keys("", first, arguments):
         return _unknown_key(first, arguments)
     where = f"in {parent}" if parent else "among the options"
-    below = _of_this_name(name, valid)
+    below = _key_of_group(name, valid)  # ``lr`` is ``optimizer.lr``
     near = f" Did you mean {below!r}?" if below and name not in valid else did_you_mean(name, valid)
     return UserError(f"{key}: there is no {name!r} {where}.{near}")
 
 
-def _keys_beside(parent: str, key: str, arguments: Arguments) -> list[str]:
+def _valid_keys(parent: str, key: str, arguments: Arguments) -> list[str]:
     """The valid keys in ``parent``, under the other group choices of the command line; at the top also the keys of groups."""
     groups = option_names(arguments.config_dir)
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups.keys() - {key} and "," not in word]
@@ -329,13 +325,12 @@ holotrain COMMAND --help lists the options of a command."""
 def command_help(arguments: Arguments) -> str:
     """The groups and options of a command, with the values under the given overrides."""
     command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
-    composition = composed(command, overrides, arguments.config_dir)
+    values = with_defaults(command, OmegaConf.to_container(composed(command, overrides, arguments.config_dir)))
     groups = "\n".join(
         textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
         for group, options in option_names(arguments.config_dir).items()
     )
-    described = _options(command, with_defaults(command, OmegaConf.to_container(composition)))
-    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in described)
+    lines = "\n".join(f"  {f'{key}={value}':<45} {meaning}".rstrip() for key, value, meaning in _options(command, values))
     return f"""\
 holotrain {command}: {COMMANDS[command].__doc__}
 

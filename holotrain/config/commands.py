@@ -4,8 +4,6 @@ The string below a field is its help text, and ``__post_init__`` checks what a t
 that ``--help`` is fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -135,7 +133,7 @@ class RunConfig:
             return "data.batch_size", getattr(self.data, "batch_size", None)
         return "data.max_tokens", tokens
 
-    def with_batch(self, size: int) -> RunConfig:
+    def with_batch(self, size: int) -> "RunConfig":
         """The same configuration with this batch size."""
         return replace(self, data=self.data.with_arguments(**{self.batch_option[0].removeprefix("data."): size}))
 

@@ -1,7 +1,5 @@
 """What holotrain asks of Hydra: the folder of options, those of each command, resolvers, and composed configurations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +40,7 @@ def register(resume: bool = False) -> None:
 def options(command: str, parts: list[Any]) -> DictConfig:
     """The primary configuration of a command: its options with their defaults, and its groups.
 
-    Hydra composes a group from any keys; ``typed.typed`` checks them.
+    Hydra composes a group from any keys; ``structured`` checks them.
 
     Args:
         parts: the defaults list.

@@ -3,8 +3,6 @@
 Nothing here imports torch, so that ``--help`` is fast. The string below a field of a dataclass is its help text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

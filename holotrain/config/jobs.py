@@ -19,12 +19,11 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
+from holotrain.annotations import read_fields
 from holotrain.atomic_files import replacing
 from holotrain.config.command_line import CONFIGURATION_ERRORS
 from holotrain.config.composition import relative_to_cwd
-from holotrain.config.signatures import checked
 from holotrain.errors import UserError
-from holotrain.outside import read_json
 from holotrain.targets import first_line
 
 JOB = "job.json"
@@ -67,10 +66,8 @@ class Job:
     def read(cls, path: Path) -> "Job | None":
         """A job from its ``job.json``; None if the file is not one of ours."""
         try:
-            found = read_json(path)
-            kept = {name: checked(name, kind, found.get(name)) for name, kind in KEPT.items()}
-            return cls(**kept, folder=path.parent)
-        except (OSError, ValueError, AttributeError, UserError):
+            return cls(**read_fields(path, KEPT, "job"), folder=path.parent)
+        except UserError:
             return None
 
 

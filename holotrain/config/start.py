@@ -1,7 +1,7 @@
-"""The checkpoint that a command starts from, and how the command line is laid over its configuration.
+"""From the words of a command line, or of a call in Python, and the checkpoint that they name, to a checked configuration.
 
-Its configuration, as plain data, is the primary configuration that Hydra composes with. Nothing in it becomes an argument, an
-override, the name of a group or an interpolation, and it does not decide where files are written.
+The checkpoint's configuration, as plain data, is the primary configuration that Hydra composes with. Nothing in it becomes an
+argument, an override, the name of a group or an interpolation, and it does not decide where files are written.
 """
 
 from __future__ import annotations
