@@ -49,7 +49,7 @@ def reported(folder: str, lr: float, accuracy: float | None, **curves: Curve) ->
 
 
 class Read(HTMLParser):
-    """The elements of a page with their attributes, the rows of its tables, its captions and texts, and the content of #data."""
+    """The elements of a page with their attributes, rows of tables, captions, texts, and the content of #data."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
