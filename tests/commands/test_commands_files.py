@@ -1,4 +1,4 @@
-"""Files that commands write."""
+"""Files that commands write, and the folder that a run has for itself."""
 
 import csv
 import os

@@ -93,19 +93,16 @@ def test_each_task_runs_and_leaves_what_it_should(holotrain, task, scalars_expec
         assert 0 <= seen["padding/fraction"][-1] < seen["padding/unbucketed"][-1] < 1
 
 
-def test_generation_continues_a_prompt_the_same_way_for_a_seed(holotrain, trained):
-    checkpoint = trained("causal_lm")
-    texts = []
+def test_generation_continues_a_prompt_as_it_is_the_same_way_for_a_seed(holotrain, trained):
+    prompt, texts = "caf\u00e9 ${HOME} \\${x} 'q' \"r\" [1, 2] {3}; #!", []
+    common = [f"ckpt_path={trained('causal_lm, bpe')}", f"prompt={prompt}", "max_tokens=12"]
     for number, extra in enumerate((["seed=1"], ["seed=1", "stream=false"], ["seed=2"], ["seed=1", "temperature=0"])):
-        status, out, _ = holotrain(
-            "generate", f"ckpt_path={checkpoint}", 'prompt=it\'s, {a} "fig"', "max_tokens=12", *extra, f"output_dir=out{number}"
-        )
-        assert status == 0
-        folder = only(Path(f"out{number}/generate"))
-        (line,) = (folder / "generations.jsonl").read_text().splitlines()
-        made = json.loads(line)
-        assert made["prompt"] == 'it\'s, {a} "fig"' and out.startswith(made["prompt"] + made["text"])
-        assert summary(folder)["metrics"]["tokens"] <= 12 and summary(folder)["tokens_per_second"] > 0
+        status, out, err = holotrain("generate", *common, *extra, f"hydra.run.dir=out{number}")
+        assert status == 0, err
+        made = json.loads(Path(f"out{number}/generations.jsonl").read_text())
+        assert made["prompt"] == prompt and out.startswith(prompt + made["text"])
+        left = summary(Path(f"out{number}"))
+        assert left["metrics"]["tokens"] <= 12 and left["tokens_per_second"] > 0
         texts.append(made["text"])
     assert texts[0] == texts[1] and len(set(texts)) == 3
 
@@ -142,15 +139,6 @@ def test_an_export_is_all_that_is_needed(holotrain, trained, int8):
     model = package.load("exported")
     assert is_quantised(model) == (int8 == "true") and type(model).__name__ == "RevGPT"
     assert tokenizer_from_json(Path("exported/tokenizer.json").read_text()).vocab_size == 280
-
-
-def test_a_prompt_is_taken_as_it_is(holotrain, trained):
-    checkpoint = trained("causal_lm, bpe")
-    prompt = "caf\u00e9 ${HOME} \\${x} 'q' \"r\" [1, 2] {3}; #!"
-    status, out, err = holotrain("generate", f"ckpt_path={checkpoint}", f"prompt={prompt}", "max_tokens=2")
-    assert status == 0, err
-    assert json.loads((only(Path("runs/generate")) / "generations.jsonl").read_text())["prompt"] == prompt
-    assert out.startswith(prompt)
 
 
 def test_a_sweep_takes_the_checkpoints_configuration(holotrain, trained):

@@ -267,28 +267,19 @@ def some(index: int) -> slice:
     return slice(index % 6, None, 6)
 
 
-def give_crafted_description(refused, change, chosen):
+@pytest.mark.parametrize("chosen", [some, pytest.param(lambda index: ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_crafted_description_is_refused(refused, change, chosen):
     """In a checkpoint and in the config.json of an export."""
-    kind = "text" if "tokenizer" in change else "image"
+    kind, commands = "text" if "tokenizer" in change else "image", chosen([*CHANGES].index(change))
     crafted = torch.load(f"{kind}.ckpt", weights_only=True)
     CHANGES[change](crafted["holotrain"])
     torch.save(crafted, "crafted.ckpt")
-    refused("crafted.ckpt", chosen)
+    refused("crafted.ckpt", commands)
     config = json.loads(Path(f"{kind}_export/config.json").read_text())
     CHANGES[change](config["holotrain"])
     Path(f"{kind}_export/config.json").write_text(json.dumps(config))
-    refused(f"{kind}_export", chosen)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_crafted_description_is_refused(refused, change):
-    give_crafted_description(refused, change, some(list(CHANGES).index(change)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_crafted_description_is_refused_by_every_command(refused, change):
-    give_crafted_description(refused, change, ALL)
+    refused(f"{kind}_export", commands)
 
 
 @pytest.mark.parametrize("write", FILES, ids=lambda write: write.__name__)
