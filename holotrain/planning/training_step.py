@@ -186,18 +186,21 @@ def _gradients(step: TrainingStep) -> list[Tensor]:
 
 def measured_peak(step: TrainingStep, device: torch.device) -> int:
     """Returns the peak bytes of one step on real tensors; on a CPU as PyTorch's allocator reports them to the profiler."""
+
+    def two_updates() -> None:
+        step.begin()
+        step.update()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        step.differentiate()
+        step.update()
+
     if device.type == "cuda":
-        _begin(step)
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        _run(step)
+        two_updates()
         return torch.cuda.max_memory_allocated(device)
-
-    def whole() -> None:
-        _begin(step)  # inside, because the profiler does not see that earlier allocations are freed
-        _run(step)
-
-    return sum(_storages(step).values()) + peak_of(whole, device)
+    # Both updates, because the profiler does not see that earlier allocations are freed.
+    return sum(_storages(step).values()) + peak_of(two_updates, device)
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
@@ -217,16 +220,6 @@ def peak_of(work: Callable[[], object], device: torch.device) -> int:
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak
-
-
-def _begin(step: TrainingStep) -> None:
-    step.begin()
-    step.update()
-
-
-def _run(step: TrainingStep) -> None:
-    step.differentiate()
-    step.update()
 
 
 def _storages(step: TrainingStep) -> dict[int, int]:

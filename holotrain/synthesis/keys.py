@@ -10,14 +10,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import profiler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
@@ -173,9 +171,7 @@ class Keys:
         if tensor is None or tensor.is_meta or tensor.numel() == 0:
             return
         self.seen[number] = True
-        # In small layers a profiler range takes as long as the work inside it, so it is used only under a profiler.
-        named = profiler.record_function("synthesis keys") if profiler._is_profiler_enabled else nullcontext()
-        with named, torch.no_grad():
+        with torch.no_grad():
             row = self.sums[number]
             if self._outputs == "flattened":
                 total = nn.functional.pad(tensor.detach().to(row.dtype).flatten(), (self._filled, 0))

@@ -459,7 +459,7 @@ def synthesis(*overrides):
 
 @pytest.mark.parametrize("mode", ["associative", "bind", "shared"])
 def test_every_synthesis_builds(mode):
-    assert synthesis(f"synthesis={mode}").recipe == SynthesisOptions(mode)
+    assert synthesis(f"synthesis={mode}").options == SynthesisOptions(mode)
     assert configuration("fit", "synthesis=none").synthesis is None
 
 
@@ -468,8 +468,8 @@ def test_the_options_of_a_synthesis_reach_it():
         "synthesis=shared", "synthesis.superpose=4", "synthesis.decay=0.8", "synthesis.decay_warmup=4", "synthesis.dtype=bf16",
         "synthesis.cover=['*.blocks.*','*.head.*']", "synthesis.exclude=['*.norm.*']", "synthesis.cosine_floor=0.1",
     )  # fmt: skip
-    assert made.recipe == SynthesisOptions("shared", superpose=4, decay=0.8, decay_warmup=4, dtype="bf16", cosine_floor=0.1)
-    assert [made.recipe.decay_at(step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.4, 0.8, 0.8])
+    assert made.options == SynthesisOptions("shared", superpose=4, decay=0.8, decay_warmup=4, dtype="bf16", cosine_floor=0.1)
+    assert [made.options.decay_at(step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.4, 0.8, 0.8])
     covered = made.state_dict()["geometry"]["parameters"]
     assert any("model.blocks." in name for name in covered) and any("model.head.bias" in name for name in covered)
     assert not any("norm" in name or "embedding" in name for name in covered)
