@@ -40,7 +40,7 @@ from holotrain.config.schema.commands import FitConfig
 from holotrain.config.schema.optimizer import steps_in_backward
 from holotrain.config.typed import container, typed
 from holotrain.errors import UserError
-from holotrain.tasks.modules import model_of, monitored_by
+from holotrain.tasks.task import model_of, monitored_by
 
 
 def run(config: FitConfig, run: Run) -> int:

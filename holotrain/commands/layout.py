@@ -18,7 +18,7 @@ from holotrain.config.schema.run import RunConfig
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
 from holotrain.tasks import Task
-from holotrain.tasks.modules import monitored_by
+from holotrain.tasks.task import monitored_by
 
 
 def log_layout(trainer: pl.Trainer, task: Task, config: RunConfig) -> None:

@@ -20,7 +20,7 @@ from holotrain.config.devices import check_device
 from holotrain.config.schema.classes import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.config.schema.commands import PredictConfig
 from holotrain.errors import UserError
-from holotrain.tasks.modules import model_of
+from holotrain.tasks.task import model_of
 
 PREDICTIONS = "predictions.csv"
 
