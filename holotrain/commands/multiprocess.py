@@ -26,7 +26,7 @@ from holotrain.config.checkpointed import restore
 from holotrain.config.devices import float32_products
 from holotrain.config.schema.run import RunConfig
 from holotrain.config.typed import container, typed
-from holotrain.data.shard import set_data_shard
+from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch
