@@ -23,7 +23,7 @@ from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.layers.attention import order_by_head
 from holotrain.sizes import counted
 from holotrain.targets import TARGET, first_line, targets
-from holotrain.tasks.modules import model_of
+from holotrain.tasks.task import model_of
 
 
 class KeepConfiguration(pl.Callback):

@@ -24,7 +24,7 @@ from holotrain.errors import UserError
 from holotrain.optimizers import UnfitState
 from holotrain.targets import first_line
 from holotrain.tasks import Task
-from holotrain.tasks.modules import model_of
+from holotrain.tasks.task import model_of
 
 
 def evaluate(

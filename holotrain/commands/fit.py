@@ -35,7 +35,7 @@ from holotrain.config.composition import MODES
 from holotrain.config.plans import smallest_batch
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError
-from holotrain.tasks.modules import model_of, monitored_by
+from holotrain.tasks.task import model_of, monitored_by
 
 
 def run(config: FitConfig, run: Run) -> int:

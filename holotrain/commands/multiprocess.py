@@ -31,7 +31,7 @@ from holotrain.config.build_trainer import (
 from holotrain.config.checkpointed import restore
 from holotrain.config.commands import RunConfig
 from holotrain.config.structured import structured, to_container
-from holotrain.data.shard import set_data_shard
+from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError
 from holotrain.models.checkpoint_files import recover
 from holotrain.parallel.launch import GRACE, ProcessFailed, launch

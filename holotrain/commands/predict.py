@@ -19,7 +19,7 @@ from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.commands import PredictConfig
 from holotrain.config.groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.errors import UserError
-from holotrain.tasks.modules import model_of
+from holotrain.tasks.task import model_of
 
 PREDICTIONS = "predictions.csv"
 

@@ -29,7 +29,7 @@ from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
 from holotrain.tasks import Task
-from holotrain.tasks.modules import monitored_by
+from holotrain.tasks.task import monitored_by
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""

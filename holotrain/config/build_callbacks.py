@@ -30,7 +30,7 @@ from holotrain.config.objects import ObjectConfig
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
 from holotrain.errors import UserError
-from holotrain.tasks.modules import monitored_by
+from holotrain.tasks.task import monitored_by
 
 
 def build_fit_callbacks(

@@ -21,7 +21,7 @@ from holotrain.models.layers.residual import ResidualSequence
 from holotrain.models.schedules import listed_blocks, sequences, set_backward
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
 from holotrain.sizes import parse_bytes
-from holotrain.tasks.modules import model_of, optimizer_of, training_loss
+from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"
 """What the size of batches is called if the data module has no option for it."""

@@ -8,9 +8,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from holotrain.data.classes import OfClasses, chosen_classes
 from holotrain.data.hub import FromHub, class_names, column
-from holotrain.data.images import SizedImages, held_out
+from holotrain.data.images import OfClasses, SizedImages, chosen_classes, held_out
 from holotrain.errors import UserError
 from holotrain.ranges import require_within
 

@@ -1,4 +1,4 @@
-"""What all image data sets share: loaders, augmentation, mixing."""
+"""What all image data sets share: transforms, loaders, augmentation, mixing, some of the classes."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -10,22 +10,162 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from holotrain.data.augment import (
-    IMAGENET,
-    SMALL,
-    Statistics,
-    batch_mixing,
-    coloured,
-    cropped_at_random,
-    normalised,
-    randaugment,
-    resized,
-)
-from holotrain.data.files import ImageFiles
-from holotrain.data.loader import Loader, LoadingModule, ResumableLoader
-from holotrain.data.processor import statistics_of
-from holotrain.data.seeded import SeededDataset, TransformedDataset
+from holotrain.checks import one_of
+from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, SeededDataset, TransformedDataset
+from holotrain.errors import UserError
+from holotrain.outside import read_json
 from holotrain.ranges import require_at_least, require_within
+
+Statistics = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation of each channel, for values in [0, 1]."""
+
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+SMALL = 64
+"""Images of up to this many pixels are padded and cropped; larger ones are cropped at random and resized."""
+
+
+def normalised(statistics: Statistics) -> list[v2.Transform]:
+    """Converts to float32 in [0, 1], then to zero mean and unit variance, in the same memory."""
+    return [v2.ToImage(), v2.Lambda(scaled), v2.Normalize(*statistics, inplace=True)]
+
+
+def scaled(image: torch.Tensor) -> torch.Tensor:
+    """A new float32 image in [0, 1]."""
+    return image.clone() if image.dtype == torch.float32 else v2.functional.to_dtype(image, torch.float32, scale=True)
+
+
+def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transform]:
+    """The usual crops and flips for training: small images are padded and cropped, others are cropped at random and resized."""
+    if image_size <= SMALL:
+        crop = v2.RandomCrop(image_size, padding=image_size // 8)
+    else:
+        crop = v2.RandomResizedCrop(image_size, antialias=True)
+    return [crop, v2.RandomHorizontalFlip()] if flip else [crop]
+
+
+def resized(channels: int, image_size: int) -> list[v2.Transform]:
+    """Any image to ``channels`` and ``image_size``: resizes the shorter side to 8/7 of it (small images: to it) and crops."""
+    side = image_size if image_size <= SMALL else image_size * 8 // 7
+    return [*coloured(channels), v2.Resize(side, antialias=True), v2.CenterCrop(image_size)]
+
+
+def coloured(channels: int) -> list[v2.Transform]:
+    """Any image to a tensor of one (grey) or three channels."""
+    return [v2.ToImage(), v2.Grayscale(1) if channels == 1 else v2.RGB()]
+
+
+def randaugment(operations: int, magnitude: int) -> list[v2.Transform]:
+    """RandAugment (Cubuk et al., 2020); an empty list for no operations."""
+    return [v2.RandAugment(operations, magnitude)] if operations else []
+
+
+def batch_mixing(classes: int, mixup_alpha: float, cutmix_alpha: float) -> v2.Transform | None:
+    """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), a random choice between the two, or None for alphas of 0."""
+    mixings = []
+    if mixup_alpha:
+        mixings.append(v2.MixUp(num_classes=classes, alpha=mixup_alpha))
+    if cutmix_alpha:
+        mixings.append(v2.CutMix(num_classes=classes, alpha=cutmix_alpha))
+    return v2.RandomChoice(mixings) if mixings else None
+
+
+FILES = ("preprocessor_config.json", "config.json")
+"""Of Hugging Face, and of timm."""
+
+SINGLE = torch.finfo(torch.float32)
+"""The numbers with which images are normalised."""
+
+
+def statistics_of(processor: str) -> Statistics:
+    """Mean and standard deviation of the channels.
+
+    Args:
+        processor: a folder with preprocessor_config.json (Hugging Face) or config.json (timm), or a name of timm's.
+
+    Raises:
+        UserError: there is no such folder or name, or its file does not say it.
+    """
+    folder = Path(processor).expanduser()
+    found = _of_folder(folder) if folder.is_dir() else _of_timm(processor)
+    mean, std = (found.get(name) or found.get(f"image_{name}") for name in ("mean", "std"))
+    if not (_three(mean) and _three(std) and min(std) >= SINGLE.tiny):
+        raise UserError(f"data.processor: {processor} does not say a mean and a deviation above 0 for three channels")
+    return tuple(map(float, mean)), tuple(map(float, std))
+
+
+def _three(values: Any) -> bool:
+    numbers = isinstance(values, list | tuple) and {*map(type, values)} <= {int, float} and len(values) == 3
+    return numbers and all(abs(value) <= SINGLE.max for value in values)
+
+
+def _of_folder(folder: Path) -> dict[str, Any]:
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise UserError(f"data.processor: {folder} holds neither {' nor '.join(FILES)}")
+    try:
+        found = read_json(path)
+        return dict(found.get("pretrained_cfg", found))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"data.processor: {path} cannot be read: it is damaged") from error
+
+
+def _of_timm(name: str) -> dict[str, Any]:
+    try:
+        import timm
+    except ImportError:
+        timm = None
+    published = timm and timm.get_pretrained_cfg(name)
+    if not published:
+        raise UserError(f"data.processor: there is no folder {name}, and no model of timm's with this name")
+    return published.to_dict()
+
+
+def chosen_classes(asked: Sequence[str | int], names: Sequence[str]) -> list[int]:
+    """The indices of the requested classes, given by name, or by number if no class has that name. An empty list means all.
+
+    Raises:
+        UserError: a class does not exist or is given twice, or only one is given.
+    """
+    if not asked:
+        return list(range(len(names)))
+    found = [_index(one, names) for one in asked]
+    for index in found:
+        if found.count(index) > 1:
+            raise UserError(f"data.classes: {names[index]} is given twice")
+    if len(found) < 2:
+        raise UserError(f"data.classes: {names[found[0]]} is the only class; give at least two")
+    return found
+
+
+def _index(asked: str | int, names: Sequence[str]) -> int:
+    if type(asked) is int and str(asked) not in names and 0 <= asked < len(names):
+        return asked
+    one_of("data.classes", str(asked), names)
+    return list(names).index(str(asked))
+
+
+class OfClasses(Dataset):
+    """The samples of some classes, labelled 0, 1, ... in the order of ``classes``.
+
+    Args:
+        dataset: of (image, label).
+        labels: (N,) the class of each sample.
+        classes: the classes to keep.
+    """
+
+    def __init__(self, dataset: Dataset, labels: Tensor, classes: Sequence[int]) -> None:
+        number = {label: place for place, label in enumerate(classes)}
+        self.dataset = dataset
+        self.kept = [(index, number[label]) for index, label in enumerate(labels.tolist()) if label in number]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        place, label = self.kept[index]
+        return self.dataset[place][0], label
+
 
 SPLIT_SEED = 0
 """Random splits of a data set are the same for every seed of a run."""
@@ -162,19 +302,6 @@ def collated_channels_last(samples: Sequence[tuple[Tensor, int]]) -> list[Tensor
     """A batch of images (B, C, H, W), strided as (B, H, W, C), and labels."""
     images, labels = default_collate(samples)
     return [images.contiguous(memory_format=torch.channels_last), labels]
-
-
-def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:
-    """Image files of any size, converted to these channels, this size and normalisation, in batches (images, paths).
-
-    Args:
-        loading: options of DataLoader, such as ``num_workers``.
-
-    Raises:
-        UserError: there is no image at ``path``.
-    """
-    transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
-    return Loader(ImageFiles(path, transform), batch_size=batch_size, **loading)
 
 
 def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Subset, Subset]:

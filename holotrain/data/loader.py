@@ -1,8 +1,8 @@
-"""Data loaders that do not use the global random state, and those whose position can be saved and restored."""
+"""Loaders that leave the global random state alone and can be resumed in mid-epoch, and augmentation that is seeded."""
 
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,9 +11,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holotrain.data.fixed import FixedBatches, in_batches
-from holotrain.data.sampler import EpochBatchSampler, ResumableBatchSampler
-from holotrain.data.shard import data_shard
+from holotrain.data.sampler import (
+    EpochBatchSampler,
+    FixedBatches,
+    Key,
+    ResumableBatchSampler,
+    data_shard,
+    in_batches,
+    mixed_seed,
+)
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least
 
@@ -205,3 +211,49 @@ class StreamLoader:
 
 class Batches(OwnGenerator, StatefulDataLoader):
     """StatefulDataLoader itself: the state holds that of the data set in every worker."""
+
+
+class SeededDataset(Dataset):
+    """Applies a random transform under a random state seeded by (seed, epoch, index).
+
+    A sample's augmentation therefore does not depend on the number of workers, on the order of computation or on where a run
+    was resumed, and the global random state does not change.
+
+    Args:
+        dataset: gives (image, label) by index.
+        transform: for the image; draws from torch's global generator.
+        seed: the run's.
+    """
+
+    def __init__(self, dataset: Dataset, transform: Callable[[Any], Any], seed: int) -> None:
+        self.dataset = dataset
+        self.transform = transform
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: Key) -> tuple[Any, Any]:
+        epoch, index = key
+        image, label = self.dataset[index]
+        ambient = torch.get_rng_state()
+        torch.random.default_generator.manual_seed(mixed_seed(self.seed, epoch, index))
+        try:
+            return self.transform(image), label
+        finally:
+            torch.set_rng_state(ambient)
+
+
+class TransformedDataset(Dataset):
+    """Applies a deterministic transform; indexed by plain integers."""
+
+    def __init__(self, dataset: Dataset, transform: Callable[[Any], Any]) -> None:
+        self.dataset = dataset
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        image, label = self.dataset[index]
+        return self.transform(image), label

@@ -1,21 +1,41 @@
-"""The order of an epoch as a pure function of seed and epoch."""
+"""The order of an epoch as a pure function of seed and epoch, and the share of it that a process reads."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from holotrain.data.shard import data_shard
 from holotrain.errors import UserError
 from holotrain.seeds import mixed_seed
+
+_set: tuple[int, int] | None = None
+
+
+def set_data_shard(rank: int | None = None, size: int | None = None) -> None:
+    """Sets the data shard of this process to number ``rank`` of ``size``. Needed where several processes share a model
+    and read the same shard. Without arguments: use the rank and size of torch.distributed again."""
+    global _set
+    _set = None if rank is None or size is None else (rank, size)
+
+
+def data_shard() -> tuple[int, int]:
+    """Index of this process's data shard and number of shards; (0, 1) for a single process."""
+    if _set is not None:
+        return _set
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
 
 Key = tuple[int, int]
 """(epoch, index): the key of a sample, so that the data set can seed its augmentation with both."""
 
 
 def process_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Number of this process's shard, and of shards; where None, those of :func:`holotrain.data.shard.data_shard`."""
+    """Number of this process's shard, and of shards; where None, those of :func:`holotrain.data.sampler.data_shard`."""
     here, size = data_shard()
     return here if rank is None else rank, size if world_size is None else world_size
 
@@ -100,3 +120,54 @@ class EpochBatchSampler(ResumableBatchSampler):
         for batch in range(start, len(self)):
             first = batch * self.batch_size
             yield [(epoch, index) for index in order[first : first + self.batch_size]]
+
+
+class FixedBatches(Sampler[list[int]]):
+    """Always the same batches in the same order. With ``world_size`` processes, each reads every ``world_size``-th of them.
+
+    All processes read the same number of batches, because sharded layers need every process at every batch. If the number of
+    batches is not divisible, some are split in two, or joined, until it is.
+
+    Args:
+        batches: the indices of each batch.
+        rank, world_size: of this process; None: as torch.distributed says.
+
+    Raises:
+        UserError: there are fewer samples than processes.
+    """
+
+    def __init__(self, batches: Sequence[np.ndarray], rank: int | None = None, world_size: int | None = None) -> None:
+        self.rank, self.world_size = process_of(rank, world_size)
+        self.own = divided(batches, self.world_size)[self.rank :: self.world_size]
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.own:
+            yield batch.tolist()
+
+
+def divided(batches: Sequence[np.ndarray], parts: int) -> list[np.ndarray]:
+    """The batches, split or joined so that their number is a multiple of ``parts``: the largest are split in two; if all hold
+    one sample, the last ones are joined.
+
+    Raises:
+        UserError: there are fewer samples than parts.
+    """
+    batches = list(batches)
+    while len(batches) % parts:
+        largest = max(range(len(batches)), key=lambda number: len(batches[number]))
+        if len(batches[largest]) > 1:
+            batches[largest : largest + 1] = np.array_split(batches[largest], 2)
+        elif len(batches) > parts:
+            keep = len(batches) // parts * parts
+            batches[keep - 1 :] = [np.concatenate(batches[keep - 1 :])]
+        else:
+            raise UserError(f"data: {len(batches)} samples cannot be split among {parts} processes")
+    return batches
+
+
+def in_batches(size: int, batch_size: int) -> list[np.ndarray]:
+    """The indices of ``size`` samples in order, ``batch_size`` in each batch."""
+    return np.split(np.arange(size), range(batch_size, size, batch_size))

@@ -1,13 +1,16 @@
-"""What classification tasks share: loss, accuracy, predictions."""
+"""Classification of images and of texts, as LightningModules: loss, accuracy, predictions."""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from holotrain.models.error_diffusion import ImageErrorDiffusion
 from holotrain.ranges import require_within
+from holotrain.tasks.language import attended
 from holotrain.tasks.task import Task
 
 
@@ -34,21 +37,19 @@ class Classifier(Task):
         super().__init__(model, **options)
         require_within(0, 1, label_smoothing=label_smoothing)
         self.label_smoothing = label_smoothing
-        accuracies = {"accuracy": MulticlassAccuracy(classes, average="micro")}
+        accuracies = MetricCollection({"accuracy": MulticlassAccuracy(classes, average="micro")})
         if classes > 10:
-            accuracies["accuracy_top5"] = MulticlassAccuracy(classes, average="micro", top_k=5)
-        self.metrics = nn.ModuleDict(
-            {f"{split}_metrics": MetricCollection(accuracies, prefix=f"{split}/").clone() for split in ("val", "test")}
-        )
+            accuracies.add_metrics({"accuracy_top5": MulticlassAccuracy(classes, average="micro", top_k=5)})
+        self.val_metrics, self.test_metrics = accuracies.clone("val/"), accuracies.clone("test/")
 
     @property
     def monitored(self) -> dict[str, str]:
-        return {**dict.fromkeys(self.metrics["val_metrics"].keys(), "max"), "val/loss": "min"}
+        return {**dict.fromkeys(map(str, self.val_metrics), "max"), "val/loss": "min"}
 
-    def forward(self, *inputs: Tensor | None) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         return self.model(*inputs)
 
-    def loss(self, *inputs: Tensor | None) -> Tensor:
+    def loss(self, *inputs: Tensor) -> Tensor:
         *given, labels = inputs
         return self.criterion(self(*given), labels, self.label_smoothing)
 
@@ -65,22 +66,93 @@ class Classifier(Task):
         return outputs.float().softmax(-1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("val", batch)
+        self._evaluate("val", self.val_metrics, batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("test", batch)
+        self._evaluate("test", self.test_metrics, batch)
 
-    def _evaluate(self, split: str, batch: Any) -> None:
+    def _evaluate(self, split: str, metrics: MetricCollection, batch: Any) -> None:
         *given, labels = self.inputs(batch)
         outputs = self(*given)
-        metrics = self.metrics[f"{split}_metrics"]
         metrics.update(self.scores(outputs), labels)
-        shown = {"prog_bar": split == "val", "on_epoch": True, "sync_dist": True, "batch_size": len(labels)}
-        self.log(f"{split}/loss", self.criterion(outputs, labels), **shown)
-        self.log_dict(metrics, prog_bar=split == "val", batch_size=len(labels))
+        shown = {"prog_bar": split == "val", "batch_size": len(labels)}
+        self.log(f"{split}/loss", self.criterion(outputs, labels), on_epoch=True, sync_dist=True, **shown)
+        self.log_dict(metrics, **shown)  # ty: ignore[invalid-argument-type]
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Returns the likeliest class of each sample, ``class`` (B,), and its probability, ``probability`` (B,)."""
         *given, _ = self.inputs(batch)
         probability, index = self.probabilities(self(*given)).max(-1)
         return {"class": index, "probability": probability}
+
+
+class ImageClassifier(Classifier):
+    """Trains any module that maps images (B, channels, height, width) to logits (B, classes).
+
+    Takes the arguments of :class:`~holotrain.tasks.classification.Classifier`. Batches are (images, labels), with class
+    indices (B,) or probabilities (B, classes) (MixUp, CutMix) as labels. For predictions the labels are ignored.
+    """
+
+    def inputs(self, batch: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        images, labels = batch
+        return images, labels
+
+
+class SequenceClassifier(Classifier):
+    """Trains any module that maps tokens (B, T) and a mask (B, T), False for padding, to logits (B, classes).
+
+    Takes the arguments of :class:`~holotrain.tasks.classification.Classifier`. Batches are dictionaries of ``tokens`` (B, T),
+    ``lengths`` (B,) and ``labels`` (B,); predictions need no labels.
+    """
+
+    def inputs(self, batch: dict[str, Any]) -> tuple[Any, ...]:
+        return batch["tokens"], attended(batch, self.model), batch.get("labels")
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """The likeliest class and its probability, and ``index`` (B,), the number of each sample, if the batch has it."""
+        numbered = {"index": batch["index"]} if "index" in batch else {}
+        return super().predict_step(batch, batch_idx) | numbered
+
+
+class ErrorDiffusionClassifier(ImageClassifier):
+    """Trains networks of excitatory and inhibitory cells on half the squared error of their outputs: Kaneko's ED method.
+
+    The model's backward returns updates instead of gradients, and the optimizer applies them. SGD without momentum is the
+    published method; its learning rate is Kaneko's alpha (for the mean over a batch).
+
+    Args:
+        model: outputs (B, classes) in (0, 1), one network for each class; for two classes (B, 1)
+        classes: number of classes
+        clamp_signs: after each step, set weights to 0 whose sign does not match their cells
+        options: those of :class:`~holotrain.tasks.classification.Classifier`
+
+    ``val/loss`` and ``test/loss`` are half the squared error, summed over outputs.
+    """
+
+    model: ImageErrorDiffusion
+
+    def __init__(self, model: ImageErrorDiffusion, classes: int, clamp_signs: bool = False, **options: Any) -> None:
+        super().__init__(model, classes, **options)
+        self.clamp_signs = clamp_signs
+        self.classes = classes
+
+    def criterion(self, outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        targets = F.one_hot(labels, self.classes).float() if labels.ndim == 1 else labels
+        targets = torch.lerp(targets, torch.full_like(targets, 1 / self.classes), label_smoothing)
+        if outputs.shape[1] == 1:
+            targets = targets[:, 1:]
+        return 0.5 * (outputs - targets).square().sum(1).mean()
+
+    def scores(self, outputs: Tensor) -> Tensor:
+        """A single output is that of the second class."""
+        return torch.cat([1 - outputs, outputs], dim=1) if outputs.shape[1] == 1 else outputs
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Each output divided by their sum, because the outputs are independent of each other."""
+        scores = self.scores(outputs.float())
+        return scores / scores.sum(1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.clamp_signs:
+            self.model.clamp_signs()

@@ -9,8 +9,7 @@ from holotrain.models.layers.residual import ResidualBlock
 from holotrain.optimizers import CombinedOptimizer, low_bit
 from holotrain.ranges import require_within
 from holotrain.reversible import ReversibleBlock
-from holotrain.tasks.sharded_adafactor import ShardedAdafactor
-from holotrain.tasks.sharded_muon import ShardedMuon
+from holotrain.tasks.sharded_optimizers import ShardedAdafactor, ShardedMuon
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -1,19 +1,18 @@
-"""The base class of all tasks: a model, a loss that is logged, an optimizer and a schedule."""
+"""The base class of all tasks, a model with a loss and an optimizer; and what commands ask of any LightningModule."""
 
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holotrain.models.layers.attention import order_by_head
-from holotrain.optimizers import InBackward
+from holotrain.models.layers.attention import Attention, order_by_head
+from holotrain.optimizers import CombinedOptimizer, InBackward
 from holotrain.reversible import GraphedStep
-from holotrain.tasks.earlier import order_states_by_head
-from holotrain.tasks.in_backward import settle_in_backward
 
 
 class Task(pl.LightningModule):
@@ -49,14 +48,14 @@ class Task(pl.LightningModule):
         """The validation metrics that can choose the best checkpoint, with ``min`` or ``max`` each; the first is default."""
 
     @abstractmethod
-    def inputs(self, batch: Any) -> tuple[Tensor | None, ...]:
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
         """The arguments of :meth:`loss` for a training batch."""
 
     @abstractmethod
-    def loss(self, *inputs: Tensor | None) -> Tensor:
+    def loss(self, *inputs: Tensor) -> Tensor:
         """The mean loss of a batch, which is differentiated."""
 
-    def terms(self, *inputs: Tensor | None) -> Tensor | int:
+    def terms(self, *inputs: Tensor) -> Tensor | int:
         """The number of terms of which :meth:`loss` is the mean."""
         return len(inputs[0])
 
@@ -68,16 +67,16 @@ class Task(pl.LightningModule):
 
     def log(self, name: str, value: Any, *arguments: Any, batch_size: int | None = None, **options: Any) -> None:
         # Lightning (2.6) averages batch sizes over processes as integers, rounded down, which makes means too large.
-        super().log(name, value, *arguments, batch_size=batch_size and float(batch_size), **options)
+        super().log(name, value, *arguments, batch_size=batch_size and float(batch_size), **options)  # ty: ignore[invalid-argument-type]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs = self.inputs(batch)
         loss = (self._whole_step or self.loss)(*inputs)
         # Lightning's log takes a few per cent of a small model's step, so it is only called when the value will be read.
-        period = self.trainer.log_every_n_steps
+        period = self.trainer.log_every_n_steps  # ty: ignore[missing-attribute]
         if (period and (self.trainer.global_step + 1) % period == 0) or self.trainer.is_last_batch:
             self.log("train/loss", loss, prog_bar=True, batch_size=len(inputs[0]), sync_dist=True)
-            self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=len(inputs[0]))
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=len(inputs[0]))
         return loss
 
     @property
@@ -104,7 +103,9 @@ class Task(pl.LightningModule):
         if self._whole_step is None:  # it overwrites gradients, and Lightning calls this after it
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
+        if self.make_optimizer is None:
+            raise ValueError("this task has no optimizer; it can only be evaluated")
         optimizer = self.make_optimizer(self.model)
         if isinstance(optimizer, InBackward):
             if self._graphed is not None:
@@ -123,3 +124,89 @@ class Task(pl.LightningModule):
         optimizer = InBackward.among(self.trainer.optimizers)
         if optimizer is not None:  # the model may be trained on in another way
             optimizer.remove()
+
+
+def settle_in_backward(optimizer: InBackward, trainer: pl.Trainer) -> None:
+    """Has the optimizer clip by value as the trainer would, which comes too late for it.
+
+    :class:`~holotrain.tasks.task.Task` calls it. Another LightningModule can call it in ``configure_optimizers``.
+
+    Raises:
+        ValueError: the trainer accumulates, clips by norm or scales gradients, or has several processes.
+    """
+    clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm"
+    refused = {
+        "accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1,
+        "gradient clipping by norm": bool(clip) and algorithm == "norm",
+        "the gradient scaling of 16-mixed": getattr(trainer.precision_plugin, "scaler", None) is not None,
+        type(trainer.strategy).__name__: not isinstance(trainer.strategy, SingleDeviceStrategy),
+    }
+    for what, found in refused.items():
+        if found:
+            raise ValueError(f"an optimizer that steps in the backward does not work with {what}: it has no gradients after it")
+    if clip:
+        optimizer.clip_value = float(clip)
+
+
+def order_states_by_head(states: list[dict[str, Any]], model: nn.Module, optimizer: Optimizer) -> None:
+    """Orders the rows of queries, keys and values by head in all tensors of optimizer states, in place, which
+    earlier versions stacked.
+
+    Args:
+        states: full tensors, by the number of a parameter.
+        optimizer: of the same kind as the one that was saved; it is not used otherwise.
+    """
+    if isinstance(optimizer, InBackward):
+        optimizer.remove()
+        optimizer = optimizer.optimizer
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    attention_of = {
+        parameter: module
+        for module in model.modules()
+        if isinstance(module, Attention)
+        for parameter in module.query_key_value.parameters()
+    }
+    for state in states:
+        for part, kept in zip(parts, state.get("parts", [state]), strict=True):
+            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+            for number, values in kept["state"].items():
+                if attention := attention_of.get(parameters[number]):
+                    values |= {name: attention.by_head(value) for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def model_of(module: pl.LightningModule) -> nn.Module:
+    """Its attribute ``model``, or the module itself if it has none."""
+    model = getattr(module, "model", None)
+    return model if isinstance(model, nn.Module) else module
+
+
+def monitored_by(module: pl.LightningModule) -> dict[str, str]:
+    """The validation metrics that can select the best checkpoint, with ``min`` or ``max`` each; {}: it does not say."""
+    return dict(getattr(module, "monitored", {}))
+
+
+def training_loss(module: pl.LightningModule, batch: Any) -> Tensor:
+    """The loss of a training batch, without logging."""
+    if isinstance(module, Task):
+        return module.loss(*module.inputs(batch))
+    result: Any = module.training_step(batch, 0)
+    return result["loss"] if isinstance(result, dict) else result
+
+
+def optimizer_of(module: pl.LightningModule) -> Optimizer:
+    """
+    Raises:
+        ValueError: the module has no optimizer, or several.
+    """
+    if isinstance(module, Task) and module.make_optimizer is not None:
+        return module.make_optimizer(module.model)
+    made: Any = module.configure_optimizers()
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):  # optimizers and schedules
+        made = made[0]
+    if isinstance(made, list | tuple) and len(made) == 1:
+        made = made[0]
+    if isinstance(made, dict):
+        made = made.get("optimizer")
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"{type(module).__name__} has no optimizer, or several; a plan needs one")
+    return made

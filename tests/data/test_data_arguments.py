@@ -5,7 +5,7 @@ import json
 import pytest
 
 from holotrain.data import CIFAR10, MNIST, Digits, Fake, ImageFolder, StdlibText, TextFiles
-from holotrain.data.processor import statistics_of
+from holotrain.data.images import statistics_of
 from holotrain.errors import UserError
 
 IMAGES = [

@@ -18,7 +18,7 @@ from PIL import Image
 from holotrain.callbacks import ExactResume
 from holotrain.callbacks.exact_resume import KEY
 from holotrain.data import HubImages, HubText, hub
-from holotrain.data.shard import set_data_shard
+from holotrain.data.sampler import set_data_shard
 from holotrain.data.text import packed
 from holotrain.errors import UserError
 

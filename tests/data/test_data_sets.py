@@ -13,8 +13,9 @@ from data_files import write_cifar, write_folder, write_mnist
 from PIL import Image
 from torchvision.transforms import v2
 
-from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, augment, image_files
-from holotrain.data.files import read_image
+from holotrain.data import CIFAR10, CIFAR100, MNIST, Digits, Fake, ImageFolder, image_files
+from holotrain.data import images as image_data
+from holotrain.data.image_folder import read_image
 from holotrain.errors import UserError
 
 
@@ -292,8 +293,8 @@ def test_classes_that_cannot_be_are_named(classes, says):
 def test_normalising_leaves_the_images_of_the_data_set_alone(dtype):
     image = torch.arange(48).reshape(3, 4, 4).to(dtype)
     stored = image.clone()
-    mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in augment.IMAGENET)
-    found = v2.Compose(augment.normalised(augment.IMAGENET))(image)
+    mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in image_data.IMAGENET)
+    found = v2.Compose(image_data.normalised(image_data.IMAGENET))(image)
     expected = (stored / (255 if dtype is torch.uint8 else 1) - mean) / std
     torch.testing.assert_close(torch.as_tensor(found), expected)
     assert torch.equal(image, stored)

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from holotrain.data.fixed import FixedBatches, in_batches
-from holotrain.data.sampler import EpochBatchSampler
-from holotrain.data.shard import data_shard, set_data_shard
+from holotrain.data.sampler import EpochBatchSampler, FixedBatches, data_shard, in_batches, set_data_shard
 from holotrain.errors import UserError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holotrain.data import ByteTokenizer, StdlibText, TextFiles, text_files
-from holotrain.data.buckets import BucketBatchSampler, by_length, padding
+from holotrain.data.text.documents import BucketBatchSampler, by_length, padding
 from holotrain.errors import UserError
 
 LENGTHS = np.random.default_rng(0).geometric(0.01, 3001).clip(3, 512)

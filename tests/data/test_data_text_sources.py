@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from holotrain.data import StdlibText, TextFiles, hub
-from holotrain.data.text import files as text_files
-from holotrain.data.text.files import TextFile, held_out_files, matches, readable, rows_of
+from holotrain.data.text import sources
+from holotrain.data.text.sources import TextFile, held_out_files, matches, readable, rows_of
 from holotrain.data.text.tokenise import Reading
 from holotrain.errors import UserError
 
@@ -153,8 +153,8 @@ def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypa
     paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
     files, read, cache = [TextFile(path, path.name) for path in paths], [], tmp_path / "cache"
     cache.mkdir()
-    original = text_files._error_in
-    monkeypatch.setattr(text_files, "_error_in", lambda file, cache: read.append(file) or original(file, cache))
+    original = sources._error_in
+    monkeypatch.setattr(sources, "_error_in", lambda file, cache: read.append(file) or original(file, cache))
     assert readable(files, cache) == readable(files, cache) == files[1:] and read == files
     write(tmp_path, "0.txt", b"mended")
     assert readable(files, cache) == files and read == 2 * files

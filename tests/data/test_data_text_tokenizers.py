@@ -9,8 +9,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
 from holotrain.data import ByteTokenizer, tokenizer_from_json
-from holotrain.data.tokenizers.restored import known_tokenizer
-from holotrain.data.tokenizers.subword import NAMES, SubwordTokenizer
+from holotrain.data.tokenizers import NAMES, SubwordTokenizer, known_tokenizer
 from holotrain.errors import UserError
 
 SAMPLES = [

@@ -23,9 +23,8 @@ from torch.utils.tensorboard import SummaryWriter
 from holotrain.config import checkpointed
 from holotrain.config.jobs import JOB, Job
 from holotrain.config.start import compose
-from holotrain.data.processor import statistics_of
-from holotrain.data.tokenizers.restored import known_tokenizer
-from holotrain.data.tokenizers.subword import SubwordTokenizer
+from holotrain.data.images import statistics_of
+from holotrain.data.tokenizers import SubwordTokenizer, known_tokenizer
 from holotrain.errors import UserError
 from holotrain.models.foreign.network import network_of
 from holotrain.models.pretrained import read_weights

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from holotrain.optimizers import CombinedOptimizer, InBackward, low_bit
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation
-from holotrain.tasks.sharded_adafactor import ShardedAdafactor
+from holotrain.tasks.sharded_optimizers import ShardedAdafactor
 
 BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
 WIDTH = 8

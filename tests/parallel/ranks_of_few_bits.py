@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from holotrain.models.checkpoint_files import read
 from holotrain.optimizers import CombinedOptimizer
 from holotrain.tasks.optimizers import adafactor, adamw_low_bit
-from holotrain.tasks.sharded_muon import ShardedMuon
+from holotrain.tasks.sharded_optimizers import ShardedMuon
 
 SHAPES = {
     "rows of whole blocks": (64, 256),

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from holotrain.data import TextFiles
 from holotrain.models import RevGPT, RevRoBERTa
 from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier
-from holotrain.tasks.masking import masked
-from holotrain.tasks.padding import attended
+from holotrain.tasks.language import attended, masked
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
 BYTES = torch.tensor([1] * 10 + [2] * 6 + [0] * 4)

@@ -1,15 +1,14 @@
 """Text: from files to batches of token ids.
 
-sets, module   the LightningDataModules: StdlibText, TextFiles, and what all text shares
-files          which files, the rows in them, and which are held out
+sets, module   the LightningDataModules: StdlibText, TextFiles, HubText, and what all text shares
+sources        which files, the rows in them, and which are held out; files that a user names, to classify or score
 tokenise       from rows to documents and the tokens of a part, memory-mapped
 packed         blocks of equal length, for causal language models, also while the text is read
-documents      single documents, for masked language models and classification
-loose          files that a user names, to classify or score
+documents      single documents, in batches of similar length, for masked language models and classification
 """
 
-from holotrain.data.text.loose import text_files
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.sets import StdlibText, TextFiles
+from holotrain.data.text.sets import HubText, StdlibText, TextFiles
+from holotrain.data.text.sources import text_files
 
-__all__ = ["StdlibText", "TextDataModule", "TextFiles", "text_files"]
+__all__ = ["HubText", "StdlibText", "TextDataModule", "TextFiles", "text_files"]

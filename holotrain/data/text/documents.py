@@ -1,13 +1,14 @@
-"""Single documents, each between a start and an end token, padded to the longest of their batch."""
+"""Single documents, each between a start and an end token, in batches of similar length, so that there is little padding."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from holotrain.data.sampler import ResumableBatchSampler, mixed_seed
 from holotrain.data.text.tokenise import Batch, Corpus
-from holotrain.data.tokenizers.tokenizer import Tokenizer
+from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 
 SPECIAL = 2
@@ -79,3 +80,160 @@ class Pieces(Dataset):
         if self.numbered:
             batch["index"] = torch.tensor(keys)
         return batch
+
+
+GROWTH = 1.1
+"""The longest document of a bucket is at most this many times as long as the shortest (or one token longer)."""
+
+
+class BucketBatchSampler(ResumableBatchSampler):
+    """Batches of shuffled indices; the documents of a batch have similar lengths.
+
+    Documents are shuffled within buckets of similar length, each bucket is cut into batches, and the batches are shuffled. All
+    of this is a function of (seed, epoch). Documents that do not fill a batch go first into the next longer bucket, so only the
+    last batch of the longest bucket is smaller. The number of batches depends on the lengths only, so every epoch has as many.
+
+    Every document comes exactly once per epoch, in one process. If the number of batches is not divisible by the number of
+    processes, the largest batches are halved until it is. (If all batches hold one document, the remainder is left out, a
+    different one in each epoch.) At each step all processes have batches of similar length, so none waits for the others.
+
+    Args:
+        lengths: (N,) tokens of each document.
+        batch_size: documents in a batch; or
+        max_tokens: ``(longest in the batch) * (documents) <= max_tokens``.
+        bucketing: False puts documents of all lengths into one bucket.
+        seed, rank, world_size: see :class:`~holotrain.data.sampler.ResumableBatchSampler`.
+
+    Raises:
+        UserError: a document is longer than ``max_tokens``, or there are fewer documents than processes.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        bucketing: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(seed, rank, world_size)
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        if len(self.lengths) < self.world_size:
+            raise UserError(f"data: {len(self.lengths)} documents cannot be split among {self.world_size} processes")
+        self._bucket = bucket_of(self.lengths) if bucketing else np.zeros(len(self.lengths), dtype=np.int64)
+        self._members = np.bincount(self._bucket)
+        longest = np.zeros(len(self._members), dtype=np.int64)
+        np.maximum.at(longest, self._bucket, self.lengths)
+        self._capacity = capacities(longest, batch_size, max_tokens)
+        self._sizes = self._batch_sizes()
+
+    def __len__(self) -> int:
+        return len(self._sizes) // self.world_size
+
+    def epoch_batches(self, epoch: int) -> list[np.ndarray]:
+        """The batches of all processes, sorted by length; each step takes ``world_size`` consecutive ones."""
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+        order = torch.randperm(len(self.lengths), generator=generator).numpy()
+        order = order[: self._sizes.sum()]
+        order = order[np.argsort(self._bucket[order], kind="stable")]
+        return np.split(order, np.cumsum(self._sizes)[:-1])
+
+    def batches(self, epoch: int, start: int) -> Iterator[list[int]]:
+        batches = self.epoch_batches(epoch)
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch, 1))
+        for step in torch.randperm(len(self), generator=generator)[start:].tolist():
+            yield batches[step * self.world_size + self.rank].tolist()
+
+    def _batch_sizes(self) -> np.ndarray:
+        """Number of documents in each batch, from the shortest to the longest."""
+        sizes, left = [], 0
+        for members, capacity in zip(self._members.tolist(), self._capacity.tolist(), strict=True):
+            left += members
+            full = left // capacity
+            sizes += [capacity] * full
+            left -= full * capacity
+        sizes += [left] if left else []
+        while len(sizes) % self.world_size:
+            largest = max(range(len(sizes)), key=sizes.__getitem__)
+            if sizes[largest] == 1:
+                del sizes[-(len(sizes) % self.world_size) :]
+                break
+            half = sizes[largest] // 2
+            sizes[largest : largest + 1] = [half, sizes[largest] - half]
+        return np.array(sizes, dtype=np.int64)
+
+
+def bucket_of(lengths: np.ndarray) -> np.ndarray:
+    """The bucket (N,) of each length. Buckets are one token wide at first, then grow by a factor of ``GROWTH``."""
+    edges = [0]
+    while edges[-1] <= lengths.max():
+        edges.append(max(edges[-1] + 1, int(edges[-1] * GROWTH)))
+    return np.searchsorted(edges, lengths, side="right") - 1
+
+
+def capacities(longest: np.ndarray, batch_size: int | None, max_tokens: int | None) -> np.ndarray:
+    """How many documents a batch may hold, given the tokens of its longest document.
+
+    Raises:
+        UserError: a document does not fit into ``max_tokens``.
+    """
+    if max_tokens is None:
+        assert batch_size is not None, "batches are bounded by documents or by tokens"
+        return np.full(len(longest), batch_size)
+    if longest.max() > max_tokens:
+        raise UserError(f"data.max_tokens: {max_tokens} is out of range; the longest document has {longest.max()} tokens")
+    return max_tokens // np.maximum(longest, 1)
+
+
+def in_order(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
+    """Documents in the given order, as many in a batch as ``batch_size`` or ``max_tokens`` allow.
+
+    Raises:
+        UserError: a document does not fit into ``max_tokens``.
+    """
+    batches, first = [], 0
+    most = batch_size if max_tokens is None else max_tokens // int(lengths.min())
+    capacities(lengths, batch_size, max_tokens)
+    while first < len(lengths):
+        count = min(most, len(lengths) - first)
+        if max_tokens is not None:
+            longest = np.maximum.accumulate(lengths[first : first + count])
+            count = int(np.searchsorted(longest * np.arange(1, count + 1), max_tokens, side="right"))
+        batches.append(np.arange(first, first + count))
+        first += count
+    return batches
+
+
+def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
+    """All documents from the shortest to the longest, for evaluation. The batches are always the same.
+
+    Raises:
+        UserError: a document does not fit into ``max_tokens``.
+    """
+    order = np.argsort(lengths, kind="stable")
+    return [order[batch] for batch in in_order(lengths[order], batch_size, max_tokens)]
+
+
+def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
+    """Lengths rounded up to a multiple."""
+    return -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+
+
+def padding(
+    lengths: np.ndarray, batch_size: int | None = None, max_tokens: int | None = None, multiple: int = 1, seed: int = 0
+) -> dict[str, float]:
+    """The share of padding among the tokens of an epoch, in ``bucketed`` batches and in ``random`` ones with the same settings.
+
+    Args:
+        lengths, batch_size, max_tokens, seed: see :class:`BucketBatchSampler`.
+        multiple: batches are as wide as their longest document, rounded up to a multiple of this.
+    """
+    widths = padded(lengths, multiple)
+    shares = {}
+    for kind, bucketing in (("bucketed", True), ("random", False)):
+        sampler = BucketBatchSampler(widths, batch_size, max_tokens, bucketing, seed, rank=0, world_size=1)
+        held = sum(int(widths[batch].max()) * len(batch) for batch in sampler.epoch_batches(0))
+        shares[kind] = 1 - int(np.sum(lengths)) / held
+    return shares

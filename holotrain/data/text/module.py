@@ -10,14 +10,13 @@ from typing import Any, Literal
 import torch
 
 from holotrain.atomic_files import replacing
-from holotrain.data.buckets import BucketBatchSampler, by_length, padded, padding
-from holotrain.data.fixed import FixedBatches
 from holotrain.data.hub import writing
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader
-from holotrain.data.text.documents import Pieces
+from holotrain.data.sampler import FixedBatches
+from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, Reading, Rows, as_it_is
-from holotrain.data.tokenizers import ByteTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
+from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_one_of, require_within
 
@@ -252,8 +251,6 @@ class TextDataModule(LoadingModule):
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, or the one that was before, from the cache."""
         from datasets.fingerprint import Hasher
-
-        from holotrain.data.tokenizers.subword import SubwordTokenizer
 
         training = [each for each in rows if each.may_be_in("train")]
         known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]

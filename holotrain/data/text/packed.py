@@ -12,10 +12,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from holotrain.data.hub import reading
-from holotrain.data.sampler import Key, mixed_seed
-from holotrain.data.shard import data_shard
+from holotrain.data.sampler import Key, data_shard, mixed_seed
 from holotrain.data.text.tokenise import Batch, Rows, Tokens, joined, table
-from holotrain.data.tokenizers.tokenizer import Tokenizer
+from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
 
 ROWS = 16

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from holotrain.data.hub import class_names, column, reading
-from holotrain.data.tokenizers.tokenizer import Tokenizer, utf8
+from holotrain.data.tokenizers import Tokenizer, utf8
 from holotrain.errors import UserError
 
 PARTS = ("train", "val", "test")

@@ -1,18 +1,119 @@
-"""Subwords: byte-level BPE trained on the training documents, or any tokenizer.json, with the tokenizers library."""
+"""Text to token ids and back: bytes, byte-level BPE, and any tokenizer.json."""
 
+import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from holotrain.data.tokenizers.tokenizer import ROLES, Tokenizer, utf8
+from holotrain.checks import one_of
 from holotrain.errors import UserError
+from holotrain.outside import from_json
+
+ROLES = ("pad", "start", "end", "mask")
+"""The special tokens that tasks need: padding, the start of a document (bos, cls), its end (eos, sep), a masked position."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids, and back.
+
+    Attributes:
+        vocab_size: number of ids, including special tokens.
+        specials: the ids of ``pad``, ``start``, ``end`` and ``mask``; text never encodes to one of them.
+    """
+
+    vocab_size: int
+    specials: dict[str, int]
+
+    @property
+    def pad_id(self) -> int:
+        return self.specials["pad"]
+
+    @property
+    def start_id(self) -> int:
+        return self.specials["start"]
+
+    @property
+    def end_id(self) -> int:
+        return self.specials["end"]
+
+    @property
+    def mask_id(self) -> int:
+        return self.specials["mask"]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """uint16 if it holds every id, otherwise uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that is equal for tokenizers that encode in the same way."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The ids (T,) of a text, without special tokens; bytes are read as UTF-8."""
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """The concatenated ids of all texts (T,), of ``dtype``, and the number of ids of each text (N,), int64."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids (T,), without special tokens; bytes that are not UTF-8 become U+FFFD."""
+
+    @property
+    @abstractmethod
+    def byte_lengths(self) -> np.ndarray:
+        """(vocab_size,) int64: the number of UTF-8 bytes that each id stands for, 0 for special tokens.
+
+        Bits per byte of a text are the sum of its tokens' losses (nats) divided by ``ln 2 * byte_lengths[targets].sum()``.
+        """
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The tokenizer as JSON, for a file or a checkpoint; :func:`tokenizer_from_json` reads it."""
+
+
+def utf8(text: str | bytes) -> bytes:
+    """A text in UTF-8. Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes ``?``."""
+    return text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")
+
+
+BYTES = 256
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0 to 255 are the bytes of UTF-8; the special tokens follow."""
+
+    vocab_size = BYTES + len(ROLES)
+    specials = {role: BYTES + index for index, role in enumerate(ROLES)}
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+        encoded = [utf8(text) for text in texts]
+        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+        return np.frombuffer(b"".join(encoded), dtype=np.uint8).astype(self.dtype), lengths
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids)
+        return ids[ids < BYTES].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        return (np.arange(self.vocab_size) < BYTES).astype(np.int64)
+
+    def to_json(self) -> str:
+        return json.dumps({"type": "bytes", "specials": self.specials})
+
 
 NAMES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
@@ -141,3 +242,42 @@ def parallelism() -> Iterator[None]:
         yield
     finally:
         os.environ[PARALLELISM] = ASKED or "false"
+
+
+def tokenizer_from_json(text: str, where: str = "tokenizer.json") -> Tokenizer:
+    """The tokenizer of :meth:`Tokenizer.to_json`, or of any tokenizer.json. Nothing in the text is executed.
+
+    Args:
+        where: the origin of the text, for messages.
+
+    Raises:
+        UserError: the text is not a tokenizer.
+    """
+    try:
+        content = from_json(text)
+    except ValueError as error:
+        raise UserError(f"data.tokenizer: {where} is not a tokenizer.json ({error})") from error
+    if content == json.loads(ByteTokenizer().to_json()):
+        return ByteTokenizer()
+    return SubwordTokenizer(text, where)
+
+
+def known_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer ``byte``, or that of a tokenizer.json at a path; None for ``bpe``, which needs documents to be trained.
+
+    Raises:
+        UserError: there is no such file, or it is not a tokenizer.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    if name == "bpe":
+        return None
+    path = Path(name).expanduser()
+    if path.suffix != ".json" and not path.exists():
+        one_of("data.tokenizer", name, ["byte", "bpe", "PATH/tokenizer.json"])
+    try:
+        return tokenizer_from_json(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.tokenizer: {path} is not a tokenizer.json (not UTF-8 at byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"data.tokenizer: cannot read {path} ({error.strerror or error})") from error

@@ -1,0 +1,176 @@
+"""Image files: what to do with one that cannot be read, folders of classes, and files that a user names."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from holotrain.data.images import SizedImages, Statistics, chosen_classes, normalised, resized
+from holotrain.data.loader import Loader
+from holotrain.errors import UserError
+from holotrain.ranges import require_one_of
+
+EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+
+
+def read_image(path: Path) -> Image.Image:
+    """Reads a whole image file.
+
+    Raises:
+        UserError: it cannot be read, or is damaged or truncated.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image
+    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} is not a readable image ({error})") from error
+
+
+def image_paths(folder: Path) -> list[Path]:
+    """The image files below a folder, sorted by name."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+
+
+class ImageFiles(Dataset):
+    """The image at a path, or all images below it, as (transformed image, path).
+
+    For a file that cannot be read it warns, and gives a blank image without a path: the others are still worth having.
+
+    Raises:
+        UserError: there is no image.
+    """
+
+    def __init__(self, path: Path, transform: Callable[[Image.Image], Tensor]) -> None:
+        if not path.exists():
+            raise UserError(f"images: there is no file or folder {path}")
+        self.paths = [path] if path.is_file() else image_paths(path)
+        if not self.paths:
+            raise UserError(f"images: there is no image in {path}; known extensions are {', '.join(sorted(EXTENSIONS))}")
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        path = self.paths[index]
+        try:
+            return self.transform(read_image(path)), str(path)
+        except UserError as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
+            return self.transform(Image.new("RGB", (1, 1))), ""
+
+
+def image_files(path: Path, channels: int, image_size: int, statistics: Statistics, batch_size: int, **loading: Any) -> Loader:
+    """Image files of any size, converted to these channels, this size and normalisation, in batches (images, paths).
+
+    Args:
+        loading: options of DataLoader, such as ``num_workers``.
+
+    Raises:
+        UserError: there is no image at ``path``.
+    """
+    transform = v2.Compose([*resized(channels, image_size), *normalised(statistics)])
+    return Loader(ImageFiles(path, transform), batch_size=batch_size, **loading)
+
+
+class LabelledFiles(Dataset):
+    """Image files with labels: (image, label).
+
+    Args:
+        samples: path and label of each file.
+        on_corrupt: ``"error"`` raises a UserError that names the file. ``"skip"`` warns and returns the next readable image
+            instead (after the last, the first), so that the length does not change and batches and resuming still work.
+    """
+
+    def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error") -> None:
+        self.samples = samples
+        self.on_corrupt = on_corrupt
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        for offset in range(len(self.samples)):
+            path, label = self.samples[(index + offset) % len(self.samples)]
+            try:
+                return read_image(path), label
+            except UserError as error:
+                if self.on_corrupt == "error":
+                    raise UserError(f"data: {error}; data.on_corrupt=skip leaves such images out") from error
+                warnings.warn(f"skipped: {error}", stacklevel=2)  # shown once per file
+        raise UserError("data: there is no readable image")
+
+
+class ImageFolder(SizedImages):
+    """``root/train/<class>/*``, ``root/val/<class>/*`` and ``root/test/<class>/*``. Without a test folder, val is tested.
+
+    Args:
+        root: folder with train/<class>/*, val/<class>/* and, optionally, test/<class>/*
+        on_corrupt: what to do with an unreadable image: error (end the run) or skip (warn and leave it out)
+        classes: classes to keep, by name or number, such as [0, 1]; []: all
+        options: those of :class:`~holotrain.data.images.SizedImages`
+
+    Raises:
+        ValueError: a value out of range.
+        UserError: a folder is missing, a class is empty, there is only one class, or
+            val or test has a class that train does not have.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        on_corrupt: Literal["error", "skip"] = "error",
+        classes: Sequence[int | str] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        require_one_of(("error", "skip"), on_corrupt=on_corrupt)
+        self.root = Path(root)
+        self.on_corrupt = on_corrupt
+        self._known = self._classes(self._folder("train"))
+        self.class_names = [self._known[index] for index in chosen_classes(classes, self._known)]
+        self.num_classes = len(self.class_names)
+        if self.num_classes < 2:
+            raise UserError(f"data.root: {self.root / 'train'} holds one class; at least two are needed")
+
+    def setup(self, stage: str | None = None) -> None:
+        test = "test" if (self.root / "test").is_dir() else "val"
+        folders = {"train": "train", "val": "val", "test": test}
+        self._splits = {name: LabelledFiles(self._samples(folder), self.on_corrupt) for name, folder in folders.items()}
+
+    def split(self, name: str) -> Dataset:
+        return self._splits[name]
+
+    def _folder(self, name: str) -> Path:
+        folder = self.root / name
+        if not folder.is_dir():
+            raise UserError(f"data.root: there is no folder {folder}; put images into {folder}/<class>/")
+        return folder
+
+    @staticmethod
+    def _classes(folder: Path) -> list[str]:
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if not names:
+            raise UserError(f"data.root: there is no class in {folder}; put images into {folder}/<class>/")
+        return names
+
+    def _samples(self, name: str) -> list[tuple[Path, int]]:
+        folder = self._folder(name)
+        label = {known: index for index, known in enumerate(self.class_names)}
+        samples = []
+        for found in self._classes(folder):
+            if found in self._known and found not in label:
+                continue  # a class that was not chosen
+            if found not in label:
+                raise UserError(f"data.root: {folder / found} is a class that {self.root / 'train'} does not have")
+            paths = image_paths(folder / found)
+            if not paths:
+                raise UserError(f"data.root: there is no image in {folder / found}")
+            samples += [(path, label[found]) for path in paths]
+        return samples
