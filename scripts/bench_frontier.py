@@ -39,7 +39,7 @@ from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, Re
 from holotrain.models.schedules import schedule_blocks, sequences
 from holotrain.planning import ALLOCATORS, TrainingStep, choose, imagine, imagined, rehearse, seconds, stage_of, visits_of
 from holotrain.planning.measured import measured_peak
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.reversible.tape import imagining_a_side_stream
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.planning import imagined, selecting
 from holotrain.planning.imagination import of_parts
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.reversible.tape import imagining_a_side_stream
 
 aten = torch.ops.aten
 _backwards = count(1)

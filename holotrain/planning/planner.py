@@ -13,7 +13,7 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.footprint import Footprint
 from holotrain.planning.imagination import fused_dropout, imagine, imagined, selecting
 from holotrain.planning.rehearsal import TrainingStep, Update, rehearse, rehearse_update
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.reversible.tape import imagining_a_side_stream
 
 Backward = str | list[str]
 """The schedule of all blocks, or of each block, as in :class:`~holotrain.reversible.ReversibleSequence`."""

@@ -34,7 +34,7 @@ from holotrain.planning.scratch import (
     goes_to_onednn,
     scratch,
 )
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.reversible.tape import imagining_a_side_stream
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
