@@ -37,19 +37,10 @@ from torch import Tensor, nn
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
 from holotrain.models.schedules import schedule_blocks, sequences
-from holotrain.planning import (
-    ALLOCATORS,
-    TrainingStep,
-    choose,
-    fake_parameters,
-    fake_tensors,
-    seconds,
-    simulate_step,
-    stage_of,
-    visits_of,
-)
-from holotrain.planning.training_step import measured_peak
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.planning import ALLOCATORS, TrainingStep, choose, seconds, stage_of, visits_of
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.planning.training_step import measured_peak, simulate_step
+from holotrain.reversible.tape import imagining_a_side_stream
 
 
 @dataclass

@@ -20,9 +20,8 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holotrain.planning import assume_mask_share, fake_tensors
-from holotrain.planning.fake_tensors import is_wrapper_subclass
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.planning.fake_tensors import assume_mask_share, fake_tensors, is_wrapper_subclass
+from holotrain.reversible.tape import imagining_a_side_stream
 
 aten = torch.ops.aten
 _backwards = count(1)

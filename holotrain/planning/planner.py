@@ -14,7 +14,7 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, fake_tensors, fused_dropout
 from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, Update, simulate_step, simulate_update
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.reversible.tape import imagining_a_side_stream
 
 MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")

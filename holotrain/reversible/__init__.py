@@ -5,13 +5,12 @@ sequence       a sequence of them: the main class
 two_step       the coupling that makes any blocks invertible
 stack          the blocks of another model, coupled by two steps
 make_reversible  makes the blocks of another model reversible, and back
-schedules      what each block stores and what it recomputes
-recomputation  branches that run again in the backward, from a stored or from a rebuilt input
+schedules      what each block stores and what it recomputes, and results that a recomputation reuses
+recomputation  a branch that runs again in the backward
+tape           branches in order, whose inputs are rebuilt, and the error of a rebuilt input
 replay         random numbers, autocast and attention kernels, put back for the recomputation
 reads          parameters, buffers and arguments, which must be the same in the recomputation
-kept           results that a recomputation reuses
 grid           the fixed-point grid of an exact sequence
-drift          the error of a rebuilt input
 graphs         a training step as one CUDA graph
 """
 

@@ -68,6 +68,10 @@ class _Buffer(NamedTuple):
 _values, _version = methodcaller("values"), attrgetter("_version")
 
 
+def _all_values(owners: list[dict[str, Tensor | None]]) -> list[Tensor | None]:
+    return [*chain.from_iterable(map(_values, owners))]
+
+
 class Reads:
     """The parameters, buffers and modes of a branch in one forward. As a context: the branch has them again.
 
@@ -95,17 +99,14 @@ class Reads:
                     if buffer is not None
                 ]
         self._newly_written: str | None = None
-        self.tensors = self._present()
-        """The parameters."""
-
-    def _present(self) -> list[Tensor]:
-        return [tensor for tensor in chain.from_iterable(map(_values, self._owned)) if tensor is not None]
+        self.tensors = [tensor for tensor in _all_values(self._owned) if tensor is not None]
+        """The parameters; after the forward also the buffers that it did not change."""
 
     def settle(self) -> None:
         """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
         if self._buffers:
             self._settle_buffers()
-            self.tensors = self._present()
+            self.tensors = [tensor for tensor in _all_values(self._owned) if tensor is not None]
         self._versions = [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
@@ -148,10 +149,12 @@ class Reads:
                 "backward trains no weight of a block that an earlier block reads without a gradient)"
             )
         self._others = []  # of torch.func.functional_call, for one
-        for owner, owned in zip(self._owners, self._owned, strict=True):
-            for name, tensor in owned.items():
-                if owner.get(name) is not tensor:
-                    self._put(owner, name, tensor)
+        present, read = _all_values(self._owners), _all_values(self._owned)
+        if len(present) != len(read) or not all(map(is_, present, read)):
+            for owner, owned in zip(self._owners, self._owned, strict=True):
+                for name, tensor in owned.items():
+                    if owner.get(name) is not tensor:
+                        self._put(owner, name, tensor)
         for buffer in self._buffers:
             self._put(buffer.owner._buffers, buffer.name, buffer.before.clone())
 

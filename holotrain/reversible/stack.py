@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.reversible.block import Storing
-from holotrain.reversible.drift import Witness
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import is_sharded, version_of
-from holotrain.reversible.recomputation import Checkpointing, Tape, same_tensor
+from holotrain.reversible.recomputation import Checkpointing
 from holotrain.reversible.replay import Call, in_trace, is_imagined
 from holotrain.reversible.schedules import SCHEDULES, Schedule, Shorthand
+from holotrain.reversible.tape import Tape, Witness, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
 
 FIRST_HEADROOM_BITS = 20

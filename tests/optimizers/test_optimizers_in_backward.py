@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from holotrain.optimizers import CombinedOptimizer, InBackward, low_bit
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible, recomputation, tape
 from holotrain.tasks.sharded_optimizers import ShardedAdafactor
 
 BACKWARDS = ("autograd", "checkpoint", "reversible", "pareprop")
@@ -158,7 +158,7 @@ def test_weights_are_the_same_when_recomputation_runs_ahead(monkeypatch):
         order.append(branch.name)
         return run(branch, *args, **options)
 
-    monkeypatch.setattr(recomputation, "side_of", lambda stream: recomputation._SameStream())
+    monkeypatch.setattr(tape, "side_of", lambda stream: tape._SameStream())
     monkeypatch.setattr(recomputation.Branch, "run_again", noted)
     for shared in (False, True):
         usual, net = Net("pareprop", shared), Net("pareprop", shared)

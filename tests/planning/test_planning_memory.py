@@ -34,7 +34,7 @@ from holotrain.planning.allocators import (
 )
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import peak_of
-from holotrain.reversible.recomputation import imagining_a_side_stream
+from holotrain.reversible.tape import imagining_a_side_stream
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from compared import assert_close, assert_equal
 from torch import nn
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
-from holotrain.reversible.drift import Witness
+from holotrain.reversible.tape import Witness
 
 WIDTH = 16
 

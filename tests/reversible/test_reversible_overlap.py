@@ -12,7 +12,7 @@ import torch
 from compared import assert_equal
 from torch import nn
 
-from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, recomputation, tape
 
 WIDTH = 8
 MAIN, SIDE = "the default stream", "side stream 1"
@@ -128,7 +128,7 @@ def test_a_branch_that_talks_to_other_processes_is_not_put_off(machine, monkeypa
             raise torch.OutOfMemoryError
         return logged(self, source, output)
 
-    monkeypatch.setattr(recomputation, "_is_tensor_parallel", lambda module: True)
+    monkeypatch.setattr(tape, "_is_tensor_parallel", lambda module: True)
     monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         gradients(net_on(machine, 4), rows(3))

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tracked_memory import TrackedMemory
 
 from holotrain.reversible import make_reversible, recomputing, stack_of, undo
-from holotrain.reversible.recomputation import Tape
+from holotrain.reversible.tape import Tape
 
 WIDTH = 16
 
