@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from holotrain.overlap import signals, waves
+from holotrain.overlap import predictor, signals
 from holotrain.reversible import replay, tape
 from holotrain.synthesis import delayed
 
@@ -430,7 +430,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
     pair = SimpleNamespace(forward=None, recomputation=None, used=lambda generator: nullcontext())
     monkeypatch.setattr(replay, "_Pair", lambda device, seed: pair)
     monkeypatch.setattr(delayed, "ThreadPoolExecutor", lambda threads, thread_name_prefix: Worker(machine, late))
-    kept = (tape._side_stream, signals._stream_of, signals.order_of, waves._waves_of_gpu)
+    kept = (tape._side_stream, signals._stream_of, signals.order_of, predictor._waves_of_gpu)
     for cached in kept:
         cached.cache_clear()
     try:
