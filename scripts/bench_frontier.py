@@ -36,7 +36,7 @@ from bench_common import DEVICE, alternating, arguments, begin, median_ratio, pl
 from torch import Tensor, nn
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
-from holotrain.models.schedules import schedule_blocks, sequences
+from holotrain.models.block_schedules import schedule_blocks, sequences
 from holotrain.planning import ALLOCATORS, TrainingStep, choose, imagine, imagined, rehearse, seconds, stage_of, visits_of
 from holotrain.planning.measured import measured_peak
 from holotrain.reversible.recomputation import imagining_a_side_stream

@@ -17,9 +17,9 @@ from holotrain.config.given import GIVEN
 from holotrain.config.schema.classes import HUGGING_FACE, TEXT, is_a
 from holotrain.config.schema.run import RunConfig
 from holotrain.errors import UserError
-from holotrain.models import registry, saved
-from holotrain.models.bounds import bounded
-from holotrain.models.foreign.huggingface import tokenizer_of
+from holotrain.models import building, saved
+from holotrain.models.building import bounded
+from holotrain.models.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.layers.attention import order_by_head
 from holotrain.sizes import counted
@@ -139,7 +139,7 @@ def _built(
             "holotrain.load(..., model=...)"
         )
     try:
-        model = registry.build(described["target"], described["arguments"], trust, vouched, weights)
+        model = building.build(described["target"], described["arguments"], trust, vouched, weights)
         with bounded(weights):
             with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:

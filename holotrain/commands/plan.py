@@ -22,7 +22,7 @@ from holotrain.config.build import build_data
 from holotrain.config.plans import budget_of, planner_of, smallest_batch
 from holotrain.config.schema.commands import PlanConfig
 from holotrain.errors import UserError
-from holotrain.models.divided import divide
+from holotrain.models.division import divide
 from holotrain.overlap import LINKS
 from holotrain.planning import Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
 from holotrain.sizes import in_words, unit_of

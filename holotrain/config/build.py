@@ -35,8 +35,8 @@ from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks
-from holotrain.models.bounds import allocated, bounded
-from holotrain.models.schedules import schedule_blocks, set_backward
+from holotrain.models.block_schedules import schedule_blocks, set_backward
+from holotrain.models.building import allocated, bounded
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import is_of
 

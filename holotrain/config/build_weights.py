@@ -8,9 +8,10 @@ from torch import nn
 from holotrain.checks import naming_group
 from holotrain.config.chosen import Chosen
 from holotrain.models.adapters import add_adapters, add_peft, freeze
-from holotrain.models.bounds import bounded
+from holotrain.models.building import bounded
+from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.foreign import Foreign
-from holotrain.models.pretrained import load_pretrained, read_weights
+from holotrain.models.pretrained import load_pretrained
 from holotrain.targets import made
 
 

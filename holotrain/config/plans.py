@@ -18,8 +18,8 @@ from holotrain.config.schema.classes import MASKED_LM, is_a, takes
 from holotrain.config.schema.run import RunConfig
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError
-from holotrain.models.layers.residual import ResidualSequence
-from holotrain.models.schedules import listed_blocks, sequences, set_backward
+from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
+from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
 from holotrain.sizes import parse_bytes
 from holotrain.tasks.modules import model_of, optimizer_of, training_loss

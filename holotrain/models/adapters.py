@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import Attention
-from holotrain.models.layers.residual import ResidualBlock
+from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
-from holotrain.models.layers.residual import ResidualBlock
+from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.models.mvit import Transition
 from holotrain.parallel.checkpoints import ShardedCheckpoints
 from holotrain.parallel.tensor import Styles, tensor_parallel

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.layers.cross_entropy import IGNORED
+from holotrain.models.layers.text import IGNORED
 from holotrain.tasks.language_modelling import LanguageModelling
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from holotrain.models.error_diffusion import ImageErrorDiffusion
+from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.tasks.image_classification import ImageClassifier
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holotrain.models.layers.cross_entropy import IGNORED
+from holotrain.models.layers.text import IGNORED
 from holotrain.ranges import require_within
 from holotrain.tasks.language_modelling import LanguageModelling
 from holotrain.tasks.masking import masked

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from holotrain.models.layers.cross_entropy import IGNORED
+from holotrain.models.layers.text import IGNORED
 
 
 def masked(

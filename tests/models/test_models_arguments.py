@@ -9,8 +9,8 @@ from torch import nn
 
 from holotrain import models
 from holotrain.models import GPT, MViT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
-from holotrain.models.error_diffusion import ImageErrorDiffusion
-from holotrain.models.layers.reversible import Reversible
+from holotrain.models.image_error_diffusion import ImageErrorDiffusion
+from holotrain.models.layers.blocks import Reversible
 
 TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
 SHARED = [

@@ -9,8 +9,7 @@ from small_models import IMAGE, POOLED, TEXT, WINDOWS
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import GPT, MViT, RevGPT, RevViT, Swin, ViT
-from holotrain.models.divided import divide
-from holotrain.models.division import Indivisible, division
+from holotrain.models.division import Indivisible, divide, division
 from holotrain.planning import TrainingStep, rehearse
 
 BATCH, DIM, HIDDEN = 3, 16, 64

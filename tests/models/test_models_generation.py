@@ -6,8 +6,7 @@ from compared import assert_equal
 from torch.nn import functional as F
 
 from holotrain.models import GPT, RevGPT
-from holotrain.models.generation import generate
-from holotrain.models.sampling import Sampling
+from holotrain.models.generation import Sampling, generate
 
 SMALL = {"vocab": 50, "context": 100, "dim": 32, "depth": 3, "heads": 2}
 GREEDY = Sampling(temperature=0)

@@ -16,7 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForM
 
 from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.adapters import add_adapters
-from holotrain.models.pretrained import load_pretrained, pre_norm, read_weights
+from holotrain.models.checkpoint_files import read_weights
+from holotrain.models.pretrained import load_pretrained
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 transformers.utils.logging.set_verbosity_error()
@@ -186,10 +187,6 @@ def test_a_pre_norm_branch_reads_what_its_post_norm_one_read():
     assert not torch.allclose(post(words()), pre(words()), atol=1e-2)  # as pre_norm says
 
 
-def test_pre_norm_moves_norms_alone():
-    assert pre_norm(RoBERTa(**TEXT, norm="post").state_dict()).keys() == RoBERTa(**TEXT).state_dict().keys()
-
-
 def test_class_tokens_come_and_go():
     weights = timm_vit().state_dict()
     model = ViT(**IMAGE)
@@ -295,7 +292,7 @@ def test_the_checksum_is_computed_if_one_is_recorded(tmp_path, monkeypatch):
     def failing(file):
         raise OSError("Input/output error")
 
-    monkeypatch.setattr("holotrain.models.pretrained.files.checksum", failing)
+    monkeypatch.setattr("holotrain.models.checkpoint_files.checksum", failing)
     assert read_weights(path)["a"].tolist() == [1, 1]
     (tmp_path / "config.json").write_text('{"crc32": "00000000"}')
     with pytest.raises(ValueError, match="is not a readable safetensors file"):

@@ -14,11 +14,10 @@ from torch import nn
 
 import holotrain
 from holotrain.models.adapters import add_adapters
+from holotrain.models.building import build
+from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.int8 import is_quantised, quantise
-from holotrain.models.pretrained.files import read_weights
-from holotrain.models.programs import export_onnx, export_program
-from holotrain.models.registry import build
-from holotrain.models.saved import load, read_config, save
+from holotrain.models.saved import export_onnx, export_program, load, read_config, save
 
 
 def model_of(name, **options):
@@ -229,6 +228,6 @@ def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
     model, _ = model_of("RevViT", exact=12)
     with pytest.raises(ValueError, match="an exact model cannot be exported as a program"):
         export_program(model, inputs_of(model))
-    monkeypatch.setattr("holotrain.models.programs.find_spec", lambda name: None)
+    monkeypatch.setattr("holotrain.models.saved.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):
         export_onnx(model_of("ViT")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")

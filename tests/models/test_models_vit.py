@@ -7,7 +7,7 @@ from compared import assert_equal
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import VIT_SIZES, MViT, RevMViT, RevSwin, RevViT, Swin, ViT
-from holotrain.models.layers.branches import AttentionBranch, MLPBranch
+from holotrain.models.layers.blocks import AttentionBranch, MLPBranch
 
 # Mangalam et al. (CVPR 2022), table 1; Dosovitskiy et al. (2021) for the large one: parameters and multiply-accumulates.
 # The paper gives parameters in whole millions, so the small model's can only be held to half a million.

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from tracked_memory import check_plan
 
-from holotrain.models.schedules import sequences
+from holotrain.models.block_schedules import sequences
 from holotrain.planning import TrainingStep, imagine, imagined, rehearse
 from holotrain.planning.costs import flops, stage_of, visits_of
 from holotrain.reversible import make_reversible

@@ -47,7 +47,7 @@ def with_network(model: Chosen) -> Chosen:
     """
     if not is_a(model, HUGGING_FACE):
         return model
-    from holotrain.models.foreign.network import network_of  # imports torch
+    from holotrain.models.huggingface import network_of  # imports torch
 
     with naming_group("model.name"):
         return model.with_arguments(config=network_of(model.arguments["name"], model.config, model.download))

@@ -13,13 +13,14 @@ ERROR_DIFFUSION = "holotrain.tasks.error_diffusion.ErrorDiffusionClassifier"
 CAUSAL_LM = "holotrain.tasks.causal_lm.CausalLM"
 MASKED_LM = "holotrain.tasks.masked_lm.MaskedLM"
 
-TIMM = "holotrain.models.foreign.timm.Timm"
-HUGGING_FACE = "holotrain.models.foreign.huggingface.HuggingFace"
+TIMM = "holotrain.models.foreign.Timm"
+HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
 _ROBERTA = "holotrain.models.roberta.RoBERTa"
 _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
 FIT = {
-    ERROR_DIFFUSION: (("holotrain.models.error_diffusion.ImageErrorDiffusion",), IMAGES),  # an image classifier too, so first
+    # An image classifier too, so first.
+    ERROR_DIFFUSION: (("holotrain.models.image_error_diffusion.ImageErrorDiffusion",), IMAGES),
     IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
     SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
     CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),
