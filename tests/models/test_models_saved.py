@@ -16,7 +16,7 @@ import holotrain
 from holotrain.models.adapters import add_adapters
 from holotrain.models.building import build
 from holotrain.models.checkpoint_files import read_weights
-from holotrain.models.int8 import is_quantised, quantise
+from holotrain.models.int8 import is_quantised, quantise, storage_bytes
 from holotrain.models.saved import export_onnx, export_program, load, read_config, save
 
 
@@ -71,7 +71,10 @@ def test_int8_files_are_a_quarter(tmp_path, name, arguments):
     target = f"holotrain.models.{name}"
     model = build(target, arguments)
     save(tmp_path / "fp32", target, arguments, model)
+    before = storage_bytes(model)
+    assert before == 4 * sum(p.numel() for p in model.parameters())
     quantise(model)
+    assert 0.25 < storage_bytes(model) / before <= 0.30
     save(tmp_path / "int8", target, arguments, model)
     sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "int8")}
     assert sizes["fp32"] < 1.01 * 4 * sum(p.numel() for p in model.parameters())  # a tied head stands there once

@@ -173,11 +173,6 @@ def test_gradients_of_every_schedule_are_equal(engine, exact):
         assert error <= 1e-10, name
 
 
-def test_plain_checkpointing_changes_nothing():
-    for stored, recomputed in zip(gradients(Swin).values(), gradients(Swin, backward="checkpoint").values(), strict=True):
-        assert_equal(stored, recomputed)
-
-
 def test_options_of_the_engine_reach_every_stage_and_store_counts_through_them():
     model = RevSwin(**SMALL, backward="pareprop", store=3, exact=12, keep=("attention",))
     first, second = (stage.blocks for stage in model.stages)
@@ -224,25 +219,3 @@ def test_relative_positions_do_not_decay():
     exempt = {id(p) for p in decay_groups(model, 0.05)[1]["params"]}
     tables = [p for name, p in model.named_parameters() if ".attention.bias." in name]
     assert len(tables) == 5 and all(id(table) in exempt for table in tables)
-
-
-def test_half_precision_changes_little():
-    torch.manual_seed(0)
-    model = with_random_parameters(RevSwin(**SMALL))
-    images = torch.randn(4, 1, 12, 12)
-    expected = model(images)
-    with torch.autocast("cpu", torch.bfloat16):
-        result = model(images)
-    assert (result - expected).norm() <= 0.02 * expected.norm()
-
-
-def test_what_only_a_reversible_model_has_is_refused():
-    with pytest.raises(ValueError, match="up to 12 or indices below 12, not 13"):
-        on_meta(RevSwin, store=13)
-    with pytest.raises(TypeError, match="store"):
-        on_meta(Swin, store=1)
-
-
-def test_an_image_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="224x224 pixels, not 32x32"):
-        on_meta(RevSwin)(torch.empty(1, 3, 32, 32, device="meta"))
