@@ -220,14 +220,16 @@ class Timm(Foreign):
         return head if isinstance(head, nn.Module) else None
 
     def start_from(self, pretrained: str | None) -> str | None:
+        timm, source = _timm(), pretrained or f"timm's {self.name}"
         if pretrained is not None:
-            weights, source = foreign_weights(pretrained), pretrained
+            weights = foreign_weights(pretrained)
         elif self.download:
-            source = f"timm's {self.name}"
-            weights = self._published()
+            try:
+                weights = timm.create_model(self.name, pretrained=True).state_dict()
+            except Exception as error:  # whatever the network says
+                raise ValueError(f"cannot download {source} ({str(error).splitlines()[0]})") from error
         else:
             return None
-        timm = _timm()
         # What timm itself does to published weights: new names, positions of another number of patches.
         module = import_module(timm.model_entrypoint(self.name.partition(".")[0]).__module__)
         if fitted := getattr(module, "checkpoint_filter_fn", None):
@@ -240,12 +242,6 @@ class Timm(Foreign):
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         head = [names[id(tensor)] for tensor in self.head.parameters()] if self.head else []
         return str(take_over(self.model, dict(weights), source, head))
-
-    def _published(self) -> dict[str, Tensor]:
-        try:
-            return _timm().create_model(self.name, pretrained=True).state_dict()
-        except Exception as error:  # whatever the network says
-            raise ValueError(f"cannot download timm's {self.name} ({str(error).splitlines()[0]})") from error
 
     def save(
         self,

@@ -128,7 +128,6 @@ class HuggingFace(Foreign):
         return next((each for each in found if isinstance(each, nn.Module)), None)
 
     def start_from(self, pretrained: str | None) -> str | None:
-        remark = self._vocabulary()
         loaded = None
         if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
             head = [] if self.head is None else list(self.head.parameters())
@@ -139,17 +138,14 @@ class HuggingFace(Foreign):
         elif Path(self.name).name != CONFIG:
             folder = folder_of(self.name, self.download)
             loaded = self._from_folder(folder, self.name) if has_weights(folder) else None
-        return "\n".join(filter(None, (loaded, remark))) or None
-
-    def _vocabulary(self) -> str | None:
-        if self.words is None or self.theirs is None or self.words == self.theirs:
-            return None
-        grown = f"{self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
-        return (
-            f"the data have {self.words} words and the model has {self.theirs}"
-            + (f"; {grown}" if grown else "")
-            + "; data.tokenizer=FOLDER/tokenizer.json is the tokenizer of a model"
-        )
+        said = [] if loaded is None else [loaded]
+        if self.words is not None and self.theirs is not None and self.words != self.theirs:
+            grown = f"; {self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
+            said.append(
+                f"the data have {self.words} words and the model has {self.theirs}{grown}; "
+                "data.tokenizer=FOLDER/tokenizer.json is the tokenizer of a model"
+            )
+        return "\n".join(said) or None
 
     def _from_folder(self, folder: Path, source: str) -> str:
         """Loads weights as ``from_pretrained`` does, with the sizes that they have."""
@@ -287,8 +283,7 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
 
 
 def _network(transformers: ModuleType, plain: dict[str, Any]) -> Any:
-    """The configuration object."""
-    plain = {key: value for key, value in plain.items() if key not in OF_A_FILE}
+    """The configuration object, from what :func:`network_of` returns."""
     kind = plain.pop("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers has no model of type {kind!r}, and code beside its weights is not run")
@@ -313,11 +308,8 @@ def _fit_to_data(
         if network.num_labels != classes:
             network.num_labels = classes
         network.problem_type = "single_label_classification"
-    if (
-        head == "causal_lm"
-        and getattr(network, "is_decoder", None) is False
-        and not getattr(network, "is_encoder_decoder", False)
-    ):
+    both = getattr(network, "is_encoder_decoder", False)
+    if head == "causal_lm" and getattr(network, "is_decoder", None) is False and not both:
         network.is_decoder = True  # an encoder would see the words that it is to predict
     if vocab is not None and vocab > (getattr(network, "vocab_size", None) or vocab):
         network.vocab_size = vocab
