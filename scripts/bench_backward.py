@@ -38,7 +38,7 @@ from bench_common import DEVICE, alternating, arguments, begin, median_ratio, pl
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from holotrain.models.layers.branches import transformer_branches
+from holotrain.models.layers.blocks import transformer_branches
 from holotrain.reversible import GraphedStep, ReversibleBlock, ReversibleSequence
 
 WARM_UPS = 3

@@ -29,7 +29,7 @@ from bench_common import NOTHING_FITS, arguments, begin, last_line, save, those_
 from bench_frontier import Auto, add_model_options, contestant, engines, make_step, shape_of
 from torch import nn
 
-from holotrain.models.schedules import schedule_blocks
+from holotrain.models.block_schedules import schedule_blocks
 from holotrain.planning.training_step import measured_peak
 
 GIB = 2**30

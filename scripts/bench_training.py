@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models import RevViT
-from holotrain.models.layers.branches import MLPBranch
+from holotrain.models.layers.blocks import MLPBranch
 from holotrain.synthesis import HolographicSynthesis
 
 OPTIMIZERS = {

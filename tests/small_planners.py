@@ -4,7 +4,7 @@ import torch
 from small_models import IMAGE
 
 from holotrain.models import RevViT
-from holotrain.models.schedules import sequences
+from holotrain.models.block_schedules import sequences
 from holotrain.planning import Planner, Size, TrainingStep
 
 

@@ -16,9 +16,9 @@ from holotrain.config.commands import RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.groups import HUGGING_FACE, TEXT, is_a
 from holotrain.errors import UserError
-from holotrain.models import registry, saved
-from holotrain.models.bounds import bounded
-from holotrain.models.foreign.huggingface import tokenizer_of
+from holotrain.models import building, saved
+from holotrain.models.building import bounded
+from holotrain.models.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.layers.attention import order_by_head
 from holotrain.sizes import counted
@@ -138,7 +138,7 @@ def _built(
             "holotrain.load(..., model=...)"
         )
     try:
-        model = registry.build(described["target"], described["arguments"], trust, vouched, weights)
+        model = building.build(described["target"], described["arguments"], trust, vouched, weights)
         with bounded(weights):
             with_adapters(model, (kept["config"]["model"] or {}).get("adapters", 0))
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:

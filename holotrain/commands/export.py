@@ -18,7 +18,7 @@ from holotrain.models import saved
 from holotrain.models.adapters import merge_peft
 from holotrain.models.foreign import Foreign
 from holotrain.models.int8 import storage_bytes
-from holotrain.models.programs import export_onnx, export_program
+from holotrain.models.saved import export_onnx, export_program
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
 

@@ -19,7 +19,7 @@ from holotrain.config.build import build_data
 from holotrain.config.commands import PlanConfig
 from holotrain.config.plans import budget_of, planner_of, smallest_batch
 from holotrain.errors import UserError
-from holotrain.models.divided import divide
+from holotrain.models.division import divide
 from holotrain.overlap import LINKS
 from holotrain.planning import Band, Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
 from holotrain.sizes import counted, in_words, unit_of

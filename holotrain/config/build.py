@@ -39,11 +39,12 @@ from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import add_adapters, add_peft, freeze
-from holotrain.models.bounds import allocated, bounded
+from holotrain.models.block_schedules import schedule_blocks, set_backward
+from holotrain.models.building import allocated, bounded
+from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.foreign import Foreign
-from holotrain.models.pretrained import load_pretrained, read_weights
-from holotrain.models.schedules import schedule_blocks, set_backward
-from holotrain.optimizers import InBackward
+from holotrain.models.pretrained import load_pretrained
+from holotrain.optimizers.stepping import InBackward
 from holotrain.synthesis import HolographicSynthesis
 from holotrain.targets import instantiate, is_of
 from holotrain.tasks.optimizers import decay_groups

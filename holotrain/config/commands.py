@@ -82,7 +82,7 @@ class RunConfig:
             with naming_group("model", MODEL_OPTIONS):
                 ModelOptions(**{name: self.model.arguments[name] for name in MODEL_OPTIONS})
                 if is_a(self.model, HUGGING_FACE):  # the content of its config.json, so that a checkpoint needs no other file
-                    from holotrain.models.foreign.network import network_of  # imports torch
+                    from holotrain.models.huggingface import network_of
 
                     name, network, download = (self.model.arguments[name] for name in ("name", "config", "download"))
                     with naming_group("model.name"):

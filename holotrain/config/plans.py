@@ -17,8 +17,8 @@ from holotrain.config.commands import RunConfig
 from holotrain.config.groups import AUTO, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError
-from holotrain.models.layers.residual import ResidualSequence
-from holotrain.models.schedules import listed_blocks, sequences, set_backward
+from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
+from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
 from holotrain.sizes import parse_bytes
 from holotrain.tasks.task import model_of, optimizer_of, training_loss

@@ -4,38 +4,36 @@ on configuration or training.
 Families, each plain and reversible, with the published sizes:
 vit, swin, mvit, gpt, roberta
 
-Without a backward pass: error_diffusion
+Without a backward pass: image_error_diffusion
 
-Of other libraries: foreign
+Of other libraries: foreign (the base class, and timm), huggingface
 
 Parts of the models: layers
 
 What can be done with a model:
-generation      generate text with a causal model
-sampling        how the next token is drawn
-pretrained      load published weights
-checkpoint_files  read a checkpoint: a file, or a folder of several processes
-adapters        fine-tune a part: bottleneck adapters, freezing
-int8            quantise weights to a quarter of the memory
-saved           save a model in a folder and load it (registry finds its class)
-programs        export image models with torch.export and to ONNX
-compiling       torch.compile, block by block
-schedules       set the backward schedule of each block
-division        which layers tensor parallelism splits
-divided         the part of a model that one tensor parallel rank has, for plans
+building          make one by the name of its class, within the memory there is
+pretrained        load published weights: a table of names for each family
+checkpoint_files  read a checkpoint or weights: a file, or a folder of several processes
+saved             save a model in a folder and load it; export it as a program, or to ONNX
+generation        generate text with a causal model, and how the next token is drawn
+adapters          fine-tune a part: bottleneck adapters, peft, freezing
+int8              quantise weights to a quarter of the memory
+block_schedules   set the backward schedule of each block; torch.compile, block by block
+division          which layers tensor parallelism splits, and the part that one rank has
 """
 
 from holotrain.models.adapters import add_adapters, freeze
-from holotrain.models.compiling import compile_blocks
-from holotrain.models.error_diffusion import ImageErrorDiffusion
-from holotrain.models.foreign import HuggingFace, Timm
-from holotrain.models.generation import generate
+from holotrain.models.block_schedules import compile_blocks
+from holotrain.models.checkpoint_files import read_weights
+from holotrain.models.foreign import Timm
+from holotrain.models.generation import Sampling, generate
 from holotrain.models.gpt import GPT, GPT_SIZES, RevGPT
+from holotrain.models.huggingface import HuggingFace
+from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.models.int8 import quantise
 from holotrain.models.mvit import MVIT_SIZES, MViT, RevMViT
-from holotrain.models.pretrained import load_pretrained, read_weights
+from holotrain.models.pretrained import load_pretrained
 from holotrain.models.roberta import ROBERTA_SIZES, RevRoBERTa, RoBERTa
-from holotrain.models.sampling import Sampling
 from holotrain.models.swin import SWIN_SIZES, RevSwin, Swin
 from holotrain.models.vit import VIT_SIZES, RevViT, ViT
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import Attention
-from holotrain.models.layers.residual import ResidualBlock
+from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 
 
@@ -68,7 +68,10 @@ def add_adapters(model: nn.Module, width: int) -> None:
     if not blocks:
         raise ValueError(f"a {type(model).__name__} has no blocks for adapters")
     for block in blocks:
-        block.f, block.g = (_wrapped(branch, width) for branch in (block.f, block.g))
+        norms = block.f.norm.weight, block.g.norm.weight
+        block.f, block.g = (
+            Adapted(branch, len(norm), width).to(norm) for branch, norm in zip((block.f, block.g), norms, strict=True)
+        )
 
 
 def adapter_width(model: nn.Module) -> int | None:
@@ -145,8 +148,3 @@ def freeze(model: nn.Module, trained: str = "all") -> None:
             elif isinstance(module, Adapted):
                 module.down.requires_grad_()
                 module.up.requires_grad_()
-
-
-def _wrapped(branch: nn.Module, width: int) -> Adapted:
-    like = branch.norm.weight
-    return Adapted(branch, len(like), width).to(like)

@@ -1,14 +1,22 @@
-"""Which layers of a model tensor parallelism can split."""
+"""The layers of a model that tensor parallelism splits, and the part of them that one rank has.
+
+Shoeybi et al., "Megatron-LM", 2019, section 3: a rank has some of the heads of attention and a part of the hidden layer of an
+MLP. The output of each branch is a sum over ranks, and so is the gradient of its input.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from holotrain.models.block_schedules import sequences
 from holotrain.models.layers.attention import Attention
-from holotrain.models.layers.branches import MLPBranch
-from holotrain.models.schedules import sequences
+from holotrain.models.layers.blocks import MLPBranch
+from holotrain.overlap import Job
+from holotrain.overlap.groups import ALL_REDUCE
 from holotrain.sizes import counted
 
 
@@ -53,3 +61,95 @@ def division(model: nn.Module, ranks: int) -> Division:
     if not layers:
         raise Indivisible("; ".join(whole) or "it has no such layers")
     return Division(layers, list(whole))
+
+
+@dataclass
+class Sums:
+    """The products whose results are summed over ranks, in the order in which they were computed.
+
+    Args:
+        whole: a phrase for each kind of layer that every rank computes whole, saying why.
+    """
+
+    ranks: int
+    whole: list[str] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+
+    def note(self, rows: Tensor, inputs: int, outputs: int, covered: bool) -> None:
+        """
+        Args:
+            rows: (..., any), the result of the product or its input, which gives number of rows and dtype.
+            inputs, outputs: features of the product.
+            covered: whether the weight's gradient is computed next.
+        """
+        count = rows.numel() // rows.shape[-1]
+        self.jobs.append(Job(count, inputs, outputs, ALL_REDUCE, self.ranks, rows.dtype, torch.device("cpu"), covered))
+
+
+def divide(model: nn.Module, ranks: int) -> Sums:
+    """Replaces layers that can be split by one rank's part of them, in place. Sums over ranks are not computed, only recorded.
+
+    Returns:
+        the record, which is filled while the model runs forward and backward.
+
+    Raises:
+        Indivisible: no layer can be split.
+    """
+    found = division(model, ranks)
+    sums = Sums(ranks, found.whole)
+    for layer in found.layers:
+        if isinstance(layer, Attention):
+            width = layer.project.in_features // ranks
+            layer.query_key_value = _Columns(layer.query_key_value, 3 * width, sums)
+            layer.project = _Rows(layer.project, width, sums)
+        else:
+            width = layer.widen.out_features // ranks
+            layer.widen = _Columns(layer.widen, width, sums)
+            layer.narrow = _Rows(layer.narrow, width, sums)
+    return sums
+
+
+class _Columns(nn.Linear):
+    """Some of a Linear's outputs; the gradient of its input is one term of a sum over ranks."""
+
+    def __init__(self, whole: nn.Linear, outputs: int, sums: Sums) -> None:
+        super().__init__(whole.in_features, outputs, whole.bias is not None, whole.weight.device, whole.weight.dtype)
+        _trained_as(self, whole)
+        self.sums = sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        # In the precision of the product, in which the overlapped layers send it.
+        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return F.linear(_NoteGradient.apply(x, self.out_features, self.sums), self.weight, self.bias)
+
+
+class _Rows(nn.Linear):
+    """Some of a Linear's inputs; its output is one term of a sum over ranks."""
+
+    def __init__(self, whole: nn.Linear, inputs: int, sums: Sums) -> None:
+        super().__init__(inputs, whole.out_features, whole.bias is not None, whole.weight.device, whole.weight.dtype)
+        _trained_as(self, whole)
+        self.sums = sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.sums.note(y, self.in_features, self.out_features, covered=False)
+        return y
+
+
+class _NoteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, outputs: int, sums: Sums) -> Tensor:
+        ctx.outputs, ctx.sums = outputs, sums
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.sums.note(grad, ctx.outputs, grad.shape[-1], covered=True)
+        return grad, None, None
+
+
+def _trained_as(part: nn.Linear, whole: nn.Linear) -> None:
+    for own, of_whole in zip(part.parameters(), whole.parameters(), strict=True):
+        own.requires_grad_(of_whole.requires_grad)

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.layers.branches import Branches, transformer_branches
-from holotrain.models.layers.cross_entropy import linear_cross_entropy
-from holotrain.models.layers.kv_cache import KVCache
-from holotrain.models.layers.reversible import Reversible
-from holotrain.models.layers.rotary import RotaryPositions
-from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
+from holotrain.models.layers.attention import KVCache, RotaryPositions
+from holotrain.models.layers.blocks import Branches, Reversible, transformer_branches
+from holotrain.models.layers.text import TokenEmbedding, initialise, linear_cross_entropy, plain_blocks, reversible_blocks
 from holotrain.ranges import require_at_least, require_one_of, require_within
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.
@@ -163,7 +160,7 @@ class GPT(nn.Module):
 class RevGPT(Reversible, GPT):
     """The reversible GPT: both streams start as the embedding, swap after every block, and their mean is the output.
 
-    Takes the keyword arguments of :class:`GPT` and of :class:`~holotrain.models.layers.reversible.Reversible`. Its parameters
+    Takes the keyword arguments of :class:`GPT` and of :class:`~holotrain.models.layers.blocks.Reversible`. Its parameters
     have the same names and shapes as those of its twin.
     """
 

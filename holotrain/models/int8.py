@@ -52,7 +52,9 @@ def is_quantised(model: nn.Module) -> bool:
 
 def storage_bytes(model: nn.Module) -> int:
     """Bytes of the model's parameters and buffers (those of its state_dict), including the scales of int8 weights."""
-    parts = [part for tensor in model.state_dict().values() for part in _parts(tensor)]
+    parts = []
+    for tensor in model.state_dict().values():
+        parts += [tensor.qdata, tensor.scale, tensor.zero_point] if _is_int8(tensor) else [tensor]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
@@ -84,10 +86,6 @@ def packed(plain: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _is_int8(tensor: Tensor) -> bool:
     return hasattr(tensor, "qdata")
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    return [tensor.qdata, tensor.scale, tensor.zero_point] if _is_int8(tensor) else [tensor]
 
 
 def _torchao() -> ModuleType:

@@ -9,13 +9,20 @@ Shapes: B batch, T tokens, C channels, V words.
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from holotrain.models.layers.branches import Branches, transformer_branches
+from holotrain.models.layers.blocks import Branches, Reversible, transformer_branches
 from holotrain.models.layers.packing import padding_context
-from holotrain.models.layers.reversible import Reversible
-from holotrain.models.layers.text import TokenEmbedding, initialise, plain_blocks, reversible_blocks
-from holotrain.models.layers.text_heads import ClassHead, MaskedWordHead
+from holotrain.models.layers.text import (
+    IGNORED,
+    TokenEmbedding,
+    initialise,
+    linear_cross_entropy,
+    plain_blocks,
+    reversible_blocks,
+)
 from holotrain.ranges import require_at_least, require_one_of, require_within
 
 # Base and large as published; tiny suits bytes of text and two CPU cores.
@@ -112,7 +119,7 @@ class RoBERTa(nn.Module):
 class RevRoBERTa(Reversible, RoBERTa):
     """The reversible RoBERTa: both streams start as the embedding, swap after every block, and their mean is the output.
 
-    Takes the keyword arguments of :class:`RoBERTa` and of :class:`~holotrain.models.layers.reversible.Reversible`. Its
+    Takes the keyword arguments of :class:`RoBERTa` and of :class:`~holotrain.models.layers.blocks.Reversible`. Its
     parameters have the same names as those of its pre-norm twin.
 
     Raises:
@@ -123,3 +130,41 @@ class RevRoBERTa(Reversible, RoBERTa):
         if norm == "post":
             raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
         return reversible_blocks(branches, backward=backward, **self._engine)
+
+
+class MaskedWordHead(nn.Module):
+    """Linear, GELU, LayerNorm, then the transposed embedding and a bias for each word: RoBERTa's language-modelling head."""
+
+    def __init__(self, dim: int, vocab: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
+        self.bias = nn.Parameter(torch.zeros(vocab))
+
+    def forward(self, hidden: Tensor, words: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V), or the mean cross-entropy over the targets that are not ignored; 0 if all are."""
+        if targets is not None:
+            counted = targets != IGNORED
+            hidden, targets = hidden[counted], targets[counted]  # the others need no logits
+        hidden = self.norm(F.gelu(self.dense(hidden)))
+        if targets is None:
+            return F.linear(hidden, words, self.bias)
+        if not len(targets):
+            return hidden.sum()
+        return linear_cross_entropy(hidden, words, targets, self.bias)
+
+
+class ClassHead(nn.Module):
+    """RoBERTa's classification head on the first token: Linear, tanh, Linear, with dropout before each Linear."""
+
+    def __init__(self, dim: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dim, dim)
+        self.classify = nn.Linear(dim, classes)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, words: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, classes), or their mean cross-entropy."""
+        x = torch.tanh(self.dense(self.dropout(hidden[:, 0])))
+        logits = self.classify(self.dropout(x))
+        return logits if targets is None else F.cross_entropy(logits, targets)

@@ -4,8 +4,11 @@
 it is read, ``tokenizer.json`` the words of a model of text. Nothing in them is a program.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from holotrain.models.adapters import adapter_width, add_adapters
-from holotrain.models.bounds import bounded
-from holotrain.models.checkpoint_files import checksum
+from holotrain.models.building import bounded, build
+from holotrain.models.checkpoint_files import CHECKSUM, CONFIG, checksum, read_weights
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.layers.attention import order_by_head
-from holotrain.models.pretrained.files import CHECKSUM, CONFIG, read_weights
-from holotrain.models.registry import build
 from holotrain.outside import read_json
+from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 
 FORMAT = 2
@@ -43,7 +45,7 @@ def save(
 
     Args:
         folder: made if it does not exist; what it holds of another saved model is replaced.
-        target, arguments: as :func:`~holotrain.models.registry.build` takes them; what JSON can hold.
+        target, arguments: as :func:`~holotrain.models.building.build` takes them; what JSON can hold.
         model: built so; with adapters or quantised, where that was done to it.
         extra: what else ``config.json`` says, such as names of classes and how images were normalised.
         tokenizer: the content of ``tokenizer.json``.
@@ -77,7 +79,7 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     """The model that :func:`save` wrote, on the CPU, in eval mode; its ``backward`` is the one it was saved with.
 
     Args:
-        trust, vouched: as :func:`~holotrain.models.registry.build` takes them.
+        trust, vouched: as :func:`~holotrain.models.building.build` takes them.
 
     Raises:
         ValueError: a file is missing or damaged, or was written by another version; int8 weights and no torchao.
@@ -140,3 +142,46 @@ def _kind(tensor: Tensor | None) -> str:
 def _partial(path: Path) -> Path:
     """Where a file is written before it takes the place of another."""
     return path.with_name(f".{path.name}.partial")
+
+
+def export_program(model: nn.Module, example: Tensor, path: str | Path | None = None) -> torch.export.ExportedProgram:
+    """The model in eval mode as a torch.export program.
+
+    Args:
+        model: for images; it is put into eval mode.
+        example: images (B, channels, image_size, image_size) with any B, on the model's device.
+        path: of a ``.pt2`` file to write as well; ``torch.export.load(path).module()`` runs it.
+
+    Raises:
+        ValueError: the model is exact.
+    """
+    with torch.no_grad():  # a reversible sequence checks whether gradients are enabled
+        program = torch.export.export(model.eval(), **_of_any_batch(model, example))
+    if path is not None:
+        torch.export.save(program, path)
+    return program
+
+
+def export_onnx(model: nn.Module, example: Tensor, path: str | Path) -> None:
+    """Writes the model in eval mode as one ONNX file with the input ``images`` and the output ``logits``.
+
+    Args:
+        model, example: as in :func:`export_program`.
+
+    Raises:
+        ValueError: the model is exact, or onnx or onnxscript is not installed.
+    """
+    if not (find_spec("onnx") and find_spec("onnxscript")):
+        raise ValueError("ONNX needs onnx and onnxscript: pip install 'holotrain[onnx]'")
+    names = {"input_names": ["images"], "output_names": ["logits"]}
+    with torch.no_grad():
+        torch.onnx.export(
+            model.eval(), f=path, **_of_any_batch(model, example), **names, dynamo=True, external_data=False, verbose=False
+        )
+
+
+def _of_any_batch(model: nn.Module, example: Tensor) -> dict[str, Any]:
+    """Arguments of torch's exporters. The example has at least two samples, because torch treats a batch of one as constant."""
+    if any(isinstance(module, ReversibleSequence) and module.grid is not None for module in model.modules()):
+        raise ValueError("an exact model cannot be exported as a program: its forward branches on the size of its streams")
+    return {"args": (torch.cat((example, example)),), "dynamic_shapes": ({0: torch.export.Dim("batch")},)}

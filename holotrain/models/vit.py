@@ -11,11 +11,16 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from holotrain.models.layers.branches import Branches, LayerScale, transformer_branches
-from holotrain.models.layers.fusion import TwoStreamFusion
+from holotrain.models.layers.blocks import (
+    Branches,
+    LayerScale,
+    ResidualBlock,
+    ResidualSequence,
+    Reversible,
+    TwoStreamFusion,
+    transformer_branches,
+)
 from holotrain.models.layers.patches import PatchEmbedding
-from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
-from holotrain.models.layers.reversible import Reversible
 from holotrain.ranges import require_at_least, require_one_of, require_within
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
@@ -117,7 +122,7 @@ class ViT(nn.Module):
 class RevViT(Reversible, ViT):
     """The reversible vision transformer.
 
-    Takes the keyword arguments of :class:`ViT` and of :class:`~holotrain.models.layers.reversible.Reversible`. Its twin is the
+    Takes the keyword arguments of :class:`ViT` and of :class:`~holotrain.models.layers.blocks.Reversible`. Its twin is the
     ``ViT`` with the same arguments of the former.
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from holotrain.models.division import division
 from holotrain.models.layers.attention import Attention
-from holotrain.models.layers.residual import ResidualBlock
+from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.models.mvit import Transition
 from holotrain.overlap import OverlappedColwise, OverlappedRowwise
 from holotrain.overlap.groups import Grouping

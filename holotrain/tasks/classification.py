@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from holotrain.models.error_diffusion import ImageErrorDiffusion
+from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.ranges import require_within
 from holotrain.tasks.language import attended
 from holotrain.tasks.task import Task

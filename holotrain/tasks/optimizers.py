@@ -5,7 +5,7 @@ from typing import Literal
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from holotrain.models.layers.residual import ResidualBlock
+from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.optimizers import CombinedOptimizer, low_bit
 from holotrain.ranges import require_within
 from holotrain.reversible import ReversibleBlock

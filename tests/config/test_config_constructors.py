@@ -11,7 +11,7 @@ CONSTRUCTORS = [
         for name in ("ViT", "Swin", "MViT", "RoBERTa", "GPT")
         for reversible in ("", "Rev")
     ),
-    "holotrain.models.error_diffusion.ImageErrorDiffusion",
+    "holotrain.models.image_error_diffusion.ImageErrorDiffusion",
     *(f"holotrain.data.{name}" for name in ("Digits", "MNIST", "CIFAR10", "CIFAR100", "ImageFolder", "Fake")),
     *(f"holotrain.data.{name}" for name in ("StdlibText", "TextFiles")),
     *(f"holotrain.tasks.{name}" for name in ("ImageClassifier", "SequenceClassifier", "ErrorDiffusionClassifier")),

@@ -14,8 +14,8 @@ from made_once import made_once
 from small_run import fit_in
 
 import holotrain as package
-from holotrain.models import HuggingFace, Timm, bounds, generate
-from holotrain.models.sampling import Sampling
+from holotrain.models import HuggingFace, Timm, building, generate
+from holotrain.models.generation import Sampling
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -294,7 +294,7 @@ def test_images_of_another_size_and_number_of_classes(tmp_path, capsys):
     ],
 )
 def test_a_mistake_is_one_line(holotrain, tmp_path, monkeypatch, words, said):
-    monkeypatch.setattr(bounds, "MOST_TENSORS", 1000)  # so that they are soon counted
+    monkeypatch.setattr(building, "MOST_TENSORS", 1000)  # so that they are soon counted
     write_texts(tmp_path)
     for kind in ("vit", "gpt2"):
         write_network(Path(kind), kind)

@@ -11,13 +11,13 @@ from hardening.wrong_command_lines import LONG, WRONG
 from small_run import SMALL
 
 from holotrain.commands.multiprocess import MultiprocessRunner
-from holotrain.models import bounds
+from holotrain.models import building
 
 
 @pytest.fixture
 def typed(holotrain, image_run, monkeypatch):
     """Runs a command line in this process, in the folder that ``wrong_command_lines`` describes."""
-    monkeypatch.setattr(bounds, "MOST_TENSORS", 1000)  # so that they are soon counted
+    monkeypatch.setattr(building, "MOST_TENSORS", 1000)  # so that they are soon counted
     Path("run").symlink_to(image_run)
     Path("occupied").write_text("a file")
     Path("text.ckpt").write_text("no checkpoint")

@@ -26,9 +26,9 @@ from holotrain.config.start import compose
 from holotrain.data.images import statistics_of
 from holotrain.data.tokenizers import SubwordTokenizer, known_tokenizer
 from holotrain.errors import UserError
-from holotrain.models.foreign.network import network_of
-from holotrain.models.pretrained import read_weights
-from holotrain.models.registry import build
+from holotrain.models.building import build
+from holotrain.models.checkpoint_files import read_weights
+from holotrain.models.huggingface import network_of
 from holotrain.models.saved import load, save
 from holotrain.overlap import tuner
 from holotrain.overlap.groups import Job as Product

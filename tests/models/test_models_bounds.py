@@ -7,9 +7,8 @@ import torch
 from small_models import IMAGE
 from torch import nn
 
-from holotrain.models import bounds
-from holotrain.models.bounds import bounded
-from holotrain.models.registry import build
+from holotrain.models import building
+from holotrain.models.building import bounded, build
 from holotrain.models.saved import load, save
 
 
@@ -26,7 +25,7 @@ class Made(nn.Module):
 
 
 def test_the_making_of_a_module_ends_when_the_memory_is_full(monkeypatch):
-    monkeypatch.setattr(bounds, "free_memory", lambda device: 40_000)
+    monkeypatch.setattr(building, "free_memory", lambda device: 40_000)
     with bounded():
         Made(100)
     with (
@@ -39,7 +38,7 @@ def test_the_making_of_a_module_ends_when_the_memory_is_full(monkeypatch):
 
 
 def test_the_meta_device_tells_the_whole_size(monkeypatch):
-    monkeypatch.setattr(bounds, "free_memory", lambda device: 40_000)
+    monkeypatch.setattr(building, "free_memory", lambda device: 40_000)
     with pytest.raises(ValueError, match="^its weights take 78.12 KiB, and"), bounded(), torch.device("meta"):
         Made(200)
     with pytest.raises(ValueError, match="^its weights take .* or more, and"), bounded(), torch.device("meta"):
@@ -48,26 +47,26 @@ def test_the_meta_device_tells_the_whole_size(monkeypatch):
 
 
 def test_where_the_memory_is_not_known_parameters_are_counted(monkeypatch):
-    monkeypatch.setattr(bounds, "free_memory", lambda device: None)
+    monkeypatch.setattr(building, "free_memory", lambda device: None)
     with bounded():
         Made(2)
-    monkeypatch.setattr(bounds, "MOST_TENSORS", 100)
+    monkeypatch.setattr(building, "MOST_TENSORS", 100)
     with pytest.raises(ValueError, match="^it has more than 100 tensors of parameters; give it fewer blocks$"), bounded():
         Made(10**6)
     assert Made.count == 100
 
 
 def test_a_larger_machine_may_be_planned_for(monkeypatch):
-    monkeypatch.setattr(bounds, "free_memory", lambda device: 100)
+    monkeypatch.setattr(building, "free_memory", lambda device: 100)
     with bounded(any_machine=True):
         Made(100)
-    monkeypatch.setattr(bounds, "MOST_TENSORS", 100)
+    monkeypatch.setattr(building, "MOST_TENSORS", 100)
     with pytest.raises(ValueError, match="tensors of parameters"), bounded(any_machine=True):
         Made(101)
 
 
 def test_a_tied_tensor_counts_once(monkeypatch):
-    monkeypatch.setattr(bounds, "free_memory", lambda device: 400)
+    monkeypatch.setattr(building, "free_memory", lambda device: 400)
     with bounded():
         here, there = nn.Linear(10, 10, bias=False), nn.Module()
         there.weight = here.weight

@@ -11,8 +11,7 @@ from compared import assert_equal
 from safetensors.torch import save_file
 
 from holotrain.models import checkpoint_files
-from holotrain.models.checkpoint_files import CHECKPOINT, CHECKSUMS, TENSORS, checksum, copy, load, read
-from holotrain.models.pretrained.files import read_weights
+from holotrain.models.checkpoint_files import CHECKPOINT, CHECKSUMS, TENSORS, checksum, copy, load, read, read_weights
 
 HELD = {
     "state_dict": {"weight": torch.arange(600.0).view(20, 30), "bias": torch.ones(3, dtype=torch.bfloat16)},

@@ -6,7 +6,7 @@ from small_models import FAMILIES, TRANSFORMERS
 from torch._dynamo.utils import counters
 
 from holotrain.models import compile_blocks
-from holotrain.models.registry import build
+from holotrain.models.building import build
 
 CASES = [*((name, {}) for name in TRANSFORMERS), ("RoBERTa", {"norm": "post"}), ("RevSwin", {"backward": "pareprop"})]
 QUICK = [("RevViT", {}), ("GPT", {}), ("RevRoBERTa", {}), ("RoBERTa", {"norm": "post"})]

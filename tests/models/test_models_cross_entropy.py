@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from holotrain.models.layers.cross_entropy import linear_cross_entropy
+from holotrain.models.layers.text import linear_cross_entropy
 
 
 def example(dtype, bias=True):

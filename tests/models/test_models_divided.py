@@ -9,9 +9,9 @@ from small_models import IMAGE, POOLED, TEXT, WINDOWS
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import GPT, MViT, RevGPT, RevViT, Swin, ViT
-from holotrain.models.divided import divide
-from holotrain.models.division import Indivisible, division
-from holotrain.planning import TrainingStep, simulate_step
+from holotrain.models.division import Indivisible, divide, division
+from holotrain.planning import TrainingStep
+from holotrain.planning.training_step import simulate_step
 
 BATCH, DIM, HIDDEN = 3, 16, 64
 TOKENS = 16  # of 8 pixels, in patches of 2

@@ -14,11 +14,10 @@ from torch import nn
 
 import holotrain
 from holotrain.models.adapters import add_adapters
-from holotrain.models.int8 import is_quantised, quantise
-from holotrain.models.pretrained.files import read_weights
-from holotrain.models.programs import export_onnx, export_program
-from holotrain.models.registry import build
-from holotrain.models.saved import load, read_config, save
+from holotrain.models.building import build
+from holotrain.models.checkpoint_files import read_weights
+from holotrain.models.int8 import is_quantised, quantise, storage_bytes
+from holotrain.models.saved import export_onnx, export_program, load, read_config, save
 
 
 def model_of(name, **options):
@@ -72,7 +71,10 @@ def test_int8_files_are_a_quarter(tmp_path, name, arguments):
     target = f"holotrain.models.{name}"
     model = build(target, arguments)
     save(tmp_path / "fp32", target, arguments, model)
+    before = storage_bytes(model)
+    assert before == 4 * sum(p.numel() for p in model.parameters())
     quantise(model)
+    assert 0.25 < storage_bytes(model) / before <= 0.30
     save(tmp_path / "int8", target, arguments, model)
     sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "int8")}
     assert sizes["fp32"] < 1.01 * 4 * sum(p.numel() for p in model.parameters())  # a tied head stands there once
@@ -229,6 +231,6 @@ def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
     model, _ = model_of("RevViT", exact=12)
     with pytest.raises(ValueError, match="an exact model cannot be exported as a program"):
         export_program(model, inputs_of(model))
-    monkeypatch.setattr("holotrain.models.programs.find_spec", lambda name: None)
+    monkeypatch.setattr("holotrain.models.saved.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):
         export_onnx(model_of("ViT")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")

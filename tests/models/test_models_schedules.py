@@ -8,7 +8,7 @@ import torch
 from compared import assert_equal
 from torch import nn
 
-from holotrain.models.schedules import set_backward
+from holotrain.models.block_schedules import set_backward
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
 

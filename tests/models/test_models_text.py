@@ -62,12 +62,6 @@ def test_sizes_are_the_published_ones(reversible, sizes, kind, size, published):
     assert macs(lambda: model(tokens)) == pytest.approx(macs(lambda: reference(tokens)), rel=0.02)
 
 
-@pytest.mark.parametrize(("plain", "reversible"), [(GPT, RevGPT), (RoBERTa, RevRoBERTa)])
-def test_twins_have_the_same_parameters(plain, reversible):
-    names = [{name: p.shape for name, p in on_meta(model, **SMALL).named_parameters()} for model in (plain, reversible)]
-    assert names[0] == names[1]
-
-
 def test_post_norm_has_the_parameters_of_pre_norm():
     assert parameter_count(on_meta(RoBERTa, **SMALL)) == parameter_count(on_meta(RoBERTa, norm="post", **SMALL))
 

@@ -6,9 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 from tracked_memory import check_plan
 
-from holotrain.models.schedules import sequences
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, simulate_step
+from holotrain.models.block_schedules import sequences
+from holotrain.planning import TrainingStep
 from holotrain.planning.choice import flops, stage_of, visits_of
+from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.planning.training_step import simulate_step
 from holotrain.reversible import make_reversible
 
 CPU, WIDTH = torch.device("cpu"), 64

@@ -7,8 +7,8 @@ from small_planners import planner
 
 from holotrain.models import RevGPT, RevViT, Swin
 from holotrain.models.adapters import add_adapters, freeze
-from holotrain.models.divided import divide
-from holotrain.models.error_diffusion import ImageErrorDiffusion
+from holotrain.models.division import divide
+from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.planning import make_plan, make_scaling
 from holotrain.planning.step_times import Gpu, work_of
 

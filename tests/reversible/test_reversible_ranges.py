@@ -6,7 +6,7 @@ from compared import assert_equal
 from torch import nn
 from torch.profiler import profile
 
-from holotrain.models.layers.residual import ResidualBlock, ResidualSequence
+from holotrain.models.layers.blocks import ResidualBlock, ResidualSequence
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 from holotrain.reversible.replay import in_trace
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from holotrain.models.error_diffusion import ImageErrorDiffusion
+from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.tasks import CausalLM, ErrorDiffusionClassifier, ImageClassifier, MaskedLM, SequenceClassifier
 
 CLASSES = {"model": nn.Identity(), "classes": 3}

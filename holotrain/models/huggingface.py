@@ -1,10 +1,12 @@
-"""Models of Hugging Face's transformers."""
+"""Models of Hugging Face's transformers; the configuration and the files of one are read as data: nothing in them is run."""
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.foreign.adapter import Foreign, foreign_weights, take_over
-from holotrain.models.foreign.network import CONFIG, OF_A_FILE, folder_of, has_weights, network_of
-from holotrain.models.pretrained.fitting import image_positions
+from holotrain.models.foreign import Foreign, foreign_weights, take_over
+from holotrain.models.pretrained import image_positions
+from holotrain.outside import read_json
+from holotrain.targets import targets
 
 HEADS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -33,6 +36,17 @@ SAVED = ("config.", "generation_config.", "model.", "model-", "preprocessor_conf
 
 POSITIONS = "embeddings.position_embeddings"
 """The end of the name of a vision transformer's learned positions."""
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
+"""What is downloaded of a repository: no code, and no pickled weights."""
+
+OF_A_FILE = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+"""What a config.json says of its own weights, or of code beside it."""
+
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+"""Implementations of attention that are installed with their libraries; other names stand for code on the Hub."""
 
 
 class HuggingFace(Foreign):
@@ -114,7 +128,6 @@ class HuggingFace(Foreign):
         return next((each for each in found if isinstance(each, nn.Module)), None)
 
     def start_from(self, pretrained: str | None) -> str | None:
-        remark = self._vocabulary()
         loaded = None
         if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
             head = [] if self.head is None else list(self.head.parameters())
@@ -125,17 +138,14 @@ class HuggingFace(Foreign):
         elif Path(self.name).name != CONFIG:
             folder = folder_of(self.name, self.download)
             loaded = self._from_folder(folder, self.name) if has_weights(folder) else None
-        return "\n".join(filter(None, (loaded, remark))) or None
-
-    def _vocabulary(self) -> str | None:
-        if self.words is None or self.theirs is None or self.words == self.theirs:
-            return None
-        grown = f"{self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
-        return (
-            f"the data have {self.words} words and the model has {self.theirs}"
-            + (f"; {grown}" if grown else "")
-            + "; data.tokenizer=FOLDER/tokenizer.json is the tokenizer of a model"
-        )
+        said = [] if loaded is None else [loaded]
+        if self.words is not None and self.theirs is not None and self.words != self.theirs:
+            grown = f"; {self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
+            said.append(
+                f"the data have {self.words} words and the model has {self.theirs}{grown}; "
+                "data.tokenizer=FOLDER/tokenizer.json is the tokenizer of a model"
+            )
+        return "\n".join(said) or None
 
     def _from_folder(self, folder: Path, source: str) -> str:
         """Loads weights as ``from_pretrained`` does, with the sizes that they have."""
@@ -258,7 +268,7 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
     """The content of the tokenizer.json of a model; None: it has none.
 
     Args:
-        name, download: see :func:`~holotrain.models.foreign.network.folder_of`.
+        name, download: see :func:`~holotrain.models.huggingface.folder_of`.
     """
     folder = folder_of(name, download)
     if (folder / "tokenizer.json").is_file():
@@ -273,8 +283,7 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
 
 
 def _network(transformers: ModuleType, plain: dict[str, Any]) -> Any:
-    """The configuration object."""
-    plain = {key: value for key, value in plain.items() if key not in OF_A_FILE}
+    """The configuration object, from what :func:`network_of` returns."""
     kind = plain.pop("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers has no model of type {kind!r}, and code beside its weights is not run")
@@ -299,11 +308,8 @@ def _fit_to_data(
         if network.num_labels != classes:
             network.num_labels = classes
         network.problem_type = "single_label_classification"
-    if (
-        head == "causal_lm"
-        and getattr(network, "is_decoder", None) is False
-        and not getattr(network, "is_encoder_decoder", False)
-    ):
+    both = getattr(network, "is_encoder_decoder", False)
+    if head == "causal_lm" and getattr(network, "is_decoder", None) is False and not both:
         network.is_decoder = True  # an encoder would see the words that it is to predict
     if vocab is not None and vocab > (getattr(network, "vocab_size", None) or vocab):
         network.vocab_size = vocab
@@ -374,3 +380,92 @@ def quiet(transformers: ModuleType) -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def folder_of(name: str, download: bool = False) -> Path:
+    """The local folder of a model.
+
+    Args:
+        name: a folder, its config.json, or the name of a repository on the Hugging Face Hub.
+        download: download the repository, if it is not in the cache.
+
+    Raises:
+        ValueError: there is no such folder, and the repository is not in the cache or cannot be downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.name == CONFIG and path.is_file():
+        return path.parent
+    if path.is_dir():
+        return path
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ValueError(f"there is no folder {name}")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ValueError("this model needs transformers: pip install 'holotrain[huggingface]'") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=not download))
+    except Exception as error:  # whatever the network says
+        if not download:
+            raise ValueError(
+                f"there is no folder {name}, and no model of this name in the cache of Hugging Face; "
+                "download=true downloads one from the Hub"
+            ) from error
+        raise ValueError(f"cannot download {name} ({str(error).strip().splitlines()[0]})") from error
+
+
+def has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in WEIGHTS)
+
+
+def network_of(name: str, given: dict[str, Any] | None = None, download: bool = False) -> dict[str, Any]:
+    """The configuration of a network in plain containers, as its config.json has it.
+
+    Args:
+        name, download: see :func:`folder_of`. Nothing is read if ``given`` is a whole configuration.
+        given: replaces entries of the file.
+
+    Raises:
+        ValueError: there is no such file, it is not the configuration of a model, or an entry would run code.
+    """
+    given = dict(given or {})
+    if "model_type" not in given:
+        given = _read(folder_of(name, download) / CONFIG) | given
+    if any(True for _ in targets(given)):
+        raise ValueError(f"the configuration of {name} names a class by _target_")
+    try:
+        _check_attention(given)
+    except ValueError as error:
+        raise ValueError(f"the configuration of {name}: {error}") from error
+    if "quantization_config" in given:
+        raise ValueError(f"{name} is quantised and cannot be trained; use the model that it was made from")
+    return {key: value for key, value in given.items() if key not in OF_A_FILE}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror or error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is not JSON") from error
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise ValueError(f"{path} is not the configuration of a model of transformers: it has no model_type")
+    return found
+
+
+def _check_attention(node: Any) -> None:
+    """Refuses implementations that transformers would download and run."""
+    if isinstance(node, list):
+        for each in node:
+            _check_attention(each)
+    if not isinstance(node, dict):
+        return
+    for key, value in node.items():
+        if key.strip("_").startswith(("attn_implementation", "experts_implementation")):
+            if value is not None and value not in ATTENTION:
+                raise ValueError(f"{key}: {value!r} is not one of {', '.join(ATTENTION)}")
+            if value and value.startswith("flash") and find_spec("flash_attn") is None:
+                raise ValueError(f"{key}: {value} needs the package flash-attn")
+        else:
+            _check_attention(value)

@@ -1,14 +1,17 @@
-"""The size of a model, before it is built: its weights must fit into the memory of this machine, and be those of its file."""
+"""Makes a model by the full name of its class, if its weights fit into the memory of this machine and are those of its file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from holotrain.planning.planner import free_memory
 from holotrain.sizes import in_words
+from holotrain.targets import TARGET, is_defined_in, made, missing_package, targets
 
 SPARE = 1000
 """Parameters, and numbers in them, that a class may make and replace while it is built, beside as many as it keeps."""
@@ -76,3 +79,49 @@ def bounded(weights: Mapping[str, Tensor] | None = None, any_machine: bool = Fal
             stack.callback(register(measure).remove)
         yield
         require_memory("")
+
+
+def build(
+    target: str,
+    arguments: dict[str, Any],
+    trust: Collection[str] = (),
+    vouched: Collection[tuple[str, str]] = (),
+    weights: Mapping[str, Tensor] | None = None,
+) -> nn.Module:
+    """A newly initialised model.
+
+    Args:
+        target: full name of the class, such as ``holotrain.models.RevViT``.
+        arguments: those of the class; a mapping with ``_target_`` among them stands for what it names.
+        trust: packages whose own classes and functions may be called, in addition to holotrain's models.
+        vouched: pairs of a place, as :func:`~holotrain.targets.targets` gives it, and a name that may be called there.
+        weights: those that it is to hold; what is larger is not built.
+
+    Raises:
+        ValueError: a class that is not trusted or does not exist, invalid arguments, or a model that is too large for this
+            machine.
+    """
+    named = {TARGET: target, **arguments}
+    for where, each in targets(named):
+        if not isinstance(each, str):
+            raise ValueError("the name of a class in it is not a string")
+        if missing := missing_package(each):
+            raise ValueError(f"{each} is needed, and {missing}")
+        if (where, each) not in vouched and not _is_ours(each) and not is_defined_in(each, trust):
+            raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
+    if _is_ours(target):  # others may need the values of tensors
+        with torch.device("meta"), bounded(weights):
+            made(named)
+    with bounded(weights):
+        model = made(named)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{target} is not a torch.nn.Module; calling it gives {type(model).__name__}")
+    return model
+
+
+def _is_ours(target: str) -> bool:
+    from holotrain import models
+
+    package, _, name = target.rpartition(".")
+    found = getattr(models, name, None)
+    return package == models.__name__ and name in models.__all__ and isinstance(found, type) and issubclass(found, nn.Module)

@@ -1,0 +1,355 @@
+"""Blocks of transformers: two residual branches, attention and an MLP, which plain and reversible blocks add in their own ways.
+
+Shapes: B batch, T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from inspect import Signature, getdoc, signature
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from holotrain.models.layers.attention import Attention
+from holotrain.ranges import require_at_least, require_within
+from holotrain.reversible import ReversibleSequence, checkpointed
+from holotrain.reversible.replay import in_trace
+from holotrain.reversible.schedules import schedules_of
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al., 2016): drops whole samples of a residual branch in training.
+
+    Args:
+        probability: of dropping; the remaining samples are scaled by 1 / (1 - probability). Nothing is dropped in eval mode.
+    """
+
+    def __init__(self, probability: float = 0.0) -> None:
+        super().__init__()
+        require_within(0, 1, drop_path=probability)
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.probability == 0:
+            return x
+        kept = 1 - self.probability
+        # Not bernoulli_(kept), of which a compiler makes other code for each probability, that is for each block. The dtype is
+        # given, since Lightning's 64-true changes the default in the forward and not in the backward, which draws again.
+        mask = torch.rand((x.shape[0], *(1,) * (x.dim() - 1)), dtype=torch.float32, device=x.device) < kept
+        return x * (mask.to(x.dtype) / kept)
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability}"
+
+
+class LayerScale(nn.Module):
+    """A learned factor for each channel (Touvron et al., "Going deeper with Image Transformers", 2021). (..., C) -> (..., C).
+
+    Args:
+        value: that all C factors begin with.
+    """
+
+    def __init__(self, dim: int, value: float) -> None:
+        super().__init__()
+        require_at_least(0, layer_scale=value)
+        self.weight = nn.Parameter(torch.full((dim,), float(value)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)  # under autocast the update keeps its precision
+
+
+class AttentionBranch(nn.Module):
+    """F of a block: norm, attention, scale (none, unless a model sets it), drop-path. (B, T, C) -> (B, T, C).
+
+    Args:
+        norm: of C channels.
+        attention: (B, T, C) -> (B, T, C); keyword arguments of the call are passed to it.
+    """
+
+    def __init__(self, norm: nn.Module, attention: nn.Module, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.norm = norm
+        self.attention = attention
+        self.scale = nn.Identity()
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
+        return self.update(self.norm(x), **context)
+
+    def update(self, x: Tensor, **context: Any) -> Tensor:
+        """The branch without its norm, for blocks that have it elsewhere."""
+        return self.drop_path(self.scale(self.attention(x, **context)))
+
+
+class MLPBranch(nn.Module):
+    """G of a block: LayerNorm, Linear, GELU, Linear, scale, drop-path. (..., C) -> (..., C).
+
+    Args:
+        dim, hidden: C, and the width between the two layers.
+        eps: of the norm; published weights need the value they were trained with.
+        gelu: ``"none"`` for the exact function, ``"tanh"`` for the approximation that GPT-2 was trained with.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, dropout: float = 0.0, drop_path: float = 0.0, eps: float = 1e-6, gelu: str = "none"
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, eps=eps)
+        self.widen = nn.Linear(dim, hidden)
+        self.narrow = nn.Linear(hidden, dim)
+        self.gelu = gelu
+        self.dropout = nn.Dropout(dropout)
+        self.scale = nn.Identity()
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.update(self.norm(x))
+
+    def update(self, x: Tensor) -> Tensor:
+        """The branch without its norm, for blocks that have it elsewhere."""
+        x = self.dropout(F.gelu(self.widen(x), approximate=self.gelu))
+        return self.drop_path(self.scale(self.dropout(self.narrow(x))))
+
+
+Branches = list[tuple[AttentionBranch, MLPBranch]]
+
+
+def transformer_branches(
+    dim: int,
+    depth: int,
+    heads: int,
+    mlp_ratio: float = 4.0,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    drop_path: float = 0.0,
+    causal: bool = False,
+    eps: float = 1e-6,
+    gelu: str = "none",
+) -> Branches:
+    """The branches of ``depth`` blocks; drop-path grows linearly from 0 at the first to ``drop_path`` at the last."""
+    rates = (drop_path * i / max(depth - 1, 1) for i in range(depth))
+    return [
+        (
+            AttentionBranch(nn.LayerNorm(dim, eps=eps), Attention(dim, heads, dropout, attention_dropout, causal, layer), rate),
+            MLPBranch(dim, int(dim * mlp_ratio), dropout, rate, eps, gelu),
+        )
+        for layer, rate in enumerate(rates)
+    ]
+
+
+class ResidualBlock(nn.Module):
+    """``x = x + f(x)``, then ``x = x + g(x)``; keyword arguments are passed to f and g as in a reversible block."""
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
+        x = x + self.f(x, **(f_kwargs or {}))
+        return x + self.g(x, **(g_kwargs or {}))
+
+
+class PostNormBlock(ResidualBlock):
+    """``x = f.norm(x + f.update(x))``, then ``x = g.norm(x + g.update(x))``: the same branches, normalised after the sum."""
+
+    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
+        x = self.f.norm(x + self.f.update(x, **(f_kwargs or {})))
+        return self.g.norm(x + self.g.update(x, **(g_kwargs or {})))
+
+
+class ResidualSequence(nn.Module):
+    """A sequence of residual blocks.
+
+    Args:
+        blocks: the blocks, first to last.
+        backward: ``"autograd"`` stores all activations, ``"checkpoint"`` only those between blocks; or a list with one for each
+            block. It is a plain attribute and may be changed between calls.
+
+    Raises:
+        ValueError: another ``backward``, because these blocks cannot be rebuilt from their output.
+    """
+
+    SCHEDULES = ("autograd", "checkpoint")
+
+    def __init__(self, blocks: Iterable[ResidualBlock], backward: str | Sequence[str] = "autograd") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.backward = backward
+
+    @property
+    def backward(self) -> str | Sequence[str]:
+        return self._backward
+
+    @backward.setter
+    def backward(self, backward: str | Sequence[str]) -> None:
+        for name in [backward] if isinstance(backward, str) else backward:
+            if name not in self.SCHEDULES:
+                raise ValueError(f"a model that is not reversible takes backward {' or '.join(self.SCHEDULES)}, not {name!r}")
+        self.schedules = schedules_of(backward, len(self.blocks))
+        self._backward = backward
+
+    @property
+    def ends(self) -> tuple[nn.Module, nn.Module]:
+        """The modules with whose calls it begins and ends."""
+        return self, self
+
+    def again(self, depth: int, backward: str) -> nn.Module:
+        """A sequence ``depth`` times the first block, which takes the same arguments."""
+        return type(self)([self.blocks[0]] * depth, backward=[backward] * depth)
+
+    def part(self, start: int, stop: int) -> ResidualSequence:
+        """A sequence of some of the blocks, which it shares, with their schedules."""
+        found = ResidualSequence(self.blocks[start:stop])
+        found.schedules = self.schedules[start:stop]
+        return found
+
+    def split(self, x: Tensor) -> tuple[Tensor]:
+        """The only stream, as a tuple; see :class:`~holotrain.models.layers.blocks.AveragedStreams`."""
+        return (x,)
+
+    def join(self, streams: tuple[Tensor]) -> Tensor:
+        """The only stream."""
+        return streams[0]
+
+    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
+        for number, (block, schedule) in enumerate(zip(self.blocks, self.schedules, strict=True)):
+            with in_trace("forward", number):
+                if schedule.kind == "checkpointed" and torch.is_grad_enabled():
+                    x = checkpointed(block, x, name=str(number), f_kwargs=f_kwargs, g_kwargs=g_kwargs)
+                else:
+                    x = block(x, f_kwargs, g_kwargs)
+        return x
+
+
+class AveragedStreams(ReversibleSequence):
+    """Reversible blocks with one stream as input and output: both streams start as the input, and their mean is the output.
+
+    The layers around the blocks and the names of all parameters are the same as with a plain ``ResidualSequence``.
+    Takes the arguments of :class:`~holotrain.reversible.ReversibleSequence`.
+    """
+
+    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
+        return self.join(super().forward(*self.split(x), f_kwargs, g_kwargs))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The streams that the first block reads."""
+        return x, x
+
+    def join(self, streams: tuple[Tensor, Tensor]) -> Tensor:
+        """What is returned for the streams of the last block."""
+        y1, y2 = streams
+        return (y1 + y2) / 2
+
+
+class ConcatenatedStreams(AveragedStreams):
+    """The same, but both streams are its output, one after the other: (..., C) -> (..., 2C)."""
+
+    def join(self, streams: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(streams, dim=-1)
+
+
+class TwoStreamFusion(nn.Module):
+    """Concatenates the two streams, normalises, and averages over tokens. 2 x (B, ..., C) -> (B, 2C)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2 * dim, eps=1e-6)
+
+    def forward(self, y1: Tensor, y2: Tensor) -> Tensor:
+        return self.norm(torch.cat((y1, y2), dim=-1)).flatten(1, -2).mean(dim=1)
+
+
+class LearnedFusion(nn.Module):
+    """Concatenates the two streams and projects them linearly, initially to their average. 2 x (..., C) -> (..., C)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(2 * dim, dim)
+        self.become_the_average()
+
+    @torch.no_grad()
+    def become_the_average(self) -> None:
+        half = torch.eye(self.project.out_features) / 2
+        self.project.weight.copy_(torch.cat((half, half), dim=1))
+        nn.init.zeros_(self.project.bias)
+
+    def forward(self, y1: Tensor, y2: Tensor) -> Tensor:
+        return self.project(torch.cat((y1, y2), dim=-1))
+
+
+class Reversible:
+    """Base class of reversible models, in front of the plain model, whose ``__init__`` calls ``_assemble`` to make the blocks.
+
+    Args:
+        backward: how the backward pass gets the activations of a block, see
+            :class:`~holotrain.reversible.ReversibleSequence`; a list: of each block
+        store: blocks that store their activations: a number (the last n blocks) or a list of indices
+        exact: recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k
+        keep: results to store instead of recomputing: attention, or operator names such as aten.mm.default
+        arguments: those of the plain model
+    """
+
+    def __init__(
+        self,
+        *,
+        backward: Literal["autograd", "checkpoint", "reversible", "pareprop"] | Sequence[str] = "reversible",
+        store: int | Collection[int] = 0,
+        exact: bool | int = False,
+        keep: str | Collection[str] = (),
+        **arguments: Any,
+    ) -> None:
+        self._engine = {"store": store, "exact": exact, "keep": keep}  # of the sequences that _assemble makes
+        super().__init__(backward=backward, **arguments)
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
+        super().__init_subclass__(**others)
+        if "__init__" in vars(cls):
+            cls.__signature__ = None  # not the one of a base class
+            return
+        plain = cls.__mro__[cls.__mro__.index(Reversible) + 1]
+        if Reversible not in cls.__bases__ or plain is object:
+            return
+        ours = {name: each for name, each in signature(Reversible).parameters.items() if name != "arguments"}
+        theirs = [
+            each.replace(kind=each.KEYWORD_ONLY) for each in signature(plain).parameters.values() if each.name not in ours
+        ]
+        cls.__signature__ = Signature([*theirs, *ours.values()])
+        if not cls.__doc__:  # python -OO
+            return
+        said = [line for of in (plain, Reversible) for line in _arguments(of) if not line.strip().startswith("arguments:")]
+        own, *rest = re.split(r"^(?=Shapes:|Raises:)", getdoc(cls), maxsplit=1, flags=re.MULTILINE)
+        cls.__doc__ = "\n\n".join([own.rstrip(), "\n".join(["Args:", *said]), *rest])
+
+
+def _arguments(of: type) -> list[str]:
+    """The lines of a docstring below ``Args:``; ``backward`` is the reversible model's."""
+    block = (getdoc(of) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    items = re.split(r"\n(?=    \w)", block)
+    return [item for item in items if of is Reversible or not item.strip().startswith("backward:")]
+
+
+def stored_by_stage(store: int | Collection[int], depths: Sequence[int]) -> list[list[int]]:
+    """The blocks of each stage that store their activations, by their indices within the stage.
+
+    Args:
+        store: how many of the model's last blocks, or their indices, counted from 0 over all stages.
+        depths: blocks of each stage.
+
+    Raises:
+        ValueError: ``store`` names a block that does not exist.
+    """
+    total = sum(depths)
+    stored = set(range(total - store, total) if isinstance(store, int) else store)
+    if not stored <= set(range(total)) or (isinstance(store, int) and store < 0):
+        raise ValueError(f"store must be a number of blocks up to {total} or indices below {total}, not {store!r}")
+    starts = [end - depth for end, depth in zip(accumulate(depths), depths, strict=True)]
+    return [
+        sorted(i - start for i in stored if start <= i < start + depth) for start, depth in zip(starts, depths, strict=True)
+    ]
