@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from holotrain.planning.planner import free_memory
 from holotrain.sizes import in_words
-from holotrain.targets import TARGET, is_defined_in, made, missing_package, targets
+from holotrain.targets import TARGET, is_defined_in, instantiate, missing_package, targets
 
 SPARE = 1000
 """Parameters, and numbers in them, that a class may make and replace while it is built, beside as many as it keeps."""
@@ -111,9 +111,9 @@ def build(
             raise ValueError(f"{each} is not a model of holotrain; to trust its package, pass trust={each.partition('.')[0]!r}")
     if _is_ours(target):  # others may need the values of tensors
         with torch.device("meta"), bounded(weights):
-            made(named)
+            instantiate(named)
     with bounded(weights):
-        model = made(named)
+        model = instantiate(named)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{target} is not a torch.nn.Module; calling it gives {type(model).__name__}")
     return model
