@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from holotrain.planning.planner import free_memory
 from holotrain.sizes import in_words
-from holotrain.targets import TARGET, is_defined_in, instantiate, missing_package, targets
+from holotrain.targets import TARGET, instantiate, is_defined_in, missing_package, targets
 
 SPARE = 1000
 """Parameters, and numbers in them, that a class may make and replace while it is built, beside as many as it keeps."""
