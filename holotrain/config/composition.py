@@ -14,7 +14,7 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config.commands import COMMANDS, options_of
-from holotrain.config.groups import GROUPS
+from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError
 from holotrain.outside import read_json

@@ -90,8 +90,8 @@ ERROR_DIFFUSION = "holotrain.tasks.classification.ErrorDiffusionClassifier"
 CAUSAL_LM = "holotrain.tasks.language.CausalLM"
 MASKED_LM = "holotrain.tasks.language.MaskedLM"
 
-TIMM = "holotrain.models.foreign.timm.Timm"
-HUGGING_FACE = "holotrain.models.foreign.huggingface.HuggingFace"
+TIMM = "holotrain.models.foreign.Timm"
+HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
@@ -99,7 +99,10 @@ TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 _ROBERTA = "holotrain.models.roberta.RoBERTa"
 _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
 FIT = {
-    ERROR_DIFFUSION: (("holotrain.models.error_diffusion.ImageErrorDiffusion",), IMAGES),  # an image classifier too, so first
+    ERROR_DIFFUSION: (
+        ("holotrain.models.image_error_diffusion.ImageErrorDiffusion",),
+        IMAGES,
+    ),  # an image classifier too, so first
     IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
     SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
     CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),
@@ -363,12 +366,12 @@ OBJECT_GROUPS = {
     "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
     "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
     "model": GroupSchema(
-        ("backward", "store", "exact", "keep"), known=(*FACTS, "head"), also="holotrain.config.groups.ModelOptions"
+        ("backward", "store", "exact", "keep"), known=(*FACTS, "head"), also="holotrain.config.option_groups.ModelOptions"
     ),
     "synthesis": GroupSchema(),
-    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.groups.OptimizerOptions"),
+    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.OptimizerOptions"),
     "scheduler": GroupSchema(("optimizer", "steps", "total_steps")),
-    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.groups.TrainerOptions"),
+    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.TrainerOptions"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
