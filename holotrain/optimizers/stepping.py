@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -234,7 +234,7 @@ def _require_one_process() -> None:
 
 
 @contextmanager
-def standing_in(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]) -> Iterator[None]:
+def standing_in(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]) -> Generator[None]:
     """Inside the context an optimizer steps other tensors in place of its parameters, such as the local shards of DTensors. It
     uses and changes the state of the parameters.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -30,7 +30,7 @@ class _FakeTensorMode(FakeTensorMode):
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Generator[None]:
     """Inside the context every new tensor is fake, on the device that it reports.
 
     Raises:
@@ -108,7 +108,7 @@ def is_wrapper_subclass(types: Iterable[type]) -> bool:
 
 
 @contextmanager
-def fused_dropout() -> Iterator[None]:
+def fused_dropout() -> Generator[None]:
     """Inside the context attention applies dropout within its kernel, as on CUDA, without a tensor of attention weights."""
     ordinary = functional.scaled_dot_product_attention
 
