@@ -1,13 +1,13 @@
 """Files that are complete whenever they can be seen: written beside their place under another name, then renamed."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path, ending: str | None = None) -> Iterator[Path]:
+def replacing(path: Path, ending: str | None = None) -> Generator[Path]:
     """Yields a name beside ``path`` to write to. The file there is renamed to ``path`` at the end, or removed after an error.
 
     Args:

@@ -134,8 +134,10 @@ class Medium:
 
 def read_images(events: EventAccumulator | None) -> dict[str, Medium]:
     """The last image of each tag. Images that are too large or of another kind are left out."""
+    if events is None:
+        return {}
     found = {}
-    for tag in sorted(events.Tags()["images"]) if events else ():
+    for tag in sorted(events.Tags()["images"]):
         last = events.Images(tag)[-1:]
         uri = image_uri(last[0].encoded_image_string) if last else None
         if uri is not None:
@@ -151,8 +153,10 @@ def image_uri(image: bytes) -> str | None:
 
 def read_texts(events: EventAccumulator | None) -> dict[str, Medium]:
     """The last text of each tag, cut after ``CHARACTERS``."""
+    if events is None:
+        return {}
     found = {}
-    for tag in sorted(events.Tags()["tensors"]) if events else ():
+    for tag in sorted(events.Tags()["tensors"]):
         about, last = events.summary_metadata.get(tag), events.Tensors(tag)[-1:]
         if about is not None and about.plugin_data.plugin_name == "text" and last and last[0].tensor_proto.string_val:
             text = "\n".join(part.decode("utf-8", errors="replace") for part in last[0].tensor_proto.string_val)

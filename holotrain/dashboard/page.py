@@ -72,7 +72,7 @@ def _chart(chart: Chart, runs: list[Reported]) -> dict[str, Any] | None:
 def _line(run: Reported, curve: Curve) -> dict[str, Any] | None:
     if not len(curve.steps):
         return None
-    line = _points(run, curve, thinned(curve.values, POINTS))
+    line: dict[str, Any] = _points(run, curve, thinned(curve.values, POINTS))
     if len(curve.steps) >= SMOOTHED_FROM:
         window = max(len(curve.steps) // 40, 5)
         smooth = Curve(curve.steps, smoothed(curve.values, window), curve.instants)
@@ -143,7 +143,7 @@ def _colour(number: int) -> str:
 def _of_uplot(name: str) -> str:
     """A file of uPlot, from the package uplot-python, which is not imported."""
     try:
-        return Path(distribution("uplot-python").locate_file(f"uplot/static/{name}")).read_text(encoding="utf-8")
+        return Path(str(distribution("uplot-python").locate_file(f"uplot/static/{name}"))).read_text(encoding="utf-8")
     except PackageNotFoundError:
         raise UserError("report: uplot-python is not installed; pip install 'holotrain[report]'") from None
 

@@ -17,7 +17,7 @@ and last (D, S, 1) their magnitudes. ``offset`` (C,) is 0 for excitatory and 1 f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -154,6 +154,11 @@ class ErrorDiffusionNetwork(nn.Module):
             sample, or that require a gradient (there is none).
     """
 
+    signs: Tensor
+    constants: Tensor
+    thresholds: nn.Parameter | None
+    last: nn.Parameter | None
+
     def __init__(
         self,
         inputs: int,
@@ -217,7 +222,7 @@ class ErrorDiffusionNetwork(nn.Module):
             parameter.clamp_(min=0)
 
     @contextmanager
-    def ruled_by(self, rule: str) -> Iterator[None]:
+    def ruled_by(self, rule: str) -> Generator[None]:
         """Uses another rule inside the context."""
         kept, self.rule = self.rule, rule
         try:
@@ -247,7 +252,7 @@ class ErrorDiffusionNetwork(nn.Module):
         incoming = self.incoming.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         hidden = self.hidden.permute(1, 0, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         outgoing = self.outgoing.flatten(1, 2).unsqueeze(-1)
-        if self.thresholds is None:
+        if self.thresholds is None or self.last is None:
             thresholds, last = (
                 outgoing.new_empty(1 + len(hidden), len(outgoing), 0, outgoing.shape[1]),
                 outgoing[:, :0].detach(),
@@ -291,7 +296,7 @@ FLAT = 1e-3
 def sign_violations(network: ErrorDiffusionNetwork) -> Tensor:
     """The share of weights with the wrong sign, that is, with a magnitude below 0. A scalar."""
     parameters = list(network.parameters())
-    wrong = sum((parameter.detach() < 0).sum() for parameter in parameters)
+    wrong = torch.stack([(parameter.detach() < 0).sum() for parameter in parameters]).sum()
     return wrong / sum(parameter.numel() for parameter in parameters)
 
 

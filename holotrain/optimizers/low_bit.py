@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from holotrain.optimizers.stepping import standing_in
 from holotrain.shards import is_sharded, local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TensorWithFlatten
 
 LEAST = 4096
 """torchao keeps the averages of parameters with fewer entries in full precision."""
@@ -48,7 +52,7 @@ def low_bit(name: str, params: Any, **options: Any) -> Optimizer:
 
 
 @cache
-def _adapted(base: type[Optimizer]) -> type[Optimizer]:
+def _adapted(base: Any) -> type[Optimizer]:
     with _disable_current_modes(), torch.device("cpu"):  # torchao computes once what codes stand for; not from fake tensors
         for signed in (True, False):
             base._subclass_zeros(torch.empty(LEAST), signed, LEAST)
@@ -132,11 +136,10 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     )
 
 
-def whole_blocks(parameter: Tensor, block: int, least: int = 1) -> bool:
+def whole_blocks(parameter: DTensor, block: int, least: int = 1) -> bool:
     """Whether each process's share of a parameter consists of whole blocks of entries, so that parts can be sharded like it.
 
     Args:
-        parameter: a DTensor.
         block: entries of a block.
         least: entries that each share needs.
     """
@@ -164,14 +167,14 @@ def _plain(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> d
     for name, value in state.items():
         if is_traceable_wrapper_subclass(value):
             parts = _stored(value).items()
-            found[name] = {CLASS: type(value).__name__}
-            found[name] |= {part: x if part in UNDIVIDED else _as_sharded(x, parameter) for part, x in parts}
+            plain = {part: x if part in UNDIVIDED else _as_sharded(x, parameter) for part, x in parts}
+            found[name] = {CLASS: type(value).__name__, **plain}
         else:
             found[name] = _as_sharded(value, parameter) if value.shape == local(parameter).shape else value
     return found
 
 
-def _stored(tensor: Tensor) -> dict[str, Tensor]:
+def _stored(tensor: TensorWithFlatten) -> dict[str, Tensor]:
     """The parts of a tensor as a checkpoint has them: 8-bit floats as bytes, which gloo can gather, and by rows."""
     names, _ = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
@@ -190,10 +193,11 @@ def _as_sharded(share: Tensor, parameter: Tensor) -> Tensor:
     if not is_sharded(parameter):
         return share
     by_rows = len(share) == len(local(parameter))
-    shape = (len(parameter) if by_rows else len(share) * parameter.device_mesh.size(), *share.shape[1:])
+    rows = len(parameter) if by_rows else len(share) * parameter.device_mesh.size()
+    shape = torch.Size((rows, *share.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
-    return type(parameter.data).from_local(share, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return type(parameter).from_local(share, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _rebuilt(optimizer: Any, state: Any, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -204,9 +208,9 @@ def _rebuilt(optimizer: Any, state: Any, parameter: Tensor, group: dict[str, Any
     for name, value in state.items():
         new = fresh[name]
         if not isinstance(value, dict):
-            as_parameter = isinstance(value, Tensor) and is_sharded(parameter) and value.shape == parameter.shape
-            found[name] = _share_of(value, parameter) if as_parameter else value
-            _require_like(name, found[name], new, any_float=True)
+            if isinstance(value, Tensor) and is_sharded(parameter) and value.shape == parameter.shape:
+                value = _share_of(value, parameter)
+            found[name] = _fitting(name, value, new, any_float=True)
         elif is_traceable_wrapper_subclass(new) or not is_sharded(parameter):
             found[name] = _assembled(name, value, new, parameter)
         else:  # shares are not whole blocks: plain numbers with the same values
@@ -226,14 +230,15 @@ def _assembled(name: str, value: dict[str, Any], new: Tensor, parameter: Tensor)
         part = value.get(key)
         if isinstance(part, Tensor) and is_sharded(parameter) and key not in UNDIVIDED and part.ndim:
             part = _share_of(part, parameter)
-        _require_like(f"{name}.{key}", part, like)
+        part = _fitting(f"{name}.{key}", part, like)
         own = getattr(new, key)
         parts[key] = part.to(own.device).contiguous().view(own.dtype).view(own.shape)
     return type(new).__tensor_unflatten__(parts, new.__tensor_flatten__()[1], new.shape, new.stride())
 
 
-def _require_like(name: str, part: Any, like: Tensor, any_float: bool = False) -> None:
-    """
+def _fitting(name: str, part: Any, like: Tensor, any_float: bool = False) -> Tensor:
+    """Returns the part, if its shape and dtype are those of ``like``.
+
     Args:
         any_float: whether floats of another dtype fit, too.
     """
@@ -241,9 +246,10 @@ def _require_like(name: str, part: Any, like: Tensor, any_float: bool = False) -
     if not fits or (part.dtype != like.dtype and not (any_float and part.is_floating_point())):
         said = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else "missing" if part is None else "no tensor"
         raise UnfitState(f"the optimizer's state does not fit: {name} is {said}, not {like.dtype} {tuple(like.shape)}")
+    return part
 
 
-def _share_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+def _share_of(tensor: Tensor, parameter: DTensor) -> Tensor:
     """This process's share of a whole or sharded tensor."""
     if not is_sharded(tensor):
         from torch.distributed.tensor import distribute_tensor  # imported here, because one process does without

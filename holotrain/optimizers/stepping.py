@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -42,10 +42,10 @@ class CombinedOptimizer(Optimizer):
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter
-    def state(self, state: dict[Tensor, Any]) -> None:
+    def state(self, state: dict[Tensor, Any]) -> None:  # ty: ignore[incompatible-property-override]
         """Ignored, because the parts hold the state; Optimizer's constructor assigns an empty one."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # ty: ignore[incompatible-method-override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,7 +133,7 @@ class InBackward(Optimizer):
         return self.optimizer.state
 
     @state.setter
-    def state(self, state: dict[Tensor, Any]) -> None:
+    def state(self, state: dict[Tensor, Any]) -> None:  # ty: ignore[incompatible-property-override]
         """Ignored, because the optimizer inside holds the state; Optimizer's constructor assigns an empty one."""
 
     @property
@@ -162,7 +162,7 @@ class InBackward(Optimizer):
             if parameter in _hooked:
                 _hooked.pop(parameter).remove()
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # ty: ignore[incompatible-method-override]
         """Ends a step: the next backward is that of another one. Uses gradients that are still there."""
         loss = None
         if closure is not None:
@@ -222,7 +222,7 @@ class InBackward(Optimizer):
         parameter.grad = None
 
 
-def _step(reference: weakref.ref[InBackward], parameter: Tensor) -> None:
+def _step(reference: Callable[[], InBackward | None], parameter: Tensor) -> None:
     optimizer = reference()
     if optimizer is not None:
         optimizer._step_in_backward(parameter)
@@ -234,7 +234,7 @@ def _require_one_process() -> None:
 
 
 @contextmanager
-def standing_in(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]) -> Iterator[None]:
+def standing_in(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], Mapping[Tensor, Tensor]]]) -> Generator[None]:
     """Inside the context an optimizer steps other tensors in place of its parameters, such as the local shards of DTensors. It
     uses and changes the state of the parameters.
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from holotrain.optimizers import InBackward
 from holotrain.planning.allocators import ALLOCATORS, Allocator
-from holotrain.planning.clock import clock_of
+from holotrain.planning.clock import clock_of, waited_seconds
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import Blocks, TrainingStep
 
@@ -193,7 +194,7 @@ def visits_of(step: TrainingStep) -> list[Visit]:
 
     An optimizer that steps in the backward leaves the model from now on, so that blocks can be run by themselves.
     """
-    if step.in_backward:
+    if isinstance(step.optimizer, InBackward):
         step.optimizer.remove()
     visits: list[Visit] = []
 
@@ -273,7 +274,7 @@ def seconds(
                 _run(sequence, visit, autocast)
                 marks[name].append((begun, clock.mark()))
     return {
-        name: statistics.median(clock.seconds(*pair, wait=True) for pair in pairs[1:]) / BLOCKS for name, pairs in marks.items()
+        name: statistics.median(waited_seconds(clock, *pair) for pair in pairs[1:]) / BLOCKS for name, pairs in marks.items()
     }
 
 

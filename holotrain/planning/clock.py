@@ -43,6 +43,13 @@ class CudaClock:
         return earlier.elapsed_time(later) / 1e3
 
 
+def waited_seconds(clock: Clock, earlier: Any, later: Any) -> float:
+    """The seconds between two marks, after waiting for the later one."""
+    seconds = clock.seconds(earlier, later, wait=True)
+    assert seconds is not None
+    return seconds
+
+
 def clock_of(device: torch.device) -> Clock:
     """The clock for work on a device."""
     return CudaClock() if device.type == "cuda" else HostClock()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class _FakeTensorMode(FakeTensorMode):
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Generator[None]:
     """Inside the context every new tensor is fake, on the device that it reports.
 
     Raises:
@@ -54,7 +55,8 @@ def fake_parameters(module: nn.Module, device: torch.device) -> nn.Module:
     """
     known: dict[int, Tensor] = {}
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
+        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is not None:
                     if id(tensor) not in known:
@@ -75,11 +77,11 @@ class assume_mask_share(TorchDispatchMode):
         super().__init__()
         self._share = share
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in _INDEXING:
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        if func in _INDEXING:
             tensor, indices, *rest = args
-            return function(tensor, [place for index in indices for place in self._places(index)], *rest, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+            return func(tensor, [place for index in indices for place in self._places(index)], *rest, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _places(self, index: Tensor | None) -> list[Tensor | None]:
         if index is None or index.dtype is not torch.bool:
@@ -91,13 +93,13 @@ class assume_mask_share(TorchDispatchMode):
 class assume_ones(TorchDispatchMode):
     """Inside the context a number whose value is not known is 1, such as a norm by which an optimizer divides an update."""
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if is_wrapper_subclass(types):
             return NotImplemented
         try:
-            return function(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
-            if function is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
                 return 1.0
             raise
 
@@ -108,7 +110,7 @@ def is_wrapper_subclass(types: Iterable[type]) -> bool:
 
 
 @contextmanager
-def fused_dropout() -> Iterator[None]:
+def fused_dropout() -> Generator[None]:
     """Inside the context attention applies dropout within its kernel, as on CUDA, without a tensor of attention weights."""
     ordinary = functional.scaled_dot_product_attention
 
@@ -116,7 +118,7 @@ def fused_dropout() -> Iterator[None]:
         return ordinary(query, key, value, attn_mask, 0.0, *rest, **options)
 
     # Replaced instead of a dispatch mode: a recomputation in the backward runs outside of modes.
-    functional.scaled_dot_product_attention = without
+    functional.scaled_dot_product_attention = without  # ty: ignore[invalid-assignment]
     try:
         yield
     finally:

@@ -41,13 +41,14 @@ def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1,
         if low == most or beyond == low + unit:
             return low
         if not fitting:
+            assert beyond is not None
             size = max(beyond // 2 // unit, 1) * unit
             continue
         size = 2 * low if len(fitting) == 1 else _crossing(known, *fitting[-2:], budget, unit) or 2 * low
         if size == low:
             return low
         if beyond is not None and size >= beyond:
-            size = max(_crossing(known, low, beyond, budget, unit), low + unit)
+            size = max(_crossing(known, low, beyond, budget, unit) or 0, low + unit)
         if most is not None:
             size = min(size, most)
 
@@ -103,6 +104,7 @@ def largest_depth(
     planner: Planner, backward: Backward, budget: int, begin: Callable[[str], object] = lambda what: None
 ) -> Limit:
     """The largest depth that fits, with the arguments of :func:`largest_batch`. The planner must have a depth."""
+    assert planner.depth is not None
     configured = planner.depth.value
     deeper = configured + max(configured // DEEPER, 1)
 
@@ -179,6 +181,7 @@ def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None
         TooSmall: not even the smallest batch fits.
         Unplannable: an operation needs the values of its inputs.
     """
+    assert planner.backward is not None
     size = largest_batch(planner, planner.backward, int(budget * (1 - MARGIN)), most).value
     if size < least:
         raise TooSmall(planner.footprint(planner.backward, least).bound)
@@ -273,6 +276,7 @@ def make_plan(planner: Planner, budget: int | None, begin: Callable[[str], objec
         footprints[name] = planner.footprint(name)
     choice, backward = None, planner.backward
     if backward is None:
+        assert budget is not None
         begin(f"backward={AUTO}")
         try:
             choice = choose_schedules(planner, budget, measure=False)

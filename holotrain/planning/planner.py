@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +117,7 @@ class Planner:
             return self.make_model(backward, depth)
 
     @contextmanager
-    def fake_step(self, model: nn.Module, batch: int | None = None) -> Iterator[TrainingStep]:
+    def fake_step(self, model: nn.Module, batch: int | None = None) -> Generator[TrainingStep]:
         """The training step of a module on the meta device, with tensors that have shapes but no data."""
         with ExitStack() as stack:
             if self.device == "cuda":

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.overlap import Job
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.clock import clock_of
+from holotrain.planning.clock import clock_of, waited_seconds
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.scaling import TensorParallelWork, Times, Unit, Unsharded
 from holotrain.planning.training_step import TrainingStep, simulate_step
@@ -39,7 +39,7 @@ class Work:
 
 
 Divide = Callable[[nn.Module, int], Any]
-"""Replaces layers by one rank's part of them, given the number of ranks, as :func:`~holotrain.models.division.divide`.
+"""Replaces layers of a model by one rank's part, given the number of ranks, as :func:`holotrain.models.division.divide`.
 
 It returns a record of later runs: ``jobs``, the products whose results are summed over ranks, and ``whole``, which layers are
 not split, and why. A ValueError says why no layer can be split.
@@ -52,9 +52,9 @@ def work_of(planner: Planner, backward: Backward) -> Work:
         Unplannable: an operation needs the values of its inputs.
     """
     with planner.fake_step(planner.fake_model(backward)) as step:
-        forward, backward, of_sequences = _flops(step)
-        units = list(_units(step, [flops / forward for flops in of_sequences]))
-        return Work(forward, backward, units, step.batches, Unsharded.of(step.optimizer))
+        of_forward, of_backward, of_sequences = _flops(step)
+        units = list(_units(step, [flops / of_forward for flops in of_sequences]))
+        return Work(of_forward, of_backward, units, step.batches, Unsharded.of(step.optimizer))
 
 
 def tensor_parallel_work(
@@ -78,10 +78,10 @@ def tensor_parallel_work(
         bound = simulate_step(step, ALLOCATORS[planner.device]).bound
         sums.jobs.clear()
         there: list[Job] = []
-        forward, backward, _ = _flops(step, lambda: there.extend(sums.jobs))
+        of_forward, of_backward, _ = _flops(step, lambda: there.extend(sums.jobs))
     found = TensorParallelWork(
-        forward / whole.forward,
-        backward / whole.backward,
+        of_forward / whole.forward,
+        of_backward / whole.backward,
         Counter(there),
         Counter(sums.jobs[len(there) :]),
         whole.forward + whole.backward,
@@ -252,9 +252,9 @@ def measured(planner: Planner, backward: Backward, begin: Callable[[str], object
         rounds = max(1, min(ROUNDS, int(SECONDS / one.step)))
         found = sorted((_timed(step, place) for _ in range(rounds)), key=lambda times: times.step)
     grown = batch.value / part
-    band = tuple(Times(grown * t.forward, grown * t.backward, t.update, step.batches) for t in (found[0], found[-1]))
+    fast, slow = (Times(grown * t.forward, grown * t.backward, t.update, step.batches) for t in (found[0], found[-1]))
     how = f"the fastest and the slowest of {rounds} steps" if rounds > 1 else "one step"
-    return band, how + (f" with {batch.name}={part}, in proportion" if part != batch.value else "")
+    return (fast, slow), how + (f" with {batch.name}={part}, in proportion" if part != batch.value else "")
 
 
 def _timed(step: TrainingStep, place: torch.device) -> Times:
@@ -265,4 +265,5 @@ def _timed(step: TrainingStep, place: torch.device) -> Times:
     marks.append(clock.mark())
     step.update()
     marks.append(clock.mark())
-    return Times(*(clock.seconds(one, other, wait=True) for one, other in pairwise(marks)))
+    forward, backward, update = (waited_seconds(clock, one, other) for one, other in pairwise(marks))
+    return Times(forward, backward, update)

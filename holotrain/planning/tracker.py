@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,31 +142,31 @@ class _Tracking(TorchDispatchMode):
         super().__init__()
         self._tracker = tracker
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if is_wrapper_subclass(types):
             return NotImplemented
         tracker = self._tracker
-        if function is torch.ops.aten.add.Tensor and _engine_adds() and tracker.owns(args[0]):
+        if func is torch.ops.aten.add.Tensor and _engine_adds() and tracker.owns(args[0]):
             # With real tensors autograd accumulates gradients in place; with fake ones it does not.
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:
-            result = function(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 tracker.count(leaf)
-        within = tracker.allocator.within(function, args, result)
+        within = tracker.allocator.within(func, args, result)
         tracker.add_temporary(within)
-        tracker.add_scratch(within + tracker.allocator.scratch(function, args))
+        tracker.add_scratch(within + tracker.allocator.scratch(func, args))
         return result
 
 
 class _Counting(TorchDispatchMode):
     references = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.add.Tensor and _engine_adds():
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        if func is torch.ops.aten.add.Tensor and _engine_adds():
             self.references = args[0]._use_count()
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @cache

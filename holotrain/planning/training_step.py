@@ -158,14 +158,14 @@ def simulate_step(step: TrainingStep, allocator: Allocator = CPU, update: Update
     with numbers:
         step.begin()
     _label(tracker, step)
-    if step.in_backward:
+    if isinstance(step.optimizer, InBackward):
         tracker.label("optimizer", step.optimizer_state)  # the updates of the backward change it
-        step.optimizer.observe(lambda parameter: tracker.label("gradients", [parameter.grad]))
+        step.optimizer.observe(lambda parameter: tracker.label("gradients", _gradients([parameter])))
     else:
         tracker.add("optimizer", update.state)
     with numbers, tracker.tracking():
         step.differentiate(tracker.enter)
-    tracker.label("gradients", _gradients(step))
+    tracker.label("gradients", _gradients(step.model.parameters()))
     tracker.enter("update")
     tracker.add_scratch(update.bound)
     tracker.add("temporary", update.beyond)
@@ -175,13 +175,13 @@ def simulate_step(step: TrainingStep, allocator: Allocator = CPU, update: Update
 def _label(tracker: AllocationTracker, step: TrainingStep) -> None:
     tracker.label("parameters", step.model.parameters())
     tracker.label("buffers", step.model.buffers())
-    tracker.label("gradients", _gradients(step))
+    tracker.label("gradients", _gradients(step.model.parameters()))
     for kind, tensors in step.held.items():
         tracker.label(kind, tensors)
 
 
-def _gradients(step: TrainingStep) -> list[Tensor]:
-    return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def measured_peak(step: TrainingStep, device: torch.device) -> int:

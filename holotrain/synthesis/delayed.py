@@ -79,7 +79,7 @@ class Delayed:
             # Towards the host this allocates pinned memory, which a cache takes back.
             copies = {name: grad.to("cpu", non_blocking=True, copy=True) for name, grad in grads.items()}
             keys = keys.to("cpu", non_blocking=True)
-            return copies, keys, self._copies and self._copies.record_event()
+            return copies, keys, None if self._copies is None else self._copies.record_event()
 
     def _compute(self, grads: dict[str, Tensor], keys: Tensor, copied: Event, step: int) -> tuple[Stored, Event]:
         """In the thread: computes the updates, and starts copying them to the device."""
@@ -92,7 +92,7 @@ class Delayed:
             grads = grads if finite() else {}
             found = {name: narrowed(grad.view(1, -1), self._updates.half) for name, grad in grads.items()}
             late = {name: [part.to(self._device, non_blocking=True) for part in stored] for name, stored in found.items()}
-            return late, self._copies and self._copies.record_event()
+            return late, None if self._copies is None else self._copies.record_event()
 
     def _finish(self) -> None:
         """Waits for the thread; the current stream waits for the copies."""

@@ -184,7 +184,7 @@ class HolographicSynthesis:
     def remove(self) -> None:
         """Removes the hooks from the model and frees the holograms. The model is then as before."""
         self._keys.remove()
-        self._updates = None
+        vars(self).pop("_updates", None)
         self.parameters = []
 
     def _geometry(self) -> dict[str, Any]:

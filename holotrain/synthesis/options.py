@@ -111,7 +111,7 @@ class SynthesisOptions:
 
     def decay_at(self, step: int) -> float:
         """The decay of this step, counted from 0."""
-        decay = self.decay(step) if callable(self.decay) else self.decay
+        decay: float = self.decay(step) if callable(self.decay) else self.decay  # ty: ignore[invalid-assignment]
         _require(f"decay, at step {step},", decay, 0 <= decay < 1, "in [0, 1)")
         return decay * min(1.0, step / self.decay_warmup) if self.decay_warmup else decay
 

@@ -47,18 +47,21 @@ class Span:
     @property
     def grad(self) -> Tensor:
         """The entries of the (contiguous) gradient: a view, or a copy if runs are chosen."""
-        flat = local(self.parameter.grad).view(-1)
-        if self.runs is None:
-            return flat[self.start : self.stop]
-        return self._in_runs(flat)[self.runs].flatten()
+        return self._flat[self.start : self.stop] if self.runs is None else self._in_runs(self.runs)[self.runs].flatten()
 
-    def put(self, values: Tensor) -> None:
-        """Overwrites the chosen runs of the gradient."""
-        flat = local(self.parameter.grad).view(-1)
-        self._in_runs(flat)[self.runs] = values.view(len(self.runs), -1).to(flat.dtype)
+    def put(self, runs: Tensor) -> None:
+        """Overwrites the chosen runs of the gradient with what is in the view."""
+        all_runs = self._in_runs(runs)
+        all_runs[runs] = self.view.view(len(runs), -1).to(all_runs.dtype)
 
-    def _in_runs(self, flat: Tensor) -> Tensor:
-        run = (self.stop - self.start) // len(self.runs)
+    @property
+    def _flat(self) -> Tensor:
+        assert self.parameter.grad is not None
+        return local(self.parameter.grad).view(-1)
+
+    def _in_runs(self, runs: Tensor) -> Tensor:
+        run = (self.stop - self.start) // len(runs)
+        flat = self._flat
         return flat[: len(flat) // run * run].view(-1, run)
 
 
@@ -95,10 +98,11 @@ class Part:
         if unwritten:
             torch._foreach_zero_(unwritten)
 
-    def scatter(self, a: Tensor | None = None, b: Tensor | None = None) -> None:
-        """Writes ``a * memory + b * gradient`` to the gradients; a and b are by layer, None means 1 and 0."""
+    def scatter(self, factors: tuple[Tensor, Tensor] | None = None) -> None:
+        """Writes ``a * memory + b * gradient`` to the gradients; the factors a and b are by layer, None means 1 and 0."""
         present = [span for span in self.spans if span.parameter.grad is not None]
-        if a is not None:
+        if factors is not None:
+            a, b = factors
             self.memory.mul_(a[self.layer].unsqueeze(-1))
             for span, grad in ((span, span.grad) for span in present):
                 span.view.add_(b[span.layer] * grad)
@@ -107,7 +111,7 @@ class Part:
             torch._foreach_copy_([span.grad for span in whole], [span.view for span in whole])
         for span in present:
             if span.runs is not None:
-                span.put(span.view)
+                span.put(span.runs)
 
 
 class Rows:
@@ -179,7 +183,7 @@ class Rows:
     def by_layer(self, of_rows: Tensor, layers: int) -> Tensor:
         """(figures, slots, rows) -> (figures, layers): sums over the rows of each layer, in a fixed order."""
         flat = of_rows.flatten(1).T.contiguous()
-        sums = torch.segment_reduce(flat, "sum", lengths=self._counts, axis=0, unsafe=True)
+        sums = torch.segment_reduce(flat, "sum", lengths=self._counts, axis=0, unsafe=True)  # ty: ignore[missing-attribute]
         result = of_rows.new_zeros(len(of_rows), layers)
         result[:, self._numbers] = sums[:-1].T
         return result

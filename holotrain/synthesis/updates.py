@@ -78,10 +78,12 @@ class RowGroup:
             if in_turn:
                 part.gather()
             keys = unit_keys if self._by_layers else unit_keys[part.layer]
-            products.append(self._update(part, keys if self._marks is None else keys * self._marks, scalars, measure))
+            of_part = self._update(part, keys if self._marks is None else keys * self._marks, scalars, measure)
+            if of_part is not None:
+                products.append(of_part)
             if in_turn:
                 part.scatter()
-        return torch.cat(products, -1) if measure else None
+        return torch.cat(products, -1) if products else None
 
     def _update(self, part: Part, keys: Tensor, scalars: dict[str, Tensor], measure: bool) -> Tensor | None:
         gradient = part.memory
@@ -205,15 +207,17 @@ class Updates:
 
     def _captured(self, measure: bool, *inputs: Tensor) -> Graphed:
         """The step as a CUDA graph, which reads and writes gradients at fixed places; gradients elsewhere are moved there."""
-        present = [parameter for parameter in self._parameters if parameter.grad is not None]
-        for parameter in present:
-            if parameter.grad is not self._fixed.setdefault(parameter, parameter.grad):
-                parameter.grad = self._fixed[parameter].copy_(parameter.grad)
+        fixed = []
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                fixed.append(self._fixed.setdefault(parameter, parameter.grad))
+                if parameter.grad is not fixed[-1]:
+                    parameter.grad = fixed[-1].copy_(parameter.grad)
         which = measure, *(parameter.grad is not None for parameter in self._parameters)
         if which not in self._graphs:
-            kept = [parameter.grad.clone() for parameter in present]
+            kept = [grad.clone() for grad in fixed]
             self._graphs[which] = Graphed(partial(self._compute, measure=measure), *inputs)
-            torch._foreach_copy_([parameter.grad for parameter in present], kept)
+            torch._foreach_copy_(fixed, kept)
         return self._graphs[which]
 
     def _compute(self, keys: Tensor, finite: Tensor, measure: bool) -> Tensor | None:
@@ -229,19 +233,20 @@ class Updates:
                 self._scalars[name].masked_fill_(~finite, value)
         keys = keys if self._keys is None else self._keys.mul_(self._scalars["key_ema"]).add_(keys)
         of_rows = [group.update(keys, self._scalars, measure, not self._together) for group in self._groups]
-        a = b = measured = None
+        factors = measured = None
         if measure:
-            of_layers = (g.rows.by_layer(rows, self._layers) for g, rows in zip(self._groups, of_rows, strict=True))
+            pairs = zip(self._groups, of_rows, strict=True)
+            of_layers = (g.rows.by_layer(rows, self._layers) for g, rows in pairs if rows is not None)
             products = sum(of_layers, keys.new_zeros(3, self._layers))
             if self._sharded:
                 dist.all_reduce(products)
             if self.options.reshapes:
-                a, b = coefficients(products, self.options)
-                products = combined(products, a, b)
+                factors = coefficients(products, self.options)
+                products = combined(products, *factors)
             measured = figures(products)
         if self._together:
             for part in self._parts:
-                part.scatter(a, b)
+                part.scatter(factors)
         if self.half is not None:
             for grad in (parameter.grad for parameter in self._parameters if parameter.grad is not None):
                 grad.copy_(widened(narrowed(grad.view(1, -1), self.half), grad.dtype).view_as(grad))
