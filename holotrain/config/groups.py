@@ -90,8 +90,8 @@ ERROR_DIFFUSION = "holotrain.tasks.classification.ErrorDiffusionClassifier"
 CAUSAL_LM = "holotrain.tasks.language.CausalLM"
 MASKED_LM = "holotrain.tasks.language.MaskedLM"
 
-TIMM = "holotrain.models.foreign.timm.Timm"
-HUGGING_FACE = "holotrain.models.foreign.huggingface.HuggingFace"
+TIMM = "holotrain.models.foreign.Timm"
+HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
@@ -99,7 +99,8 @@ TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 _ROBERTA = "holotrain.models.roberta.RoBERTa"
 _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
 FIT = {
-    ERROR_DIFFUSION: (("holotrain.models.error_diffusion.ImageErrorDiffusion",), IMAGES),  # an image classifier too, so first
+    # An image classifier too, so first.
+    ERROR_DIFFUSION: (("holotrain.models.image_error_diffusion.ImageErrorDiffusion",), IMAGES),
     IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
     SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
     CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),
