@@ -338,7 +338,7 @@ class ReturnsWhatItFinds(nn.Module):
 
 
 @pytest.mark.parametrize(("module", "operation"), [(AsksForAValue(), "_local_scalar_dense"), (ReturnsWhatItFinds(), "unique")])
-def test_what_cannot_be_imagined_is_named(module, operation):
+def test_what_cannot_be_planned_is_named(module, operation):
     with pytest.raises(Unplannable, match=operation), fake_tensors():
         module(torch.ones(3))
 
