@@ -31,7 +31,7 @@ from holotrain.config import checkpointed
 from holotrain.config.commands import COMMANDS, ExportConfig, RunConfig
 from holotrain.config.composition import checkpoint_path, relative_to_cwd, run_folder
 from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
-from holotrain.config.groups import MODEL_OPTIONS, default_backward
+from holotrain.config.option_groups import MODEL_OPTIONS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError

@@ -302,11 +302,12 @@ def test_a_folder_of_several_runs_says_which_to_choose(here, run):
     newest = here / "runs/fit/sweeps/one/1/checkpoints/last.ckpt"
     os.utime(newest, (2**31, 2**31))
     for folder, count in (("runs/fit/sweeps/one", 2), ("runs/fit/sweeps", 2), ("runs/fit", 3), ("runs", 3)):
-        expected = (
-            f"ckpt_path={folder}: there are {count} runs in this folder; choose one, such as ckpt_path=runs/fit/sweeps/one/1"
-        )
+        expected = f"ckpt_path={folder}: this folder holds {count} runs; choose one, such as ckpt_path=runs/fit/sweeps/one/1"
         assert refusal(holotrain.load, folder) == expected
         assert refusal(holotrain.compose, "test", [f"ckpt_path={folder}"]) == expected
+    shutil.copytree(run / "checkpoints", here / "other/fit/single/checkpoints")
+    expected = "ckpt_path=other/fit: this folder holds 1 run; give ckpt_path=other/fit/single"
+    assert refusal(holotrain.load, "other/fit") == expected
 
 
 def test_load_needs_trust_for_classes_of_others(here, monkeypatch):

@@ -14,7 +14,7 @@ from holotrain.config import checkpointed
 from holotrain.config.build import class_names, synthesis_of, with_adapters
 from holotrain.config.commands import RunConfig
 from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.groups import HUGGING_FACE, TEXT, is_a
+from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
 from holotrain.errors import UserError
 from holotrain.models import building, saved
 from holotrain.models.building import bounded

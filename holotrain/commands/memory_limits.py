@@ -14,7 +14,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.config.build_trainer import device_kind, device_name
 from holotrain.config.commands import RunConfig
 from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
+from holotrain.config.option_groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch
 from holotrain.errors import UserError
 from holotrain.planning import ALLOCATORS, Choice, Plan, TooSmall, Unplannable, choose_batch, choose_schedules, make_plan

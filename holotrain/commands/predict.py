@@ -17,7 +17,7 @@ from holotrain.commands.summary import Summary
 from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.commands import PredictConfig
-from holotrain.config.groups import CAUSAL_LM, IMAGES, TEXT, is_a
+from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
 from holotrain.errors import UserError
 from holotrain.tasks.task import model_of
 

@@ -11,7 +11,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
 from holotrain.config.commands import RunConfig
-from holotrain.config.groups import ERROR_DIFFUSION, FIT, is_a
+from holotrain.config.option_groups import ERROR_DIFFUSION, FIT, is_a
 from holotrain.data import TextDataModule
 from holotrain.parallel.rank import ProcessRank
 from holotrain.sizes import counted

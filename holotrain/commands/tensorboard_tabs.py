@@ -24,7 +24,7 @@ from holotrain.callbacks.monitor import replays
 from holotrain.commands.run_folder import Run
 from holotrain.config.commands import RunConfig
 from holotrain.config.composition import key_of
-from holotrain.config.groups import PLAIN
+from holotrain.config.option_groups import PLAIN
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork

@@ -18,7 +18,8 @@ from holotrain.callbacks import SynthesisCallback
 from holotrain.checks import naming_group
 from holotrain.config.commands import PlanConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.groups import (
+from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import (
     AUTO,
     CAUSAL_LM,
     CLASSIFIER,
@@ -33,7 +34,6 @@ from holotrain.config.groups import (
     is_a,
     takes,
 )
-from holotrain.config.objects import ObjectConfig
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
 from holotrain.errors import UserError

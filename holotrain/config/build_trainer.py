@@ -22,8 +22,8 @@ from torch import nn
 from holotrain.callbacks import TraceProfiler
 from holotrain.checks import naming_group
 from holotrain.config.commands import RunConfig
-from holotrain.config.groups import TRAINER_OPTIONS
 from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import TRAINER_OPTIONS
 from holotrain.errors import UserError
 from holotrain.models.division import Indivisible, division
 from holotrain.overlap import Tuner

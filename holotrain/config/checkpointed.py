@@ -21,7 +21,7 @@ from holotrain.checks import naming_group
 from holotrain.config.commands import RunConfig
 from holotrain.config.composition import config_folder
 from holotrain.config.given import PYTHON_OBJECT
-from holotrain.config.groups import CLASSIFIER, IMAGES, TEXT, is_a
+from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
 from holotrain.config.signatures import is_defined_in, signature
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError

@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from holotrain.checks import did_you_mean, one_of
 from holotrain.config.commands import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, key_of, literal, option_names, register
-from holotrain.config.groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
+from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
 from holotrain.config.signatures import Option, signature
 from holotrain.config.structured import with_defaults
 from holotrain.errors import UserError

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from holotrain.checks import naming_group
-from holotrain.config.groups import (
+from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import (
     AUTO,
     AVERAGE,
     CAUSAL_LM,
@@ -30,7 +31,6 @@ from holotrain.config.groups import (
     reversible,
     takes,
 )
-from holotrain.config.objects import ObjectConfig
 from holotrain.config.signatures import Option, signature
 from holotrain.errors import UserError
 from holotrain.ranges import require_at_least, require_within

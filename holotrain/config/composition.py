@@ -14,10 +14,11 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
 from holotrain.config.commands import COMMANDS, options_of
-from holotrain.config.groups import GROUPS
+from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError
 from holotrain.outside import read_json
+from holotrain.sizes import counted
 
 
 def config_folder() -> str:
@@ -184,7 +185,8 @@ def _require_no_runs_in(folder: Path, given: str) -> None:
     runs = [path.parent.parent for level in below for path in folder.glob(f"{level}/{LAST_CHECKPOINT}")]
     if runs and not (folder / "config.json").exists():
         latest = max(runs, key=lambda run: (run / LAST_CHECKPOINT).stat().st_mtime)
-        raise UserError(f"ckpt_path={given}: there are {len(runs)} runs in this folder; choose one, such as ckpt_path={latest}")
+        advice = "give" if len(runs) == 1 else "choose one, such as"
+        raise UserError(f"ckpt_path={given}: this folder holds {counted(len(runs), 'run')}; {advice} ckpt_path={latest}")
 
 
 def _best(folder: Path) -> Path | None:

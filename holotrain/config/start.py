@@ -32,7 +32,7 @@ from holotrain.config.composition import (
     require_new_names,
     run_folder,
 )
-from holotrain.config.groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
+from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
 from holotrain.config.structured import structured, with_defaults, with_replaced_classes
 from holotrain.errors import UserError
 from holotrain.targets import TARGET

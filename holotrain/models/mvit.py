@@ -37,7 +37,7 @@ from holotrain.models.layers.blocks import (
 from holotrain.models.layers.patches import OverlappingPatches
 from holotrain.ranges import require_at_least, require_within
 from holotrain.reversible import ReversibleBlock, checkpointed
-from holotrain.reversible.schedules import stores_everything
+from holotrain.reversible.backward_schedules import stores_everything
 
 # Tiny, small and base as published (Li et al., 2022, table 1), and the published Rev-MViT-B; nano suits images of 32 pixels.
 MVIT_SIZES: dict[str, dict[str, Any]] = {

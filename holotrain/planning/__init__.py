@@ -9,7 +9,7 @@ choice         memory and time of a block under each schedule, and the schedules
 memory_plan    memory under each schedule, largest batch and depth, and the choice of what a training leaves open
 step_times     the arithmetic of a step, and its time on one device; clock: how it is timed
 scaling        memory and time of a step on several devices
-strategies     the prediction for each strategy
+several_devices  the prediction for each parallel strategy
 """
 
 from holotrain.planning.allocators import ALLOCATORS
@@ -26,12 +26,10 @@ from holotrain.planning.memory_plan import (
 )
 from holotrain.planning.planner import Backward, Planner, Size, free_memory
 from holotrain.planning.scaling import Band
+from holotrain.planning.several_devices import Scaling, make_scaling
 from holotrain.planning.step_times import Gpu
-from holotrain.planning.strategies import Scaling, make_scaling
 from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, measured_peak, simulate_step
-
-imagine, imagined, rehearse, selecting = fake_parameters, fake_tensors, simulate_step, assume_mask_share  # earlier names
 
 __all__ = [
     "ALLOCATORS",

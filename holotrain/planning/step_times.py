@@ -39,7 +39,7 @@ class Work:
 
 
 Divide = Callable[[nn.Module, int], Any]
-"""Replaces layers of a model by one rank's part of them, given the number of ranks (:func:`holotrain.models.division.divide`).
+"""Replaces layers by one rank's part of them, given the number of ranks, as :func:`~holotrain.models.division.divide`.
 
 It returns a record of later runs: ``jobs``, the products whose results are summed over ranks, and ``whole``, which layers are
 not split, and why. A ValueError says why no layer can be split.

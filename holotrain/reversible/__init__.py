@@ -5,7 +5,7 @@ sequence       a sequence of them: the main class
 two_step       the coupling that makes any blocks invertible
 stack          the blocks of another model, coupled by two steps
 make_reversible  makes the blocks of another model reversible, and back
-schedules      what each block stores and what it recomputes, and results that a recomputation reuses
+backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
 recomputation  a branch that runs again in the backward
 tape           branches in order, whose inputs are rebuilt, and the error of a rebuilt input
 replay         random numbers, autocast and attention kernels, put back for the recomputation

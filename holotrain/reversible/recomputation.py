@@ -21,10 +21,10 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from holotrain.reversible.backward_schedules import Keeper, Schedule
 from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, in_trace, learned_of
-from holotrain.reversible.schedules import Keeper, Schedule
 
 _kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
 
@@ -37,7 +37,7 @@ class Branch:
         module: f or g.
         keywords: its keyword arguments.
         call: what all branches of the forward share.
-        keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.schedules.Keeper`.
+        keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.backward_schedules.Keeper`.
         forward: what to call instead of the module, without the module's hooks.
 
     Raises:

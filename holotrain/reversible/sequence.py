@@ -13,12 +13,12 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.block import Additive, ReversibleBlock, Storing
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import buffers_unchanged, is_compiled, is_sharded
 from holotrain.reversible.recomputation import Checkpointing
 from holotrain.reversible.replay import Call, generators_among, generators_unmoved, in_trace, is_imagined
-from holotrain.reversible.schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.tape import Tape, Witness
 
 Keywords = dict | Sequence[dict] | None

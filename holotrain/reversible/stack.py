@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.block import Storing
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import is_sharded, version_of
 from holotrain.reversible.recomputation import Checkpointing
 from holotrain.reversible.replay import Call, in_trace, is_imagined
-from holotrain.reversible.schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.tape import Tape, Witness, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from holotrain.reversible.backward_schedules import Schedule
 from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.recomputation import Branch, kept
 from holotrain.reversible.replay import Call, is_imagined
-from holotrain.reversible.schedules import Schedule
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""

@@ -14,8 +14,6 @@ from holotrain.synthesis.binding import hadamard_bind, hadamard_unbind, phasor_b
 from holotrain.synthesis.hook import EACH, HolographicSynthesis
 from holotrain.synthesis.options import SynthesisOptions
 
-Recipe = SynthesisOptions  # the earlier name
-
 __all__ = [
     "EACH",
     "HolographicSynthesis",

@@ -23,7 +23,7 @@ from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
 from holotrain.config.commands import COMMANDS
 from holotrain.config.composition import composed, config_folder, option_names, register
-from holotrain.config.groups import SEQUENCE_CLASSIFIER, is_a
+from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
 from holotrain.errors import UserError

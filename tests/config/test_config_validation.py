@@ -3,8 +3,8 @@
 import pytest
 
 from holotrain.config.build_trainer import validation
-from holotrain.config.groups import OBJECT_GROUPS
 from holotrain.config.objects import ObjectConfig
+from holotrain.config.option_groups import OBJECT_GROUPS
 from holotrain.config.structured import group_defaults, object_config
 
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from holotrain.models.layers.attention import Attention
 from holotrain.ranges import require_at_least, require_within
 from holotrain.reversible import ReversibleSequence, checkpointed
+from holotrain.reversible.backward_schedules import schedules_of
 from holotrain.reversible.replay import in_trace
-from holotrain.reversible.schedules import schedules_of
 
 
 class DropPath(nn.Module):

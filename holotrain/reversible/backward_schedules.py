@@ -23,7 +23,7 @@ class Schedule:
         kind: ``"stored"`` keeps every activation, ``"checkpointed"`` the inputs of f and g, ``"rebuilt"`` nothing: its input is
             computed from its output.
         ahead: a rebuilt block is recomputed while the gradients of the block behind it are computed.
-        keep: results that a rebuilt block keeps all the same, as in :class:`~holotrain.reversible.schedules.Keeper`.
+        keep: results that a rebuilt block keeps all the same, as in :class:`~holotrain.reversible.backward_schedules.Keeper`.
     """
 
     kind: Literal["stored", "checkpointed", "rebuilt"]

@@ -364,12 +364,12 @@ OBJECT_GROUPS = {
     "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
     "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
     "model": GroupSchema(
-        ("backward", "store", "exact", "keep"), known=(*FACTS, "head"), also="holotrain.config.groups.ModelOptions"
+        ("backward", "store", "exact", "keep"), known=(*FACTS, "head"), also="holotrain.config.option_groups.ModelOptions"
     ),
     "synthesis": GroupSchema(),
-    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.groups.OptimizerOptions"),
+    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.OptimizerOptions"),
     "scheduler": GroupSchema(("optimizer", "steps", "total_steps")),
-    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.groups.TrainerOptions"),
+    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.TrainerOptions"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
