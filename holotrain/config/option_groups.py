@@ -99,10 +99,8 @@ TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 _ROBERTA = "holotrain.models.roberta.RoBERTa"
 _IMAGES = ("holotrain.models.vit.ViT", "holotrain.models.swin.Swin", "holotrain.models.mvit.MViT")
 FIT = {
-    ERROR_DIFFUSION: (
-        ("holotrain.models.image_error_diffusion.ImageErrorDiffusion",),
-        IMAGES,
-    ),  # an image classifier too, so first
+    # An image classifier too, so first.
+    ERROR_DIFFUSION: (("holotrain.models.image_error_diffusion.ImageErrorDiffusion",), IMAGES),
     IMAGE_CLASSIFIER: ((*_IMAGES, TIMM, HUGGING_FACE), IMAGES),
     SEQUENCE_CLASSIFIER: ((_ROBERTA, HUGGING_FACE), TEXT),
     CAUSAL_LM: (("holotrain.models.gpt.GPT", HUGGING_FACE), TEXT),

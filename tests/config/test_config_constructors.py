@@ -3,6 +3,7 @@
 import pytest
 
 from holotrain.annotations import checked
+from holotrain.config import option_groups
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature
 
 CONSTRUCTORS = [
@@ -27,6 +28,14 @@ def test_every_option_has_a_type_a_default_and_a_meaning(target):
         assert option.type and option.meaning and option.default is not UNKNOWN, name
         if option.default is not REQUIRED:
             assert checked(name, option.type, option.default) == option.default
+
+
+@pytest.mark.parametrize(
+    "target", sorted({*option_groups.FIT, *(name for models, data in option_groups.FIT.values() for name in (*models, data))})
+)
+def test_classes_that_options_depend_on_are_where_they_are_said_to_be(target):
+    """A name of yesterday would make every check of it pass in silence."""
+    assert target in signature(target).bases
 
 
 @pytest.mark.parametrize(

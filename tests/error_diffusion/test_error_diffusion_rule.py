@@ -208,6 +208,13 @@ def test_frozen_weights_have_no_gradient(frozen):
         assert parameter.grad is None if name == frozen else torch.equal(parameter.grad, whole[name])
 
 
+def test_gradients_lie_in_memory_as_weights_do():
+    network, x, targets = example()
+    half_squares(network, x, targets).backward()
+    for parameter in network.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+
+
 def test_under_autocast_layers_are_in_its_type():
     network, x, targets = example(dtype=torch.float32, width=8, batch=32)
     half_squares(network, x, targets).backward()

@@ -53,6 +53,12 @@ def test_the_recurrence_is_what_a_simulation_of_events_finds(seed):
     assert makespan(first, second, busy, after) == pytest.approx(simulated(first, second, busy, after))
 
 
+def test_groups_hide_what_fits_behind_the_others():
+    assert makespan([4.0], [4.0]) == 8.0
+    assert makespan([1.0] * 4, [1.0] * 4) == 5.0
+    assert makespan([1.0] * 4, [1.0] * 4, after=3.0) == 7.0  # all sums travel behind what follows
+
+
 @pytest.mark.parametrize("units", range(1, 11))
 def test_every_composition_once(units):
     found = [tuple(sizes) for sizes in compositions(units)]

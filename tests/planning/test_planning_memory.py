@@ -297,6 +297,19 @@ def test_a_plan_agrees_with_pytorchs_memory_tracker(backward):
     assert planned.peak == pytest.approx(tracked, rel=0.01)
 
 
+def test_nothing_is_allocated_and_parts_are_what_they_are_called():
+    with fake_tensors():
+        step = training_step("rev_vit", "reversible", fake=True)
+        planned = simulate_step(step)
+        weights = sum(p.nbytes for p in step.model.parameters())
+        assert all(type(p.data).__name__ == "FakeTensor" for p in step.model.parameters())
+    assert planned.parts["parameters"] == weights
+    assert planned.parts["gradients"] <= weights
+    assert 2 * weights <= planned.parts["optimizer"] <= 2.01 * weights
+    assert planned.parts["batch"] == 32 * 3 * 32 * 32 * 4
+    assert planned.phase in planned.by_phase and planned.peak == max(planned.by_phase.values())
+
+
 def test_cudas_allocator_rounds_each_storage_up():
     assert [ALLOCATORS["cuda"].rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     with fake_tensors():
@@ -325,7 +338,7 @@ class ReturnsWhatItFinds(nn.Module):
 
 
 @pytest.mark.parametrize(("module", "operation"), [(AsksForAValue(), "_local_scalar_dense"), (ReturnsWhatItFinds(), "unique")])
-def test_what_cannot_be_imagined_is_named(module, operation):
+def test_what_cannot_be_planned_is_named(module, operation):
     with pytest.raises(Unplannable, match=operation), fake_tensors():
         module(torch.ones(3))
 

@@ -238,3 +238,10 @@ def test_the_bound_of_an_update_holds_where_shards_are_gathered(make):
     bound = fsdp_bytes(planned, [], 4, whole)
     assert 0.85 * bound <= tracked.peak <= bound
     assert fsdp_bytes(planned, [], 4) < tracked.peak
+
+
+def test_another_phase_may_be_the_highest_of_a_rank():
+    # On one device the update is; shared out it is the forward, with what the update does not have.
+    found = footprint(forward={"parameters": 80, "activations": 300}, backward={}, update={"parameters": 80, "temporary": 400})
+    assert found.phase == "update"
+    assert fsdp_bytes(found, UNITS, 8) == 10 + 300 + 70
