@@ -1,19 +1,19 @@
 """Callbacks for any Lightning Trainer.
 
-monitor        Monitor: how often callbacks measure, and what they ask of a trainer
-memory         MemoryMonitor: memory of each phase, and leaks
-throughput     ThroughputMonitor: samples, tokens, MFU and HFU; FLOPs of a step, peak FLOP/s of known GPUs
-optimization   OptimizationMonitor: norms of gradients and updates; Histograms: distributions of weights and gradients
-model_monitors DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor: what only some models and data have
+monitor             Monitor: how often callbacks measure, and what they ask of a trainer
+memory              MemoryMonitor: memory of each phase, and leaks
+throughput          ThroughputMonitor: samples, tokens, MFU and HFU; FLOPs of a step, peak FLOP/s of known GPUs
+optimization        OptimizationMonitor: norms of gradients and updates; Histograms: distributions of weights and gradients
+model_monitors      DriftMonitor, ErrorDiffusionMonitor, PaddingMonitor: what only some models and data have
 synthesis_callback  SynthesisCallback: holographic weight synthesis before each optimizer step
-classifiers    Predictions and ConfusionMatrix: what a classifier says of its validation data
-samples        Samples: texts of a causal language model
-drawing        pictures and texts for each kind of logger
-trace          TraceProfiler: a few batches as a trace for Perfetto, and memory during a batch as SVG
-exact_resume   ExactResume: state that Lightning leaves out of checkpoints; stops and validations after whole steps only
-exact_checkpoint  ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption; WeightAverage: of the weights
-interrupt      SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
-epoch_log      EpochLog: one line per epoch; progress: bar or lines
+classifiers         Predictions and ConfusionMatrix: what a classifier says of its validation data
+samples             Samples: texts of a causal language model
+drawing             pictures and texts for each kind of logger
+trace               TraceProfiler: a few batches as a trace for Perfetto, and memory during a batch as SVG
+exact_resume        ExactResume: state that Lightning leaves out of checkpoints; stops and validations after whole steps only
+exact_checkpoint    ExactCheckpoint, BestCheckpoint: checkpoints for exact resumption; WeightAverage: of the weights
+interrupt           SaveOnSignal: saves a checkpoint before a signal ends the training, in all processes at the same batch
+epoch_log           EpochLog: one line per epoch; progress: bar or lines
 """
 
 from holotrain.callbacks.classifiers import ConfusionMatrix, Predictions

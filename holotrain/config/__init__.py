@@ -1,18 +1,18 @@
 """Turns a command line into data, models, tasks and trainers.
 
-command_line        the words of a command line, its help, and its mistakes in one line each
-composition         what is asked of Hydra, and the folders of runs
-signatures          options, types and help texts of a class, read from its source
-objects             a class or function that a group names, with its arguments
-given               objects that Python code gives to a run
-option_groups       the groups: their options beside those of classes, and which classes go together
-commands            the options of each command, and the checks across groups
-structured          a whole configuration: with all defaults, checked, as dataclasses
-checkpointed        what a checkpoint says of its run, checked, and which classes it may name
-start               from words, and the checkpoint that they name, to a checked configuration
-jobs                the jobs of a sweep
-build               builds data, models, tasks, optimizers, schedules and syntheses
-build_trainer       builds trainers and strategies, and checks devices
-build_callbacks     builds the callbacks and the loggers of a run
-plans               what planning needs to know of a configuration
+command_line     the words of a command line, its help, and its mistakes in one line each
+composition      what is asked of Hydra, and the folders of runs
+signatures       options, types and help texts of a class, read from its source
+objects          a class or function that a group names, with its arguments
+given            objects that Python code gives to a run
+option_groups    the groups: their options beside those of classes, and which classes go together
+commands         the options of each command, and the checks across groups
+structured       a whole configuration: with all defaults, checked, as dataclasses
+checkpointed     what a checkpoint says of its run, checked, and which classes it may name
+start            from words, and the checkpoint that they name, to a checked configuration
+jobs             the jobs of a sweep
+build            builds data, models, tasks, optimizers, schedules and syntheses
+build_trainer    builds trainers and strategies, and checks devices
+build_callbacks  builds the callbacks and the loggers of a run
+plans            what planning needs to know of a configuration
 """

@@ -1,7 +1,7 @@
 """Charts of a run's scalars: the layout of TensorBoard's Custom Scalars, and a page that compares runs.
 
-charts    which scalars each chart shows
-logs      reads the scalars, images and texts of a run
-table     differing options and results of the runs
-page      the HTML page; uPlot and page.js draw its charts
+charts  which scalars each chart shows
+logs    reads the scalars, images and texts of a run
+table   differing options and results of the runs
+page    the HTML page; uPlot and page.js draw its charts
 """

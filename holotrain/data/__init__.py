@@ -1,15 +1,15 @@
 """Data: one LightningDataModule for each data set, and the loaders and transforms that they share.
 
-image_sets     Digits, MNIST, CIFAR10, CIFAR100, Fake
-image_folder   ImageFolder; image files, and what to do with one that cannot be read
-hub_images     HubImages
-images         what image data sets share: transforms, normalisation, a choice of classes
-hub            what Hugging Face's datasets library reads
-text           text: tokenised data sets, packed blocks and documents
-tokenizers     text to token ids and back
-sampler        the order of an epoch as a function of seed and epoch, and its division among processes
-loader         loaders that can resume in the middle of an epoch, and augmentation seeded by (seed, epoch, index)
-example        batches of zeros, for a plan
+image_sets    Digits, MNIST, CIFAR10, CIFAR100, Fake
+image_folder  ImageFolder; image files, and what to do with one that cannot be read
+hub_images    HubImages
+images        what image data sets share: transforms, normalisation, a choice of classes
+hub           what Hugging Face's datasets library reads
+text          text: tokenised data sets, packed blocks and documents
+tokenizers    text to token ids and back
+sampler       the order of an epoch as a function of seed and epoch, and its division among processes
+loader        loaders that can resume in the middle of an epoch, and augmentation seeded by (seed, epoch, index)
+example       batches of zeros, for a plan
 """
 
 from holotrain.data.hub_images import HubImages

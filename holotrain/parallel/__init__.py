@@ -1,11 +1,11 @@
 """Several processes: how they start and find each other, and Lightning's strategies for them.
 
-rank          ProcessRank: rank and size of this process
-launch        starts the processes of one machine, with torch.distributed.elastic
-process_group Processes: messages between the processes of a job, and their process group
-strategies    DDP, and FSDP2 with tensor parallel
-stages        pipelines: each process has some of the blocks
-checkpoints   sharded checkpoints: written by each process, read by all strategies
+rank           ProcessRank: rank and size of this process
+launch         starts the processes of one machine, with torch.distributed.elastic
+process_group  Processes: messages between the processes of a job, and their process group
+strategies     DDP, and FSDP2 with tensor parallel
+stages         pipelines: each process has some of the blocks
+checkpoints    sharded checkpoints: written by each process, read by all strategies
 
 Nothing is imported here, because the command line needs its rank before it imports torch.
 """

@@ -1,17 +1,17 @@
 """The engine: reversible blocks and their backward schedules. It needs only torch.
 
-block          reversible blocks of two streams, and what a coupling is
-sequence       a sequence of them: the main class
-two_step       the coupling that makes any blocks invertible
-stack          the blocks of another model, coupled by two steps
-make_reversible  makes the blocks of another model reversible, and back
+block               reversible blocks of two streams, and what a coupling is
+sequence            a sequence of them: the main class
+two_step            the coupling that makes any blocks invertible
+stack               the blocks of another model, coupled by two steps
+make_reversible     makes the blocks of another model reversible, and back
 backward_schedules  what each block stores and what it recomputes, and results that a recomputation reuses
-recomputation  a branch that runs again in the backward
-tape           branches in order, whose inputs are rebuilt, and the error of a rebuilt input
-replay         random numbers, autocast and attention kernels, put back for the recomputation
-reads          parameters, buffers and arguments, which must be the same in the recomputation
-grid           the fixed-point grid of an exact sequence
-graphs         a training step as one CUDA graph
+recomputation       a branch that runs again in the backward
+tape                branches in order, whose inputs are rebuilt, and the error of a rebuilt input
+replay              random numbers, autocast and attention kernels, put back for the recomputation
+reads               parameters, buffers and arguments, which must be the same in the recomputation
+grid                the fixed-point grid of an exact sequence
+graphs              a training step as one CUDA graph
 """
 
 from holotrain.reversible.block import ReversibleBlock

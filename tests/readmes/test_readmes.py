@@ -360,3 +360,21 @@ def test_benches_run_at_their_smallest(line, tmp_path):
         timeout=600,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+# The contents of each package
+
+PACKAGES = sorted(path.parent for path in (ROOT / "holotrain").rglob("__init__.py") if "templates" not in path.parts)
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:], ids=lambda path: path.name)
+def test_a_package_says_what_each_module_holds(package):
+    contents = (package / "__init__.py").read_text().split('"""')[1]
+    modules = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    listed = {name for names in re.findall(r"^(\w+(?:, \w+)*)  +\S", contents, re.MULTILINE) for name in names.split(", ")}
+    assert listed <= modules and modules - {"__init__"} <= {*re.findall(r"\w+", contents)}
+
+
+def test_no_module_is_named_like_one_of_another_package():
+    names = [path.stem for package in PACKAGES for path in package.glob("*.py") if path.stem != "__init__"]
+    assert sorted(names) == sorted({*names})
