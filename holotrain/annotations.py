@@ -81,7 +81,7 @@ def _hint(node: ast.expr) -> Any:
     """An annotation as a type. It is not evaluated, because an untrusted file may name anything that has a source."""
     match node:
         case ast.BinOp(op=ast.BitOr()):
-            return Union[*map(_hint, (node.left, node.right))]
+            return Union[*map(_hint, (node.left, node.right))]  # ty: ignore[invalid-type-form]
         case ast.Constant(value=str(quoted)):
             return _hint(ast.parse(quoted, mode="eval").body)
         case ast.Constant():  # None, or the dots of tuple[int, ...]
@@ -91,10 +91,10 @@ def _hint(node: ast.expr) -> Any:
         case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name)):
             inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             if name == "Literal":
-                return Literal[*(each.value for each in inner if isinstance(each, ast.Constant))]
+                return Literal[*(each.value for each in inner if isinstance(each, ast.Constant))]  # ty: ignore[invalid-type-form]
             if name in ("Union", "Optional"):
                 null = [None] if name == "Optional" else []
-                return Union[*map(_hint, inner), *null]
+                return Union[*map(_hint, inner), *null]  # ty: ignore[invalid-type-form]
             kind = KINDS.get(name, Any)
             return kind[*map(_hint, inner)] if kind in (list, tuple, dict) else kind
     return Any

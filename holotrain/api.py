@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from torch import nn
@@ -28,7 +28,7 @@ from holotrain.commands.predict import PREDICTIONS
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import read
 from holotrain.config import checkpointed
-from holotrain.config.commands import COMMANDS, ExportConfig, RunConfig
+from holotrain.config.commands import COMMANDS, ExportConfig, PlanConfig, RunConfig
 from holotrain.config.composition import checkpoint_path, relative_to_cwd, run_folder
 from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, default_backward
@@ -98,7 +98,7 @@ def fit(
         KeyboardInterrupt: Ctrl-C stopped the training, after a checkpoint was saved.
     """
     config, run = _run("fit", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
-    summary = read(run.folder)
+    summary = _summary(run)
     checkpoint = Path(summary["checkpoint"]) if summary["checkpoint"] else None
     object_ = next((each.object for each in (config.model, config.task) if isinstance(each, PythonObject)), None)
     trained = object_ if checkpoint is None else _weights_of(checkpoint, None, object_)
@@ -128,7 +128,7 @@ def validate(
         UserError: a mistake, in one line.
     """
     _, run = _run("validate", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
-    return _metrics(read(run.folder))
+    return _metrics(_summary(run))
 
 
 def test(
@@ -143,7 +143,7 @@ def test(
 ) -> dict[str, float]:
     """Evaluates a checkpoint on the test set, as ``holotrain test`` does; see :func:`validate`."""
     _, run = _run("test", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
-    return _metrics(read(run.folder))
+    return _metrics(_summary(run))
 
 
 def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
@@ -193,7 +193,7 @@ def export(config: ExportConfig, *, folder: str | Path | None = None, quiet: boo
     Raises:
         UserError: a mistake, in one line.
     """
-    config, run = _run("export", config, {}, (), folder, quiet)
+    _, run = _run("export", config, {}, (), folder, quiet)
     return Path(config.to) if config.to else run.folder / "export"
 
 
@@ -218,9 +218,9 @@ def plan(
         known = {option.name for option in fields(COMMANDS["plan"])}
         kept = {name: value for name, value in to_container(config).items() if name in known}
         config = structured("plan", kept)
-    config = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
+    prepared = _prepared("plan", config, {"model": model, "data": data, "task": task}, overrides)
     with quietly():
-        return planned(config, lambda line: None, lambda what: None)[1]
+        return planned(cast(PlanConfig, prepared), lambda line: None, lambda what: None)[1]
 
 
 def load(path: str | Path, trust: str | Collection[str] = (), model: nn.Module | None = None) -> nn.Module:
@@ -243,7 +243,7 @@ def load(path: str | Path, trust: str | Collection[str] = (), model: nn.Module |
 def _weights_of(path: Path, trust: Collection[str] | None, model: nn.Module | None) -> nn.Module:
     if checkpointed.is_exported(path) and model is None:  # also of a model that no command exported
         with naming_group("load"):
-            return saved.load(path, trust)
+            return saved.load(path, trust or ())
     return described_model(path, trust, model)[0]
 
 
@@ -336,12 +336,18 @@ def _like(config: RunConfig, other: RunConfig) -> RunConfig:
 
 
 @contextmanager
-def _silent(wanted: bool) -> Iterator[None]:
+def _silent(wanted: bool) -> Generator[None]:
     with ExitStack() as stack:
         if wanted:
             stack.enter_context(redirect_stdout(StringIO()))
             stack.enter_context(console.capture())  # in a notebook it does not print to standard output
         yield
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    summary = read(run.folder)
+    assert summary is not None  # a run that has ended well leaves one
+    return summary
 
 
 def _metrics(summary: dict[str, Any]) -> dict[str, float]:

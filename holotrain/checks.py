@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 
@@ -22,7 +22,7 @@ def one_of(where: str, value: str | None, choices: Iterable[str]) -> None:
 
 
 @contextmanager
-def files_named() -> Iterator[None]:
+def files_named() -> Generator[None]:
     """Turns an OSError inside into a UserError, if only a name that the user gave, or rights, can be its cause."""
     try:
         yield
@@ -33,7 +33,7 @@ def files_named() -> Iterator[None]:
 
 
 @contextmanager
-def naming_group(group: str, options: Collection[str] = ()) -> Iterator[None]:
+def naming_group(group: str, options: Collection[str] = ()) -> Generator[None]:
     """Turns a ValueError inside into a UserError about this configuration group.
 
     Args:
@@ -47,7 +47,8 @@ def naming_group(group: str, options: Collection[str] = ()) -> Iterator[None]:
 
 
 def _about(group: str, options: Collection[str], text: str) -> str:
-    name, sign, rest = re.match(r"(\w*)(\W?)(.*)", text, re.DOTALL).groups()
+    name = re.split(r"\W", text, maxsplit=1)[0]
+    sign, rest = text[len(name) : len(name) + 1], text[len(name) + 1 :]
     if name not in options or sign not in " =:" or rest.startswith(("and ", "or ")):  # about several, or about none
         return f"{group}: {text}"
     return f"{group}.{name}: {rest}" if sign == " " else f"{group}.{text}"

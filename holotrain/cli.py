@@ -14,7 +14,7 @@ import sys
 import traceback
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
@@ -37,7 +37,16 @@ from holotrain.config.command_line import (
     word_command_help,
 )
 from holotrain.config.commands import WORD_COMMANDS
-from holotrain.config.composition import LAST_CHECKPOINT, composed, config_folder, direction, key_of, register, relative_to_cwd
+from holotrain.config.composition import (
+    LAST_CHECKPOINT,
+    composed,
+    config_folder,
+    direction,
+    key_of,
+    register,
+    relative_to_cwd,
+    to_plain,
+)
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.start import Start, check_values
 from holotrain.errors import UserError
@@ -177,7 +186,7 @@ class Launch:
                 if self.process is not None:
                     self.runner.close()
         jobs = sweep.ended()
-        if jobs:
+        if jobs and sweep.folder is not None:
             from holotrain.commands.sweep import show_sweep
 
             show_sweep(arguments.command, sweep.folder, jobs)
@@ -195,9 +204,9 @@ class Launch:
         Raises:
             Ended: a signal ended the run.
         """
-        hydra = HydraConfig.get()
+        hydra = cast("DictConfig", HydraConfig.get())  # which HydraConf only describes
         folder = relative_to_cwd(Path(hydra.runtime.output_dir))
-        overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: interpolations mean other options
+        overrides = to_plain(hydra.overrides.task)  # unresolved: interpolations mean other options
         left, run = Job(hydra.job.get("num", 0), overrides, 0, folder=folder), None
         try:
             with files_named():
@@ -223,8 +232,8 @@ class Launch:
             print(self._kept(folder, run), file=sys.stderr)
             left.exit_status, left.error = 128 + signal.SIGINT, "ended by SIGINT"
         if hydra.mode is RunMode.MULTIRUN:
-            left.value = self._value(left)
-            left.write()
+            left.value = self._value(left, folder)
+            left.write(folder)
         elif folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         self.statuses.append(left.exit_status)
@@ -247,13 +256,13 @@ class Launch:
         words = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
         return f"{words}\n{run.how_to_resume}" if run else words
 
-    def _value(self, job: Job) -> float | None:
+    def _value(self, job: Job, folder: Path) -> float | None:
         """The best value of the metric that selects a training's best checkpoint. A training that failed has none."""
         if self.arguments.command != "fit" or job.exit_status:
             return None
         from holotrain.commands.summary import best
 
-        return best(job.folder)
+        return best(folder)
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""

@@ -19,8 +19,8 @@ def parse_bytes(text: str) -> int:
         ValueError: the text has none of these forms.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match and next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
-    if unit is None or not float(match[1]):
+    unit = next((unit for unit in UNITS if match and unit.lower() == match[2].lower()), None)
+    if match is None or unit is None or not float(match[1]):
         raise ValueError(f"{text!r} is not an amount of memory; write a number and its unit, such as 16GiB or 800MiB")
     return int(float(match[1]) * UNITS[unit])
 
@@ -37,6 +37,6 @@ def in_words(size: float, up: bool = False) -> str:
     return f"{math.ceil(100 * size / unit) / 100:.2f} {name}" if up else f"{size / unit:.4g} {name}"
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: float, noun: str) -> str:
     """``"1 thread"``, ``"2 threads"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

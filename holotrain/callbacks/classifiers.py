@@ -80,9 +80,9 @@ def labels_of(batch: Any) -> Tensor | None:
     return labels if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point() else None
 
 
-def names_of(trainer: pl.Trainer, given: list[str] | None, classes: int) -> list[str]:
+def names_of(trainer: pl.Trainer, given: Sequence[str] | None, classes: int) -> list[str]:
     """Names of the classes: as given, else those of the data module, else their numbers."""
-    names = given or getattr(trainer.datamodule, "class_names", None) or []
+    names = given or getattr(trainer.datamodule, "class_names", None) or []  # ty: ignore[missing-attribute]
     return [str(name) for name in names] if len(names) == classes else [str(index) for index in range(classes)]
 
 
@@ -133,7 +133,7 @@ class Predictions(OutputsSeen):
         kept, self._kept = self._kept, []
         if not kept:
             return
-        statistics = self.statistics or getattr(trainer.datamodule, "statistics", None)
+        statistics = self.statistics or getattr(trainer.datamodule, "statistics", None)  # ty: ignore[missing-attribute]
         names = names_of(trainer, self.class_names, len(kept[0][2]))
         pictures, captions = [], []
         for image, label, probabilities in kept:

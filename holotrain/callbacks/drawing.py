@@ -12,8 +12,8 @@ def log_image(loggers: Iterable[Logger], tag: str, image: Image.Image, step: int
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(tag, np.asarray(image.convert("RGB")), step, dataformats="HWC")
-        elif hasattr(logger, "log_image"):
-            logger.log_image(key=tag, images=[image], step=step)
+        elif (log := getattr(logger, "log_image", None)) is not None:
+            log(key=tag, images=[image], step=step)
 
 
 def log_text(loggers: Iterable[Logger], tag: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> None:
@@ -24,8 +24,8 @@ def log_text(loggers: Iterable[Logger], tag: str, columns: Sequence[str], rows: 
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(tag, markdown(columns, rows), step)
-        elif hasattr(logger, "log_text"):
-            logger.log_text(key=tag, columns=list(columns), data=[list(row) for row in rows], step=step)
+        elif (log := getattr(logger, "log_text", None)) is not None:
+            log(key=tag, columns=list(columns), data=[list(row) for row in rows], step=step)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -48,7 +48,7 @@ TILE, TEXT = 128, 13
 """Size of an image in a grid, and of its text, in pixels."""
 
 
-def font(size: int) -> ImageFont.ImageFont:
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 

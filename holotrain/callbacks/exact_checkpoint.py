@@ -37,14 +37,16 @@ class ExactCheckpoint(ModelCheckpoint):
         best = {path: score for path, score in self.best_k_models.items() if self._is_own(path)}
         worst = max if self.mode == "min" else min
         while len(best) > self.save_top_k >= 0:  # save_top_k may be another than before
-            del best[worst(best, key=best.get)]
+            del best[worst(best, key=best.__getitem__)]
         full = best and self.save_top_k in (-1, len(best))
-        self.best_k_models, self.kth_best_model_path = best, worst(best, key=best.get) if full else ""
-        self.kth_value = best.get(self.kth_best_model_path)
+        self.best_k_models, self.kth_best_model_path = best, worst(best, key=best.__getitem__) if full else ""
+        if full:
+            self.kth_value = best[self.kth_best_model_path]
 
     def _is_own(self, path: str) -> bool:
-        within = "://" not in path and Path(path).suffix == ".ckpt" and self.dirpath is not None
-        return within and Path(path).resolve().parent == Path(self.dirpath).resolve()
+        if self.dirpath is None or "://" in path or Path(path).suffix != ".ckpt":
+            return False
+        return Path(path).resolve().parent == Path(self.dirpath).resolve()
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
         return self._is_own(previous) and super()._should_remove_checkpoint(trainer, previous, current)
@@ -128,7 +130,8 @@ class BestCheckpoint(ExactCheckpoint):
 
     def _unknown(self, trainer: pl.Trainer) -> list[str]:
         """What a killed part of this run has left, oldest first; [] if it begins from a best one, where later ones stay."""
-        if not self._loaded or self.save_top_k < 1 or OF_THE_BEST.fullmatch(Path(trainer.ckpt_path or "").name):
+        begun_from = Path(trainer.ckpt_path or "").name
+        if not self._loaded or self.dirpath is None or self.save_top_k < 1 or OF_THE_BEST.fullmatch(begun_from):
             return []
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         known = {Path(path).name for callback in callbacks for path in callback.best_k_models}

@@ -1,7 +1,7 @@
 """ExactResume: a resumed training continues as if it had not been interrupted."""
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -103,7 +103,7 @@ def _end_epoch(loop: FitLoop) -> None:
     if loop.epoch_loop.batch_progress.is_last_batch:
         Loop.restarting.fset(loop, False)
         loop.reset_restart_stage()
-        missing = epoch.current.processed - epoch.current.completed
+        missing = epoch.current.processed - epoch.current.completed  # ty: ignore[missing-attribute]
         for count in (epoch.current, epoch.total):
             count.completed += missing
 
@@ -118,7 +118,7 @@ def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 def random_states() -> dict[str, Any]:
     """The states of all global generators, in plain containers and tensors."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    name, keys, position, has_gauss, gauss = cast(tuple, np.random.get_state())
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -179,4 +179,5 @@ def gradients_pending(trainer: pl.Trainer) -> bool:
 
 def validation_follows(trainer: pl.Trainer) -> bool:
     """Whether a validation follows the batch that is ending, before the next batch."""
-    return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)

@@ -7,12 +7,13 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from holotrain.callbacks.exact_resume import gradients_pending, validation_follows
@@ -49,7 +50,7 @@ class SaveOnSignal(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.received: int | None = None
-        self._agreement: Agreement | None = None
+        self._agreement: Agreement
         self._previous: dict[int, Any] = {}
         self._leads = False
         self._in_epoch = False
@@ -75,7 +76,7 @@ class SaveOnSignal(Checkpoint):
             self._save_and_raise(trainer, agreed)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._agreement is not None and not (trainer.sanity_checking or trainer.is_last_batch):
+        if trainer.state.fn == TrainerFn.FITTING and not (trainer.sanity_checking or trainer.is_last_batch):
             self._save_and_raise(trainer, self._agreement.now(self.received or 0))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -123,7 +124,7 @@ class Agreement:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if together else None
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)) if together else None
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def late(self, number: int) -> int:

@@ -49,14 +49,16 @@ class MemoryMonitor(Monitor):
         self.peak_bytes: int | None = None
         self._peaks: dict[str, int] = {}
         self._used: dict[str, int] = {}
-        self._growth: Growth | None = None
         self._warned = False
         self._logged_step = -1
-        self._probe: Probe | None = None
+        self._training = False
+        self._growth: Growth
+        self._probe: Probe
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._probe = probe_of(pl_module.device)
         self._growth = Growth()
+        self._training = True
         self._logged_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -85,18 +87,18 @@ class MemoryMonitor(Monitor):
             self._log(trainer, pl_module.device)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._probe is not None:
+        if self._training:
             self._growth.mark("between", self._probe.current())
             self._probe.reset()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._probe is not None:
+        if self._training:
             self._close("validation", "validation")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._peaks:
             self._log(trainer, pl_module.device)
-        self._probe = None
+        self._training = False
 
     def _close(self, phase: str, mark: str) -> None:
         peak, self._used[mark] = self._probe.read()
@@ -166,7 +168,7 @@ class Growth:
         self._steps += 1
         if self._steps % self._stride:
             return None
-        self._samples.append((self.level, dict(self._grown)))
+        self._samples.append((self.level or 0, dict(self._grown)))
         if len(self._samples) not in CHECKED_AT:
             return None
         window = self._samples[len(self._samples) // 3 :]
@@ -224,7 +226,7 @@ class LinuxProbe:
         try:
             cls().reset()
             return min(cls().read()) > 0
-        except (OSError, TypeError):  # other fields than Linux has
+        except (OSError, IndexError):  # other fields than Linux has
             return False
 
     def reset(self) -> None:
@@ -237,10 +239,10 @@ class LinuxProbe:
     def read(self) -> tuple[int, int]:
         file = os.open("/proc/self/status", os.O_RDONLY)
         try:
-            found = self.sizes.search(os.read(file, 4096))
+            peak, used = self.sizes.findall(os.read(file, 4096))[0]
         finally:
             os.close(file)
-        return int(found[1]) * 1024, int(found[2]) * 1024
+        return int(peak) * 1024, int(used) * 1024
 
     def current(self) -> int:
         return self.read()[1]

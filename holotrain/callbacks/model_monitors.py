@@ -42,7 +42,7 @@ class DriftMonitor(Monitor):
                 sequence.witnesses = []
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        witnesses = [witness for sequence in self._watched for witness in sequence.witnesses]
+        witnesses = [witness for sequence in self._watched for witness in sequence.witnesses or ()]
         for sequence in self._watched:
             sequence.witnesses = None
         self._watched = []

@@ -24,7 +24,7 @@ class Monitor(pl.Callback):
 
     def period(self, trainer: pl.Trainer) -> int:
         """n, or 0."""
-        return trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+        return trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # ty: ignore[missing-attribute]
 
     def ends_window(self, trainer: pl.Trainer, step: int) -> bool:
         """Whether this optimizer step, counted from 1, is one of those that are measured."""

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import torch
@@ -79,11 +79,11 @@ class OptimizationMonitor(GradientMonitor):
         super().__init__(every_n_steps)
         self.per_block = per_block
         self._norms: dict[str, Tensor] = {}
-        self._before: tuple[list[Tensor], list[Tensor]] | None = None
+        self._before: tuple[Sequence[Tensor], list[Tensor]] | None = None
         self._seen: dict[Tensor, Seen] = {}
 
     def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule, parameter: Tensor) -> None:
-        self._seen[parameter] = Seen(norm_of([parameter.grad]), norm_of([parameter]), sample(parameter).clone())
+        self._seen[parameter] = Seen(norm_of([cast(Tensor, parameter.grad)]), norm_of([parameter]), sample(parameter).clone())
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         seen = self._seen
@@ -101,7 +101,8 @@ class OptimizationMonitor(GradientMonitor):
             of = {name: seen[parameter].gradient for name, parameter in trained.items()}
             norms = {part: torch.stack([of[name] for name in names]).norm() for part, names in parts.items()}
         else:
-            norms = {part: norm_of([trained[name].grad for name in names]) for part, names in parts.items()}
+            grads = {name: cast(Tensor, parameter.grad) for name, parameter in trained.items()}
+            norms = {part: norm_of([grads[name] for name in names]) for part, names in parts.items()}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):  # fused: it unscales in its step
             norms = {part: norm / scaler.get_scale() for part, norm in norms.items()}
@@ -127,8 +128,8 @@ class OptimizationMonitor(GradientMonitor):
         values = torch.stack([*self._norms.values()]).tolist()
         scalars = dict(zip(self._norms, values, strict=True))
         self._norms, self._before = {}, None
-        if hasattr(trainer.strategy, "norms_over_stages"):
-            scalars = trainer.strategy.norms_over_stages(scalars)
+        if (over_stages := getattr(trainer.strategy, "norms_over_stages", None)) is not None:
+            scalars = over_stages(scalars)
         change, weights = scalars.pop("change"), scalars.pop("weights")
         if weights:
             scalars["optimization/update_ratio"] = change / weights

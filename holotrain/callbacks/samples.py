@@ -1,7 +1,7 @@
 """Samples: texts that a causal language model writes."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -53,22 +53,24 @@ class Samples(pl.Callback):
         self.prompts = None if prompts is None else list(prompts)
         self.count, self.tokens, self.seed = count, tokens, seed
         self.sampling = Sampling(temperature)
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self._starts: list[Tensor] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = model_of(pl_module)
-        self.tokenizer = self.tokenizer or getattr(trainer.datamodule, "tokenizer", None)
+        data = trainer.datamodule  # ty: ignore[missing-attribute]
+        self.tokenizer = self.tokenizer or getattr(data, "tokenizer", None)
         if self.tokenizer is None or not can_generate(model):
             return
+        context = cast(int, model.context)
         if self.prompts is not None:
             self._starts = [torch.from_numpy(self.tokenizer.encode(text).astype("int64")) for text in self.prompts]
             self._starts = [start if len(start) else torch.tensor([self.tokenizer.end_id]) for start in self._starts]
-            if max(map(len, self._starts)) >= model.context:
-                raise ValueError(f"a prompt of Samples fills the model's context of {model.context} tokens")
-        elif hasattr(trainer.datamodule, "part"):
-            longest = max(min(self.tokens // 2, model.context // 4), 1)
-            self._starts = list(beginnings(trainer.datamodule.part("val"), self.count, longest))
+            if max(map(len, self._starts)) >= context:
+                raise ValueError(f"a prompt of Samples fills the model's context of {context} tokens")
+        elif hasattr(data, "part"):
+            longest = max(min(self.tokens // 2, context // 4), 1)
+            self._starts = list(beginnings(data.part("val"), self.count, longest))
 
     # Before on_validation_end: then an average of the weights is still in place, and the time does not count as training.
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -105,12 +105,12 @@ class SynthesisCallback(Monitor):
     ) -> None:
         super().__init__(every_n_steps)
         given = locals()
-        self.recipe = SynthesisOptions(**{field.name: given[field.name] for field in fields(SynthesisOptions)})
+        self.options = SynthesisOptions(**{field.name: given[field.name] for field in fields(SynthesisOptions)})
         self.cover, self.exclude, self.module = cover, exclude, module
         self.synthesis: HolographicSynthesis | None = None
         self._to_load: dict[str, Any] = {}
         self._left: dict[str, Any] = {}
-        self._clock: Clock | None = None
+        self._clock: Clock
         self._times: tuple[Any, Any] | None = None
         self._pending: list[Measurement] = []
 
@@ -138,8 +138,8 @@ class SynthesisCallback(Monitor):
         covered = matching["cover"] - matching["exclude"]
         if not covered:
             raise ValueError("cover and exclude leave no parameter; cover more or exclude fewer")
-        recipe = self.recipe if on_device else replace(self.recipe, cuda_graph=False)
-        return HolographicSynthesis(module, covers=lambda name, _: name in covered, **vars(recipe))
+        options = self.options if on_device else replace(self.options, cuda_graph=False)
+        return HolographicSynthesis(module, covers=lambda name, _: name in covered, **vars(options))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if len(trainer.optimizers) != 1:
@@ -153,7 +153,7 @@ class SynthesisCallback(Monitor):
                 "use fused=False or bf16-mixed"
             )
         remembers = [name for name in ("momentum", "betas") if trainer.optimizers[0].param_groups[0].get(name)]
-        if self.recipe.mode == "associative" and remembers:
+        if self.options.mode == "associative" and remembers:
             warnings.warn(
                 f"{type(trainer.optimizers[0]).__name__} also averages gradients ({remembers[0]}); associative synthesis "
                 "replaces momentum and is meant for SGD with momentum=0",
@@ -171,7 +171,7 @@ class SynthesisCallback(Monitor):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         synthesis = self.synthesis
-        if all(parameter.grad is None for parameter in synthesis.parameters):
+        if synthesis is None or all(parameter.grad is None for parameter in synthesis.parameters):
             return  # the training step returned no loss
         step = trainer.global_step + 1
         synthesis.measuring = bool(trainer.loggers) and self.ends_window(trainer, step)
@@ -203,7 +203,7 @@ class SynthesisCallback(Monitor):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(mode=self.recipe.mode, module=self.module)
+        return self._generate_state_key(mode=self.options.mode, module=self.module)
 
     def state_dict(self) -> dict[str, Any]:
         return self._left if self.synthesis is None else self.synthesis.state_dict()
@@ -215,7 +215,7 @@ class SynthesisCallback(Monitor):
             self.synthesis.load_state_dict(state_dict)
 
     def _log(self, trainer: pl.Trainer, wait: bool) -> None:
-        while self._pending:
+        while self._pending and self.synthesis is not None:
             measured = self._pending[0]
             seconds = self._clock.seconds(measured.begin, measured.end, wait)
             if seconds is None:

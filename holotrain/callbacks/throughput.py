@@ -91,7 +91,8 @@ class ThroughputMonitor(Monitor):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        window = self._open
+        if (window := self._open) is None:
+            return
         window.samples += self.count_samples(batch)
         window.tokens += self.count_tokens(batch) if self.count_tokens else 0
         window.steps = trainer.global_step - window.step
@@ -103,7 +104,7 @@ class ThroughputMonitor(Monitor):
         self._end(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking and self.clock is not None:
+        if not trainer.sanity_checking:
             self._begin(trainer.global_step)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -114,8 +115,7 @@ class ThroughputMonitor(Monitor):
         self._read(trainer, wait=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self.clock is not None:
-            self._read(trainer, wait=False)
+        self._read(trainer, wait=False)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -123,7 +123,7 @@ class ThroughputMonitor(Monitor):
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self._rate(lambda window: window.tokens * self._ranks) if self.count_tokens else None
+        return self._rate(lambda window: int(window.tokens) * self._ranks) if self.count_tokens else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -136,20 +136,20 @@ class ThroughputMonitor(Monitor):
         return sum(amount(window) for window, _ in counted) / seconds if seconds else None
 
     def _begin(self, step: int) -> None:
-        self._open = Window(self.clock.mark(), None, step, 0, 0, 0)
+        if self.clock is not None:
+            self._open = Window(self.clock.mark(), None, step, 0, 0, 0)
 
     def _end(self, trainer: pl.Trainer) -> None:
         """Closes the open window, if it has a step, and logs the windows whose time is known by now."""
         window, self._open = self._open, None
-        if window is not None and window.steps:
+        if self.clock is not None and window is not None and window.steps:
             window.end = self.clock.mark()
             window.step += window.steps
             self._pending.append(window)
-        if self.clock is not None:
-            self._read(trainer, wait=False)
+        self._read(trainer, wait=False)
 
     def _read(self, trainer: pl.Trainer, wait: bool) -> None:
-        while self._pending:
+        while self._pending and self.clock is not None:
             window = self._pending[0]
             seconds = self.clock.seconds(window.start, window.end, wait)
             if not seconds:
@@ -167,7 +167,7 @@ class ThroughputMonitor(Monitor):
             "throughput/step_seconds": seconds / window.steps,
         }
         if self.count_tokens:
-            scalars["throughput/tokens_per_second"] = window.tokens / seconds * self._ranks
+            scalars["throughput/tokens_per_second"] = int(window.tokens) / seconds * self._ranks
         for name, flops in (("mfu", self.model_flops_per_sample), ("hfu", self.hardware_flops_per_sample)):
             if flops and self.peak_flops:
                 scalars[f"throughput/{name}"] = rate * flops / self.peak_flops
@@ -218,12 +218,14 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         kind = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
     else:
         return None
-    return (peaks := _peaks_of(device_name)) and peaks[kind] * 1e12
+    peaks = _peaks_of(device_name)
+    return peaks[kind] * 1e12 if peaks else None
 
 
 def multiprocessors(device_name: str) -> int | None:
     """The number of streaming multiprocessors of a GPU, or None if it is not known."""
-    return (peaks := _peaks_of(device_name)) and int(peaks["sms"])
+    peaks = _peaks_of(device_name)
+    return int(peaks["sms"]) if peaks else None
 
 
 def _peaks_of(device_name: str) -> dict[str, float] | None:

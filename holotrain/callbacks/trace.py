@@ -11,9 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.profilers import Profiler
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
 from holotrain.atomic_files import replacing
@@ -56,13 +58,15 @@ class TraceProfiler(Profiler):
     the first process of each machine writes. On a CPU the memory of a second thread (pareprop) is not recorded.
     """
 
+    _lightning_module: pl.LightningModule  # set by the Trainer
+
     def __init__(self, folder: str | Path, active: int = 3) -> None:
         super().__init__()
         self.folder = Path(folder)
         self.active = active
         self._batches = 0
         self._opened = 0
-        self._later: range | None = None
+        self._later: range
         self._profile: profile | None = None
         self._ranges: list[tuple[str, record_function]] = []
 
@@ -91,7 +95,7 @@ class TraceProfiler(Profiler):
         super().teardown(stage)
 
     def _begin_batch(self) -> None:
-        if self._later is None:
+        if self._batches == 0:
             self._later = self._planned()
         if self._profile is not None:
             return
@@ -121,7 +125,7 @@ class TraceProfiler(Profiler):
 
     def _open(self, traced: bool, memory: bool) -> None:
         self._opened, self._traced, self._memory = self._batches, traced, memory
-        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=not memory)
+        everywhere = _ExperimentalConfig(profile_all_threads=not memory)
         self._profile = profile(record_shapes=traced, profile_memory=memory, experimental_config=everywhere)
         self._cuda = self._lightning_module.device.type == "cuda"
         if memory and self._cuda:
@@ -279,7 +283,7 @@ def memory_picture(events: Iterable[dict], title: str) -> str:
     last, origin = curve.points[-1][1], f"M{LEFT} {y(0):.1f}"
     lines.append(f'<path d="{origin}{path}H{x(end):.1f}V{y(0):.1f}Z" fill="#aaccee" fill-opacity="0.6" stroke="none"/>')
     lines.append(f'<path d="{origin}{path}H{x(end):.1f}" fill="none" stroke="#224466"/>')
-    when = next(time for time, value in curve.points if value == max(b for _, b in curve.points))
+    when, _ = max(curve.points, key=lambda point: point[1])
     during = [r.name for r in ranges if r.begin <= when <= r.end and r.row != "step"]
     lines.append(f'<circle cx="{x(when):.1f}" cy="{y(peak):.1f}" r="4" fill="#cc3311"/>')
     above = "in use" if curve.absolute else "above the start of the step"

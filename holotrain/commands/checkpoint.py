@@ -12,7 +12,7 @@ from torch import nn
 from holotrain.checks import naming_group
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names, synthesis_of, with_adapters
-from holotrain.config.commands import RunConfig
+from holotrain.config.commands import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
 from holotrain.errors import UserError
@@ -46,7 +46,7 @@ def check_origin(config: RunConfig, path: Path) -> None:
         raise UserError(f"task: {path} was trained with {kept['task'][TARGET]}, not with {config.task.target}")
 
 
-def chosen_before(config: RunConfig, path: Path) -> RunConfig:
+def chosen_before(config: Config, path: Path) -> Config:
     """The configuration of a resumed run. What was chosen automatically keeps the values that were chosen at the start."""
     kept = checkpointed.load(path)[checkpointed.KEY]["config"]
     if config.batch_is_open:
@@ -88,9 +88,10 @@ def tokenizer_for(config: RunConfig, path: Path | None) -> str | None:
     if is_a(config.model, HUGGING_FACE):
         with naming_group("model.name"):
             return tokenizer_of(config.model.arguments["name"], config.model.download)
-    if not getattr(config.model, "pretrained", None):
+    pretrained = getattr(config.model, "pretrained", None)
+    if not pretrained:
         return None
-    begun_with = Path(config.model.pretrained)
+    begun_with = Path(pretrained)
     if (begun_with / "tokenizer.json").is_file():
         return (begun_with / "tokenizer.json").read_text(encoding="utf-8")
     try:
@@ -181,7 +182,7 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
     task.load_state_dict(weights)
 
 
-def check_continuable(task: pl.LightningModule, config: RunConfig, path: Path, processes: int = 1) -> None:
+def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, processes: int = 1) -> None:
     """
     Args:
         processes: their number, if FSDP2 shards the model.

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 
@@ -39,7 +39,7 @@ LEVELS = {
 
 def quieten() -> None:
     """Silences these warnings in this process, and shows others without a line of source."""
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # ty: ignore[invalid-assignment]
     for name, level in LEVELS.items():
         logging.getLogger(name).setLevel(level)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's messages about missing GPUs and its own stages
@@ -48,7 +48,7 @@ def quieten() -> None:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def quietly() -> Generator[None]:
     """Silences these warnings inside, and leaves those of the program around as they were."""
     levels, formatted = {name: logging.getLogger(name).level for name in LEVELS}, warnings.formatwarning
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """``holotrain validate`` and ``holotrain test``: evaluates a checkpoint, as the end of ``fit`` does too."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from holotrain.config import checkpointed
 from holotrain.config.build import build_data, build_task
 from holotrain.config.build_callbacks import build_loggers, build_matrices
 from holotrain.config.build_trainer import build_trainer, check_device, check_division
-from holotrain.config.commands import RunConfig
+from holotrain.config.commands import CheckpointConfig, RunConfig
 from holotrain.errors import UserError
 from holotrain.optimizers import UnfitState
 from holotrain.targets import first_line
-from holotrain.tasks import Task
 from holotrain.tasks.task import model_of
 
 
@@ -52,7 +51,7 @@ def evaluate(
     trainer = build_trainer(config.trainer, run.folder, [*matrices], False, process=run.process)
     measure = trainer.validate if split == "validate" else trainer.test
     with lightning_refusals(split):
-        metrics = next(iter(measure(task, datamodule=data, verbose=False)), {})
+        metrics = dict(next(iter(measure(task, datamodule=data, verbose=False)), {}))
     for logger in loggers:
         logger.log_metrics(metrics, step=step)
     for matrix in matrices:
@@ -62,7 +61,7 @@ def evaluate(
 
 
 @contextmanager
-def lightning_refusals(command: str) -> Iterator[None]:
+def lightning_refusals(command: str) -> Generator[None]:
     """
     Raises:
         UserError: Lightning refuses to begin: a LightningModule or data of others have no step or loader for this command, or
@@ -81,13 +80,13 @@ def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
     return is_overridden("test_step", task) and is_overridden("test_dataloader", data)
 
 
-def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.LightningDataModule, Task]:
+def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[Path, pl.LightningDataModule, pl.LightningModule]:
     """The path of the checkpoint, the data, set up for the command, and the task, whose weights are not loaded yet.
 
     Raises:
         UserError: the checkpoint does not fit, or the device or the data are missing.
     """
-    path = Path(config.ckpt_path)
+    path = config.checkpoint
     check_device(config.trainer)
     check_origin(config, path)
     data = build_data(config, tokenizer_for(config, path))
@@ -100,7 +99,7 @@ def prepared(command: str, config: RunConfig, run: Run) -> tuple[Path, pl.Lightn
     return path, data, task
 
 
-def run(config: RunConfig, run: Run) -> int:
+def run(config: CheckpointConfig, run: Run) -> int:
     """Writes the metrics into summary.json, and to the loggers at the step of the checkpoint."""
     started, split = time.monotonic(), run.command
     limit = {"validate": "limit_val_batches", "test": "limit_test_batches"}[split]

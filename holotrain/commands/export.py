@@ -29,7 +29,7 @@ def run(config: ExportConfig, run: Run) -> int:
     A model of another library is written as that library reads it.
     """
     started = time.monotonic()
-    path = Path(config.ckpt_path)
+    path = config.checkpoint
     model, described = described_model(path)
     model.eval()
     merge_peft(model)

@@ -5,6 +5,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import lightning.pytorch as pl
 import yaml
@@ -132,7 +133,7 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
         return choose()
     if run.is_main:
         config = choose(processes=run.process.local_size)
-    config = structured("fit", run.agreed("chosen", to_container(config)))
+    config = cast(FitConfig, structured("fit", run.agreed("chosen", to_container(config))))
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)
     return config
@@ -146,7 +147,7 @@ def _origin(config: FitConfig, run: Run) -> Path | None:
 
 
 def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:
-    callbacks = {type(callback): callback for callback in trainer.callbacks}
+    callbacks = {type(callback): callback for callback in trainer.callbacks}  # ty: ignore[missing-attribute]
     throughput, memory = callbacks.get(ThroughputMonitor), callbacks.get(MemoryMonitor)
     summary = Summary.of(run, config, model_of(task), status)
     summary.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
@@ -186,7 +187,9 @@ def _columns(
     config: FitConfig, trainer: pl.Trainer, task: pl.LightningModule, monitor: ModelCheckpoint | None
 ) -> dict[str, str]:
     """The columns of HParams."""
-    validated = [] if monitor is None else list(dict.fromkeys((monitor.monitor, *monitored_by(task))))
+    validated = (
+        [] if monitor is None or monitor.monitor is None else list(dict.fromkeys((monitor.monitor, *monitored_by(task))))
+    )
     return results(validated, tags(trainer, task, config), config.test and config.trainer.limit_test_batches != 0)
 
 

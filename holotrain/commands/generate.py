@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -25,7 +26,7 @@ GENERATIONS = "generations.jsonl"
 def run(config: GenerateConfig, run: Run) -> int:
     """Prints the texts and writes one object per prompt, with ``prompt`` and ``text``, to generations.jsonl."""
     started = time.monotonic()
-    path = Path(config.ckpt_path)
+    path = config.checkpoint
     check_device(config.trainer)
     device = torch.device(device_kind(config.trainer.accelerator))
     model, kept = described_model(path)
@@ -33,7 +34,8 @@ def run(config: GenerateConfig, run: Run) -> int:
     in_int8(model, config.int8)
     model = model.to(device).eval()
     texts = prompts(config)
-    starts = [encoded(text, tokenizer, model.context, len(texts) > 1) for text in texts]
+    context = cast(int, model.context)
+    starts = [encoded(text, tokenizer, context, len(texts) > 1) for text in texts]
 
     generator = torch.Generator(device).manual_seed(config.seed)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
@@ -63,7 +65,7 @@ def run(config: GenerateConfig, run: Run) -> int:
     summary.checkpoint = str(path)
     summary.metrics = {"texts": len(texts), "tokens": int((rows != tokenizer.end_id).sum())}
     longest = max(len(ids) for ids in starts)
-    full = model.context if longest + config.max_tokens > model.context == longest + len(tokens) else None
+    full = context if longest + config.max_tokens > context == longest + len(tokens) else None
     summary.tokens_per_second = rows.numel() / seconds
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
@@ -106,7 +108,7 @@ def prompts(config: GenerateConfig) -> list[str]:
         UserError: the file of prompts cannot be read, or has none.
     """
     if config.prompts is None:
-        return [config.prompt]
+        return [config.prompt or ""]
     path = Path(config.prompts)
     try:
         lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]

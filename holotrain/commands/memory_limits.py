@@ -1,7 +1,7 @@
 """Training within the memory there is: automatic options, what to do after running out of memory, and what needs less."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
@@ -12,7 +12,7 @@ import torch
 from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.config.build_trainer import device_kind, device_name
-from holotrain.config.commands import RunConfig
+from holotrain.config.commands import Config, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch
@@ -22,12 +22,12 @@ from holotrain.sizes import in_words
 
 
 def chosen(
-    config: RunConfig,
+    config: Config,
     data: pl.LightningDataModule,
     device: str,
     processes: int = 1,
     say: Callable[[str], object] = console.print,
-) -> RunConfig:
+) -> Config:
     """The configuration with its ``auto`` options filled in. Reports the choice.
 
     Args:
@@ -164,7 +164,7 @@ class OutOfMemory(Exception):
 
 
 @contextmanager
-def as_out_of_memory() -> Iterator[None]:
+def as_out_of_memory() -> Generator[None]:
     """
     Raises:
         OutOfMemory: instead of the error that an allocator of torch, NumPy or Python raises inside.

@@ -29,7 +29,7 @@ from holotrain.config.build_trainer import (
     processes_of,
 )
 from holotrain.config.checkpointed import restore
-from holotrain.config.commands import RunConfig
+from holotrain.config.commands import FitConfig, RunConfig
 from holotrain.config.structured import structured, to_container
 from holotrain.data.sampler import set_data_shard
 from holotrain.errors import UserError
@@ -69,7 +69,7 @@ class MultiprocessRunner:
             return self._run(command, config, run)
 
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
-        if command == "fit":
+        if isinstance(config, FitConfig):
             recover(run.last_checkpoint)
             if not config.resume and (run.last_checkpoint.exists() or completed(run.folder) is not None):
                 raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
@@ -79,15 +79,16 @@ class MultiprocessRunner:
             if config.resume:
                 restore(run.last_checkpoint)
         alone = config.trainer.strategy == "single" or command not in MULTIPROCESS_COMMANDS
-        if self.process is None and (alone or processes_of(config.trainer) == 1):
-            if command in MULTIPROCESS_COMMANDS:
-                check_processes(config, None)
-            if not alone:
-                console.print(
-                    f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more"
-                )
-            return _command(command, config, run)
-        if alone:
+        if self.process is None:
+            if alone or processes_of(config.trainer) == 1:
+                if command in MULTIPROCESS_COMMANDS:
+                    check_processes(config, None)
+                if not alone:
+                    console.print(
+                        f"trainer={config.trainer.strategy}: using one process for one device; set trainer.devices for more"
+                    )
+                return _command(command, config, run)
+        elif alone:
             raise UserError(
                 f"started as {self.process.size} processes, but trainer=default uses one; use trainer=ddp, fsdp, tp or pipeline"
                 if command in MULTIPROCESS_COMMANDS
@@ -96,7 +97,7 @@ class MultiprocessRunner:
         check_processes(config, self.process)
         job = {"command": command, "config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}}
         if self.process is not None:
-            return self._with_others(job, command, config, run)
+            return self._with_others(self.process, job, command, config, run)
         job |= {"quiet": self.quiet}
         try:
             trainer = config.trainer
@@ -106,9 +107,9 @@ class MultiprocessRunner:
             run.errors.append(str(failed))
             return 1
 
-    def _with_others(self, job: dict[str, Any], command: str, config: RunConfig, run: Run) -> int:
+    def _with_others(self, process: ProcessRank, job: dict[str, Any], command: str, config: RunConfig, run: Run) -> int:
         self.broken = True  # until the job has ended well; processes of which some have failed cannot go on
-        self._jobs = self._jobs or processes_of_jobs(self.process)
+        self._jobs = self._jobs or processes_of_jobs(process)
         processes = next(self._jobs)
         processes.post("job", job)
         status = _member(processes, command, config, run)
@@ -150,12 +151,13 @@ def follow(process: ProcessRank) -> int:
 def work(job: dict[str, Any]) -> int:
     """Runs a job in this process, one of several that :func:`launch` started. Returns the exit status."""
     process = rank_from_environment()
+    assert process is not None  # `launch` sets the environment
     if job["quiet"] or not process.is_main:
         _silence()
     quieten()
     command, config, run = _received(job)
     processes, attempt = next(processes_of_jobs(process)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt and command == "fit":
+    if attempt and isinstance(config, FitConfig):
         if process.is_main:
             recover(run.last_checkpoint)
         continues = config.resume or run.last_checkpoint.exists()

@@ -107,7 +107,7 @@ def planned(
     try:
         planner = planner_of(config, data, device)
         plan = make_plan(planner, budget, begin)
-        scaling = None if config.devices is None else _scaling(config, planner, plan, begin)
+        scaling = None if config.devices is None else _scaling(config, config.devices, planner, plan, begin)
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
     return config, plan, scaling
@@ -131,13 +131,13 @@ def _budget(config: PlanConfig, device: str) -> int | None:
         return None
 
 
-def _scaling(config: PlanConfig, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:
+def _scaling(config: PlanConfig, devices: int, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:
     def known(name: str) -> Gpu:
         precision = config.trainer.precision
         return Gpu(name, precision, peak_flops(name, precision), multiprocessors(name))
 
     unit = "tokens/s" if planner.batch.name == "data.max_tokens" else "samples/s"
-    return make_scaling(planner, plan, config.devices, config.link, divide, config.gpu, known, unit, begin)
+    return make_scaling(planner, plan, devices, config.link, divide, config.gpu, known, unit, begin)
 
 
 def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
@@ -165,7 +165,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
             f"scratch: what operations and libraries may hold for a moment on this CPU, at most; peak and scratch together, "
             f"{in_words(plan.configured.bound, up=True)} under backward={plan.backward}, must fit"
         )
-    if plan.choice is not None:
+    if plan.choice is not None and plan.budget is not None:
         console.print(f"backward=auto (by FLOPs; fit measures times): {described(plan.choice, plan.budget)}")
     for limit in plan.limits:
         found = f"up to {'' if limit.exact else 'about '}{limit.value}" if limit.value else "none fits"

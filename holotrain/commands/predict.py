@@ -18,6 +18,7 @@ from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.commands import PredictConfig
 from holotrain.config.option_groups import CAUSAL_LM, IMAGES, TEXT, is_a
+from holotrain.data.text.sources import LooseFiles
 from holotrain.errors import UserError
 from holotrain.tasks.task import model_of
 
@@ -28,7 +29,9 @@ def run(config: PredictConfig, run: Run) -> int:
     """Writes one row per sample: its file or its number in the test set, then what the task predicts: a class and its
     probability, for causal_lm bytes and bits per byte, for a task of one's own what its ``predict_step`` returns."""
     started = time.monotonic()
-    path, files = Path(config.ckpt_path), config.images or config.texts
+    path, files = config.checkpoint, config.images or config.texts
+    if config.trainer.limit_predict_batches == 0:
+        raise UserError("trainer.limit_predict_batches=0: there is nothing to predict; use trainer.limit_predict_batches=1.0")
     if files:
         check_device(config.trainer)
         model, described = described_model(path)
@@ -44,8 +47,9 @@ def run(config: PredictConfig, run: Run) -> int:
     trainer = build_trainer(config.trainer, run.folder, [read] if read else [], False)
     with lightning_refusals("predict"):
         batches = trainer.predict(task, dataloaders=loader)
-    names = read.paths if read else [str(name) for name in loader.dataset.paths] if files else count()
-    named = list(zip(names, _samples(batches), strict=False))  # limit_predict_batches may leave names unused
+    own = loader.dataset if files else None
+    names = read.paths if read else map(str, own.paths) if isinstance(own, LooseFiles) else count()
+    named = list(zip(names, _samples(batches or []), strict=False))  # limit_predict_batches may leave names unused
     left_out = sum(name == "" for name, _ in named)
     if left_out and left_out == len(named):
         raise UserError(f"images: there is no readable image in {files}")

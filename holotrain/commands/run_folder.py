@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,10 +21,8 @@ from holotrain.parallel.process_group import Processes
 from holotrain.parallel.rank import ProcessRank
 from holotrain.targets import TARGET
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 OF_FIT = {option.name for option in fields(FitConfig)} - {option.name for option in fields(RunConfig)} - {"resume"}
 """Options of fit alone, which a checkpoint does not keep."""
@@ -119,7 +118,7 @@ HELD: set[Path] = set()
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Generator[None]:
     """Keeps other runs out of a folder. If this process dies, the system lets them in.
 
     Raises:
@@ -132,7 +131,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         HELD.add(place)
         stack.callback(HELD.discard, place)
-        if fcntl is not None:
+        if sys.platform != "win32":
             with suppress(OSError):  # a folder that cannot be written, a file system without locks
                 file = stack.enter_context(path.open("w"))
                 if not _locked(file, path):

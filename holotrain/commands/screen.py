@@ -1,5 +1,6 @@
 """The start and end screens of the commands."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
 from holotrain.config.commands import RunConfig
+from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import ERROR_DIFFUSION, FIT, is_a
 from holotrain.data import TextDataModule
 from holotrain.parallel.rank import ProcessRank
@@ -45,7 +47,7 @@ def show_start(
         "text": _text(data) if isinstance(data, TextDataModule) else None,
         "backward": config.backward.kind,
         "synthesis": getattr(config.synthesis, "mode", None),
-        "optimizer": _optimizer(config, run) if command == "fit" and config.optimizer else None,
+        "optimizer": _optimizer(config, config.optimizer, run) if command == "fit" and config.optimizer else None,
         "precision": _precision(config),
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
@@ -73,10 +75,12 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
 
 def show_end(summary: Summary, folder: Path) -> None:
     """Prints the results; the same figures as summary.json."""
-    rows = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in summary.metrics.items()}
-    if summary.steps is not None:
+    rows: dict[str, object] = {
+        name: f"{value:.4f}" if isinstance(value, float) else value for name, value in summary.metrics.items()
+    }
+    if summary.steps is not None and summary.epochs is not None:
         rows["steps"] = f"{summary.steps} in {counted(summary.epochs, 'epoch')}"
-    if summary.samples_per_second is not None:
+    if summary.samples_per_second is not None and summary.step_seconds is not None:
         tokens = f"{summary.tokens_per_second:.0f} tokens/s, " if summary.tokens_per_second is not None else ""
         rows["throughput"] = f"{tokens}{summary.samples_per_second:.1f} samples/s, {summary.step_seconds * 1e3:.1f} ms per step"
     if summary.peak_memory_bytes is not None:
@@ -125,7 +129,7 @@ def _batches(config: RunConfig, process: ProcessRank | None) -> str:
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
 
 
-def _table(title: str, rows: dict[str, object]) -> Table:
+def _table(title: str, rows: Mapping[str, object]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
@@ -134,8 +138,8 @@ def _table(title: str, rows: dict[str, object]) -> Table:
     return table
 
 
-def _optimizer(config: RunConfig, run: Run) -> str:
-    name, rate = run.choices.get("optimizer", config.optimizer.name), getattr(config.optimizer, "lr", None)
+def _optimizer(config: RunConfig, optimizer: ObjectConfig, run: Run) -> str:
+    name, rate = run.choices.get("optimizer", optimizer.name), getattr(optimizer, "lr", None)
     words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
     return ", ".join([*words, "in the backward"] if config.steps_in_backward else words)
 

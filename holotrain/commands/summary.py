@@ -45,7 +45,7 @@ class Summary:
     processes: int = 1
     monitor: str | None = None
     mode: str | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     epochs: int | None = None
     steps: int | None = None
     samples_per_second: float | None = None
@@ -108,8 +108,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     if not path.is_file():
         return None
-    kinds = {each.name: each.type if each.name in REQUIRED else f"{each.type} | None" for each in fields(Summary)}
-    return read_fields(path, kinds, "summary")
+    kinds = {each.name: str(each.type) if each.name in REQUIRED else f"{each.type} | None" for each in fields(Summary)}
+    return read_fields(path, kinds | {"metrics": "dict[str, float | None]"}, "summary")  # null is what is not finite
 
 
 def best_value(found: dict[str, Any]) -> float | None:

@@ -1,6 +1,7 @@
 """The table of a sweep: one row per job, with its overrides, metrics, throughput, peak memory and, if it failed, why."""
 
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,11 @@ def _row(job: Job, found: dict[str, Any] | None) -> dict[str, object]:
 
 def _best(found: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The summary with the best value of the monitored metric; None unless several jobs have values of one metric."""
-    known = [one for one in found if summary.best_value(one) is not None]
-    if len(known) < 2 or len({(one["monitor"], one["mode"]) for one in known}) > 1:
+    known = [(value, one) for one in found if (value := summary.best_value(one)) is not None]
+    if len(known) < 2 or len({(one["monitor"], one["mode"]) for _, one in known}) > 1:
         return None
-    choose = max if known[0]["mode"] == "max" else min
-    return choose(known, key=summary.best_value)
+    choose = max if known[0][1]["mode"] == "max" else min
+    return choose(known, key=itemgetter(0))[1]
 
 
 def _short(value: object) -> str:

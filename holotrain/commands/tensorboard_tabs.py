@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from tensorboard.compat.proto.summary_pb2 import Summary as Event
+from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from holotrain.callbacks import (
@@ -28,8 +28,12 @@ from holotrain.config.option_groups import PLAIN
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
-from holotrain.tasks import Task
 from holotrain.tasks.task import monitored_by
+
+# protobuf makes their classes when they are imported
+Event: Any = summary_pb2.Summary  # ty: ignore[missing-attribute]
+api: Any = api_pb2
+plugin_data: Any = plugin_data_pb2
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""
@@ -81,7 +85,7 @@ def log_start(loggers: Iterable[Logger], config: RunConfig, run: Run, columns: d
             continue
         # Lightning's log_hyperparams would add a point to the curve of every metric.
         known: dict[str, float | str] = {}
-        start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        start = plugin_data.SessionStartInfo(start_time_secs=time.time())
         for name, value in (run.choices | options).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 known[name] = start.hparams[name].number_value = value
@@ -98,10 +102,10 @@ def log_end(loggers: Iterable[Logger], status: str) -> None:
         status: ``completed``, ``interrupted`` or ``failed``. TensorBoard keeps the first status of a run, so an interrupted
             one, which may be resumed, gets none.
     """
-    ends = {"completed": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}
+    ends = {"completed": api.STATUS_SUCCESS, "failed": api.STATUS_FAILURE}
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger) and status in ends:
-            end = plugin_data_pb2.SessionEndInfo(status=ends[status], end_time_secs=time.time())
+            end = plugin_data.SessionEndInfo(status=ends[status], end_time_secs=time.time())
             _write(logger, metadata.SESSION_END_INFO_TAG, session_end_info=end)
         logger.finalize("success" if status == "completed" else "failed")
         if isinstance(logger, WandbLogger):
@@ -109,13 +113,13 @@ def log_end(loggers: Iterable[Logger], status: str) -> None:
 
 
 def _write(logger: TensorBoardLogger, tag: str, **content: Any) -> None:
-    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
+    about = metadata.create_summary_metadata(plugin_data.HParamsPluginData(**content))
     writer = logger.experiment._get_file_writer()
     writer.add_summary(Event(value=[Event.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)]))
     writer.flush()  # else a run that is killed in its first minutes would have none
 
 
-def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str]) -> api_pb2.Experiment:
+def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str]) -> Any:
     """The columns of HParams. The options that a sweep varies (single run: the overridden ones) are marked as differing.
 
     TensorBoard shows marked options first, five options and five metrics by default, and takes the columns of all runs from the
@@ -129,16 +133,16 @@ def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str
     overridden = [name for name in overridden if name.split(".")[0] not in MUTE]
     marked = run.varied or overridden
     infos = [
-        api_pb2.HParamInfo(
+        api.HParamInfo(
             name=name,
-            type=api_pb2.DATA_TYPE_STRING if isinstance(options[name], str) else api_pb2.DATA_TYPE_FLOAT64,
+            type=api.DATA_TYPE_STRING if isinstance(options[name], str) else api.DATA_TYPE_FLOAT64,
             differs=name in marked,
         )
         for name in dict.fromkeys((*overridden, *ALWAYS))
         if name in options
     ]
-    columns = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name) for tag, name in metrics.items()]
-    return api_pb2.Experiment(hparam_infos=infos, metric_infos=columns)
+    columns = [api.MetricInfo(name=api.MetricName(tag=tag), display_name=name) for tag, name in metrics.items()]
+    return api.Experiment(hparam_infos=infos, metric_infos=columns)
 
 
 def results(validated: list[str], measured: set[str], tested: bool) -> dict[str, str]:
@@ -151,7 +155,7 @@ def results(validated: list[str], measured: set[str], tested: bool) -> dict[str,
     """
     tests = [name.replace("val/", "test/") for name in validated] if tested else []
     first, *others = validated or [None]
-    found = [first, f"best/{first}"] if first else []
+    found: list[str | None] = [first, f"best/{first}"] if first else []
     found += [*tests[:1], "memory/peak_bytes" if "memory/peak_bytes" in measured else None]
     found.append(next((tag for tag in SHOWN if tag.startswith("throughput/") and tag in measured), None))
     return {tag: SHOWN.get(tag, tag) for tag in (*found, *others, *tests[1:]) if tag}
@@ -165,19 +169,19 @@ def _flat(node: dict, prefix: str = ""):
             yield f"{prefix}{key}", value
 
 
-def log_layout(trainer: pl.Trainer, task: Task, config: RunConfig) -> None:
+def log_layout(trainer: pl.Trainer, task: pl.LightningModule, config: RunConfig) -> None:
     """Logs the layout to TensorBoard, if it is a logger of this training."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_custom_scalars(tensorboard_layout(tags(trainer, task, config)))
 
 
-def tags(trainer: pl.Trainer, task: Task, config: RunConfig) -> set[str]:
+def tags(trainer: pl.Trainer, task: pl.LightningModule, config: RunConfig) -> set[str]:
     """The scalars that this training can log and that a chart shows. The callbacks' docstrings describe them."""
     found = {"train/loss", "train/lr"}
     if config.trainer.limit_val_batches != 0:
         found |= monitored_by(task).keys()
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
         if isinstance(callback, MemoryMonitor):
             found |= {"memory/peak_bytes", "memory/forward_backward_peak_bytes"}
         elif isinstance(callback, ThroughputMonitor):

@@ -105,6 +105,7 @@ def model_arguments(config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     Args:
         facts: from :func:`facts_of`.
     """
+    assert config.model is not None
     if is_a(config.model, HUGGING_FACE) and (task := next((task for task in HEADS if is_a(config.task, task)), None)):
         facts = facts | {"head": HEADS[task]}
     arguments, backward = with_facts("model", config.model, facts), config.backward
@@ -120,6 +121,7 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
     Args:
         facts: from :func:`facts_of`.
     """
+    assert config.model is not None
     backward = config.backward
     with naming_group("model"), allocated():
         chosen = replace(config.model, arguments=model_arguments(config, facts))
@@ -195,7 +197,7 @@ def check_values(config: RunConfig) -> None:
         return
     data = build_data(config.with_batch(2**20) if config.batch_is_open else config)
     text = is_a(config.data, TEXT)
-    facts = {"vocab": 2**10, "context": data.context} if text else facts_of(data)
+    facts = {"vocab": 2**10, "context": data.context} if isinstance(data, datasets.TextDataModule) else facts_of(data)
     if not text or is_a(config.task, SEQUENCE_CLASSIFIER):
         facts.setdefault("classes", 2)
     model = _on_meta(config, facts)
@@ -227,7 +229,7 @@ def description(config: RunConfig, data: pl.LightningDataModule) -> dict[str, An
     trained = config.task if config.model is None else config.model
     arguments = with_facts("task", config.task, facts) if config.model is None else model_arguments(config, facts)
     found: dict[str, Any] = {"target": trained.target, "arguments": arguments, "facts": facts}
-    if is_a(config.data, TEXT):
+    if isinstance(data, datasets.TextDataModule):
         found["tokenizer"] = data.tokenizer.to_json()
     if statistics := getattr(data, "statistics", None):
         found["statistics"] = [list(numbers) for numbers in statistics]

@@ -63,7 +63,8 @@ def build_fit_callbacks(
 def build_matrices(config: RunConfig) -> list[ConfusionMatrix]:
     """The confusion matrices among the configured callbacks, for an evaluation."""
     ours = f"{ConfusionMatrix.__module__}.{ConfusionMatrix.__name__}"
-    return [_made(name, each) for name, each in config.callbacks.items() if is_a(each, ours)]
+    made = (_made(name, each) for name, each in config.callbacks.items() if is_a(each, ours))
+    return [each for each in made if isinstance(each, ConfusionMatrix)]
 
 
 def _made(name: str, chosen: ObjectConfig, **known: Any) -> pl.Callback:
@@ -116,11 +117,11 @@ def _metric(name: str, chosen: ObjectConfig, task: pl.LightningModule) -> dict[s
 
 def _flops(config: RunConfig, data: pl.LightningDataModule) -> dict[str, int]:
     """FLOPs of a sample with and without recomputation; nothing where the shape of samples varies or is not known."""
-    is_text = isinstance(data, TextDataModule)
-    if config.model is None or (data.layout == "documents" if is_text else not hasattr(data, "image_shape")):
+    text, image_shape = data if isinstance(data, TextDataModule) else None, getattr(data, "image_shape", ())
+    if config.model is None or (not image_shape if text is None else text.layout == "documents"):
         return {}
     with torch.device("meta"):
-        sample = torch.zeros(1, data.context, dtype=torch.long) if is_text else torch.empty(1, *data.image_shape)
+        sample = torch.empty(1, *image_shape) if text is None else torch.zeros(1, text.context, dtype=torch.long)
         stored, run = (
             build_model(replace(config, backward=way), facts_of(data)) for way in (BackwardConfig("autograd"), config.backward)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -59,14 +59,15 @@ def autocast_of(config: ObjectConfig, device: str | None = None) -> AbstractCont
 
 
 @contextmanager
-def float32_products(precision: str) -> Iterator[None]:
+def float32_products(precision: str) -> Generator[None]:
     """Inside, products and convolutions of float32 have this precision; torch alone computes convolutions in TF32.
 
     Args:
         precision: of ``torch.set_float32_matmul_precision``; with ``highest`` nothing is in TF32.
     """
-    convolutions = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    parts = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, *convolutions)
+    backends: Any = torch.backends  # whose stubs lack fp32_precision
+    convolutions = backends.cudnn.conv, backends.cudnn.rnn
+    parts = (backends.cuda.matmul, backends.mkldnn.matmul, *convolutions)
     kept = [part.fp32_precision for part in parts]
     try:
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -334,5 +335,6 @@ def validation(config: ObjectConfig, batches: int) -> dict[str, Any]:
 def _profiler(name: str | None, folder: Path) -> Profiler | None:
     if name == "trace":
         return TraceProfiler(folder)
-    kind = {None: None, "simple": SimpleProfiler, "advanced": AdvancedProfiler}[name]
-    return kind and kind(dirpath=folder, filename="profile")
+    if name is None:
+        return None
+    return {"simple": SimpleProfiler, "advanced": AdvancedProfiler}[name](dirpath=folder, filename="profile")

@@ -142,7 +142,7 @@ def _sound_beside(path: Path) -> Path | None:
             held = checkpoint_files.load(other) if other != path else None
             if isinstance(held, dict) and {KEY, *STATE} <= held.keys() and type(held["global_step"]) is int:
                 steps[other] = held["global_step"]
-    return max(steps, key=steps.get, default=None)
+    return max(steps, key=steps.__getitem__, default=None)
 
 
 def weights(path: Path) -> dict[str, Any]:

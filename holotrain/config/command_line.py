@@ -6,7 +6,7 @@ It is split into a command, flags of Hydra and overrides. Flags may stand anywhe
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holotrain.checks import did_you_mean, one_of
 from holotrain.config.commands import COMMANDS, WORD_COMMANDS, options_of
-from holotrain.config.composition import composed, key_of, literal, option_names, register
+from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
 from holotrain.config.signatures import Option, signature
 from holotrain.config.structured import with_defaults
@@ -179,7 +178,8 @@ def parse_words(command: str, words: list[str]) -> Any:
     schema = WORD_COMMANDS[command]
     given, *others = fields(schema)
     options = [option.name for option in others]
-    plain, values = [], {}
+    said: list[str] = []
+    values: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("-"):
@@ -192,12 +192,13 @@ def parse_words(command: str, words: list[str]) -> Any:
             known = f"which takes {', '.join(options) or 'none'}.{did_you_mean(name, options)}"
             raise UserError(f"{name!r} is not an option of {command}, {known}")
         else:
-            plain.append(word)
-    if not plain:
+            said.append(word)
+    if not said:
         raise UserError(f"{command} needs {given.metadata['needs']}")
-    if given.type is str and len(plain) > 1:
-        raise UserError(f"{command} takes one {given.name}, not {len(plain)}: {' '.join(plain)}")
-    return schema(**{given.name: plain[0] if given.type is str else plain}, **values)
+    if given.type is str and len(said) > 1:
+        raise UserError(f"{command} takes one {given.name}, not {len(said)}: {' '.join(said)}")
+    values[given.name] = said[0] if given.type is str else said
+    return schema(**values)
 
 
 CONFIGURATION_ERRORS = (HydraException, OmegaConfBaseException)
@@ -239,7 +240,7 @@ def refused(error: Exception, arguments: Arguments) -> UserError:
 
 
 @contextmanager
-def explaining(arguments: Arguments) -> Iterator[None]:
+def explaining(arguments: Arguments) -> Generator[None]:
     """
     Raises:
         UserError: Hydra or OmegaConf do not accept ``arguments``, which are composed inside.
@@ -291,8 +292,7 @@ def _valid_keys(parent: str, key: str, arguments: Arguments) -> list[str]:
     groups = option_names(arguments.config_dir)
     choices = [word for word in arguments.overrides if word.partition("=")[0] in groups.keys() - {key} and "," not in word]
     try:
-        plain = OmegaConf.to_container(composed(arguments.primary, choices, arguments.config_dir))
-        config = with_defaults(arguments.command, plain)
+        config = with_defaults(arguments.command, to_plain(composed(arguments.primary, choices, arguments.config_dir)))
     except (*CONFIGURATION_ERRORS, UserError):
         config = {}
     nodes = {group: node for group, node in config.items() if isinstance(node, dict)}
@@ -325,7 +325,7 @@ holotrain COMMAND --help lists the options of a command."""
 def command_help(arguments: Arguments) -> str:
     """The groups and options of a command, with the values under the given overrides."""
     command, overrides = arguments.command, [word for word in arguments.overrides if not word.startswith("hydra.")]
-    values = with_defaults(command, OmegaConf.to_container(composed(command, overrides, arguments.config_dir)))
+    values = with_defaults(command, to_plain(composed(command, overrides, arguments.config_dir)))
     groups = "\n".join(
         textwrap.fill(" ".join(options), 100, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
         for group, options in option_names(arguments.config_dir).items()

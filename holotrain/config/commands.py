@@ -6,7 +6,8 @@ that ``--help`` is fast.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar, cast
 
 from holotrain.checks import naming_group
 from holotrain.config.objects import ObjectConfig
@@ -37,8 +38,19 @@ from holotrain.ranges import require_at_least, require_within
 from holotrain.sizes import parse_bytes
 
 
+class Composed:
+    """How a configuration came about, which no option says. `compose` sets it; one made in another way does without."""
+
+    overrides: list[str] = []
+    choices: dict[str, str] = {}
+    folder: str | None = None
+
+
+Config = TypeVar("Config", bound="RunConfig")
+
+
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Composed):
     """The options of every command."""
 
     task: ObjectConfig
@@ -69,11 +81,6 @@ class RunConfig:
 
     trust: str | Sequence[str] | None = None
     """package, or list of packages, whose classes a checkpoint may name; holotrain's and torch's optimizers are trusted"""
-
-    # Not options, but how they came about; `compose` sets them, and a configuration made in another way does without.
-    overrides: ClassVar[list[str]] = []
-    choices: ClassVar[dict[str, str]] = {}
-    folder: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         with naming_group("trainer", self.trainer.arguments):
@@ -115,7 +122,7 @@ class RunConfig:
             raise UserError(f"synthesis: {layers} Linear layers, which it needs; use synthesis=none")
         if self.compile:
             raise UserError(f"compile: {layers} blocks; on a GPU use backward.cuda_graph=true")
-        if self.optimizer.target == "holotrain.tasks.optimizers.muon":
+        if getattr(self.optimizer, "target", None) == "holotrain.tasks.optimizers.muon":
             raise UserError(f"optimizer=muon: {layers} blocks, which it needs; use error_diffusion, sgd or adamw")
         if self.task.clamp_signs and self.model.rule == "kaneko":
             raise UserError("task.clamp_signs: model.rule=kaneko never changes a sign; use rule article or backpropagation")
@@ -133,7 +140,7 @@ class RunConfig:
             return "data.batch_size", getattr(self.data, "batch_size", None)
         return "data.max_tokens", tokens
 
-    def with_batch(self, size: int) -> "RunConfig":
+    def with_batch(self, size: int) -> Self:
         """The same configuration with this batch size."""
         return replace(self, data=self.data.with_arguments(**{self.batch_option[0].removeprefix("data."): size}))
 
@@ -165,9 +172,10 @@ class RunConfig:
         self._check_shared_out(parts)
         if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
             raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
-        if strategy == "pipeline" and getattr(self.model, "trained", "all") != "all":
+        trained = getattr(self.model, "trained", "all")
+        if strategy == "pipeline" and trained != "all":
             raise UserError(
-                f"model.trained={self.model.trained}: a stage of trainer=pipeline would train nothing; use trainer=fsdp or ddp"
+                f"model.trained={trained}: a stage of trainer=pipeline would train nothing; use trainer=fsdp or ddp"
             )
         batch, count = getattr(self.data, "batch_size", None), self.trainer.microbatches
         if count and isinstance(batch, int) and batch % count:
@@ -187,21 +195,20 @@ class RunConfig:
         if getattr(self.synthesis, "split", "none") != "none":
             raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
         if strategy != "fsdp" and getattr(self.optimizer, "target", None) == "holotrain.tasks.optimizers.adamw_low_bit":
-            name = f"adamw_{self.optimizer.bits}"
+            name = f"adamw_{getattr(self.optimizer, 'bits', 8)}"
             raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
 
     def _check_backward(self) -> None:
-        backward, rebuilds = self.backward, reversible(self.model)
-        # Of models of others it is known when they are built.
-        ours = takes(self.model, "backward") and self.model.target.startswith("holotrain.")
-        if ours and not rebuilds and backward.kind not in (None, *PLAIN, AUTO):
-            raise UserError(
-                f"backward={backward.kind}: {self.model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
-            )
-        for name in backward.engine():
-            if takes(self.model, "backward") and not takes(self.model, name):
+        backward, model, rebuilds = self.backward, self.model, reversible(self.model)
+        if takes(model, "backward"):
+            ours = model.target.startswith("holotrain.")  # of models of others it is known when they are built
+            if ours and not rebuilds and backward.kind not in (None, *PLAIN, AUTO):
+                raise UserError(
+                    f"backward={backward.kind}: {model.name} is not reversible; use backward={PLAIN[0]} or model=rev_..."
+                )
+            for name in [name for name in backward.engine() if not takes(model, name)]:
                 why = "is not reversible" if ours else f"has no argument {name}"
-                raise UserError(f"backward.{name}: {self.model.name} {why}; remove the option")
+                raise UserError(f"backward.{name}: {model.name} {why}; remove the option")
         if self.compile and any("+" in words for words in backward.blocks):
             raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
         if self.compile and backward.keep:
@@ -249,6 +256,10 @@ class CheckpointConfig(RunConfig):
         super().__post_init__()
         if not self.ckpt_path:
             raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+
+    @property
+    def checkpoint(self) -> Path:
+        return Path(cast(str, self.ckpt_path))  # which is required
 
     @property
     def command(self) -> str:

@@ -1,7 +1,7 @@
 """What holotrain asks of Hydra: the folder of options, those of each command, resolvers, and composed configurations."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 
 from holotrain.config.commands import COMMANDS, options_of
 from holotrain.config.option_groups import GROUPS
@@ -59,7 +59,7 @@ def options(command: str, parts: list[Any]) -> DictConfig:
 
 
 @contextmanager
-def own_hydra() -> Iterator[None]:
+def own_hydra() -> Generator[None]:
     """Composes apart from what somebody else's Hydra in this process has initialised, and leaves that as it was."""
     theirs, base = GlobalHydra.instance(), VersionBase.instance().getbase()
     GlobalHydra.set_instance(GlobalHydra.__new__(GlobalHydra))
@@ -83,6 +83,15 @@ def composed(primary: str, overrides: list[str], config_dir: str | None = None, 
         if config_dir:
             overrides = [*overrides, f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
         return compose(primary, overrides, with_hydra)
+
+
+def to_plain(node: Container, resolve: bool = False) -> Any:
+    """What Hydra composed, or a part of it, in plain containers.
+
+    Args:
+        resolve: replace interpolations, and raise OmegaConf's error if a value is missing.
+    """
+    return OmegaConf.to_container(node, resolve=resolve, throw_on_missing=resolve)
 
 
 def member_names(group: str, config_dir: str | None = None) -> set[str]:

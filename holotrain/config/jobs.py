@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,7 +17,6 @@ from typing import Any
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
 
 from holotrain.annotations import read_fields
 from holotrain.atomic_files import replacing
@@ -52,14 +51,14 @@ class Job:
     value: float | None = None
     folder: Path | None = None
 
-    def write(self) -> None:
-        """Writes ``job.json`` into the folder."""
+    def write(self, folder: Path) -> None:
+        """Writes ``job.json`` into the job's folder."""
         kept = asdict(self)
         del kept["folder"]
         if self.value is not None and not math.isfinite(self.value):  # JSON has no infinity
             kept["value"] = None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self.folder / JOB) as temporary:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / JOB) as temporary:
             temporary.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -98,8 +97,8 @@ class Sweep:
         found = [Job.read(path) for path in self.folder.rglob(JOB)] if self.folder else []
         return {job.number: job for job in found if job is not None and job.number in self.launched}
 
-    def launch(self, launcher: Launcher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Lets a launcher run jobs. One whose process dies has failed, and does not end the sweep."""
+    def launch(self, launcher: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Lets a launcher of Hydra's run jobs. One whose process dies has failed, and does not end the sweep."""
         self.folder = relative_to_cwd(Path(str(launcher.config.hydra.sweep.dir)))
         launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
         self.launched |= launched
@@ -107,9 +106,10 @@ class Sweep:
             for overrides in launched.values():
                 self.check(overrides)
         for number, job in self.left().items():
-            if number in launched:  # the sweep is resumed
+            if number in launched and job.folder is not None:  # the sweep is resumed
                 (job.folder / JOB).unlink()
-        results, reason = {}, "its process died"
+        results: dict[int, JobReturn] = {}
+        reason = "its process died"
         try:
             results = dict(zip(launched, launcher.launch(job_overrides, initial_job_idx) or (), strict=False))
         except (*CONFIGURATION_ERRORS, OSError):
@@ -128,7 +128,7 @@ class Sweep:
 
 
 @contextmanager
-def launched_jobs(check: Callable[[list[str]], object]) -> Iterator[Sweep]:
+def launched_jobs(check: Callable[[list[str]], object]) -> Generator[Sweep]:
     """Records the jobs that sweepers launch inside; ``check``: that of :class:`Sweep`."""
     ordinary = Plugins.instantiate_launcher
     sweep = Sweep(check)

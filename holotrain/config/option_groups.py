@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from holotrain.checks import one_of
 from holotrain.config.objects import GroupSchema, ObjectConfig
@@ -118,13 +118,17 @@ HEADS = {
 """The head of a Hugging Face model for each of our tasks."""
 
 
-def is_a(config: ObjectConfig | str | None, *bases: str) -> bool:
+Named = TypeVar("Named", ObjectConfig, str)
+"""What is configured, or the full name of a class."""
+
+
+def is_a(config: Named | None, *bases: str) -> TypeGuard[Named]:
     """Whether this, or the class of this name, is one of the classes or derived from one."""
     own = signature(config).bases if isinstance(config, str) else config.bases if config else ()
     return not {*bases}.isdisjoint(own)
 
 
-def takes(config: ObjectConfig | str | None, parameter: str) -> bool:
+def takes(config: Named | None, parameter: str) -> TypeGuard[Named]:
     """Whether this, or the class of this name, has such a parameter."""
     return parameter in _parameters(config)
 
@@ -159,7 +163,7 @@ def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectC
             f"data: {task.name} learns from {'images' if of == IMAGES else 'text'}, which {data.name} does not have"
         )
     trainers = [each for each, (theirs, _) in FIT.items() if is_a(model, *theirs)]
-    if trainers and not is_a(model, *models):
+    if model is not None and trainers and not is_a(model, *models):
         raise UserError(
             f"model: {task.name} trains {_names(models)}, not {model.name}; use another model, or the task of "
             f"{_names(trainers)}"
@@ -346,7 +350,7 @@ def check_trainer(trainer: ObjectConfig) -> None:
         raise UserError("trainer.val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
 
 
-def _seconds(time: object) -> float:
+def _seconds(time: Any) -> float:
     """A duration as Lightning takes it, DD:HH:MM:SS or keywords of ``timedelta``; 0 if it is none."""
     try:
         if isinstance(time, str):

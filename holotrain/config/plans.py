@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities import move_data_to_device
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holotrain.config.build import build_model, build_task, facts_of, synthesis_of
 from holotrain.config.build_trainer import autocast_of
-from holotrain.config.commands import RunConfig
+from holotrain.config.commands import Config, RunConfig
 from holotrain.config.option_groups import AUTO, MASKED_LM, PLAIN, SCHEDULES, BackwardConfig, is_a, takes
 from holotrain.data.example import batch_unit, example_batch, first_batch, samples_in
 from holotrain.errors import UserError
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
+from holotrain.planning.training_step import Blocks
 from holotrain.sizes import parse_bytes
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
@@ -46,7 +49,7 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         Size(option, unit if size == AUTO else size, unit),
         None if backward.store else _depth(config),  # what is stored depends on the depth
         schedules,
-        (backward.blocks or None) if backward.kind == AUTO else backward.kind or own,
+        (list(backward.blocks) or None) if backward.kind == AUTO else backward.kind or own,
         keeps_attention=not config.compile,  # compiled blocks cannot keep results
         selected=config.task.mask_probability if is_a(config.task, MASKED_LM) else None,
         listed=listed,
@@ -88,7 +91,7 @@ def _task(config: RunConfig, data: pl.LightningDataModule, backward: Backward, d
     if depth is not None and takes(model, "depths"):
         stage = model.depths.index(max(model.depths))
         model = model.with_arguments(depths=[*model.depths[:stage], depth, *model.depths[stage + 1 :]])
-    elif depth is not None:
+    elif depth is not None and takes(model, "depth"):
         model = model.with_arguments(depth=depth)
     # The plan follows the operations themselves, without torch.compile and CUDA graphs.
     config = replace(config, model=model, backward=replace(configured, cuda_graph=False), compile=False)
@@ -97,16 +100,17 @@ def _task(config: RunConfig, data: pl.LightningDataModule, backward: Backward, d
 
 
 def _step(
-    config: RunConfig, data: pl.LightningDataModule, device: str, first: Any, task: pl.LightningModule, size: int
+    config: RunConfig, data: pl.LightningDataModule, device: str, first: Any, module: nn.Module, size: int
 ) -> TrainingStep:
     """The step of a Trainer with this task, on the device of its parameters; it behaves as on ``device``."""
+    task = cast(pl.LightningModule, module)  # made by _task
     process = next(task.parameters()).device
     batch = example_batch(data, size, first)
     if config.trainer.precision == "64-true":
         batch = tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
-    batch = pl.utilities.move_data_to_device(batch, process)
+    batch = move_data_to_device(batch, process)
     model = model_of(task)
-    held: dict[str, list[Tensor]] = {"batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]}
+    held: dict[str, Iterable[Tensor]] = {"batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]}
     if config.average is not None:
         held["average"] = [torch.empty_like(tensor) for tensor in model.state_dict().values()]
     if config.synthesis is not None:
@@ -130,11 +134,11 @@ def _step(
         clip_value=config.trainer.gradient_clip_algorithm == "value",
         rewrite=copied if config.synthesis is not None and rewrites else None,
         held=held,
-        sequences=sequences(model),
+        sequences=cast("list[Blocks]", sequences(model)),  # an nn.ModuleList is no Sequence
     )
 
 
-def smallest_batch(config: RunConfig) -> RunConfig:
+def smallest_batch(config: Config) -> Config:
     """The configuration with the smallest batch, for use until the batch size is chosen."""
     return config.with_batch(config.data.context if config.batch_option[0] == "data.max_tokens" else 1)
 

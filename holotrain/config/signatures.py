@@ -134,7 +134,8 @@ def _fields(cls: griffe.Class) -> dict[str, Option]:
     return {
         name: Option(str(field.annotation), _literal(field.value), _text(field.docstring))
         for name, field in cls.members.items()
-        if "instance-attribute" in field.labels and field.annotation is not None  # which a ClassVar is not
+        # a ClassVar is no attribute of an instance
+        if isinstance(field, griffe.Attribute) and "instance-attribute" in field.labels and field.annotation is not None
     }
 
 

@@ -31,6 +31,7 @@ from holotrain.config.composition import (
     register,
     require_new_names,
     run_folder,
+    to_plain,
 )
 from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
 from holotrain.config.structured import structured, with_defaults, with_replaced_classes
@@ -190,10 +191,11 @@ class Start:
 
     def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
-        plain = with_replaced_classes(OmegaConf.to_container(config), overrides, self.checkpoint and self.checkpoint.config)
+        start = self.checkpoint
+        plain = with_replaced_classes(to_plain(config), overrides, None if start is None else start.config)
         self._check_left_out(plain)
-        if self.checkpoint is not None:
-            plain = without_replaced_options(plain, self.checkpoint, overrides)
+        if start is not None:
+            plain = without_replaced_options(plain, start, overrides)
         return OmegaConf.create(with_defaults(self.arguments.command, plain, overrides))
 
     def _check_left_out(self, plain: dict[str, Any]) -> None:
@@ -212,13 +214,13 @@ class Start:
             UserError: a mistake in the configuration.
         """
         try:
-            plain = OmegaConf.to_container(self.with_defaults(config, overrides), resolve=True, throw_on_missing=True)
+            plain = to_plain(self.with_defaults(config, overrides), resolve=True)
         except CONFIGURATION_ERRORS as error:
             raise explained(error, self.arguments) from error
-        config = structured(self.arguments.command, plain)
-        if config.ckpt_path is not None:
-            config.ckpt_path = str(checkpoint_path(config.ckpt_path, self.arguments.command, config.output_dir))
-        return config
+        typed = structured(self.arguments.command, plain)
+        if typed.ckpt_path is not None:
+            typed.ckpt_path = str(checkpoint_path(typed.ckpt_path, self.arguments.command, typed.output_dir))
+        return typed
 
     def choices(self, config: RunConfig, chosen: Mapping[str, str | None], overrides: Iterable[str]) -> dict[str, str]:
         """The option of each group, for display; a group whose class an override names has none.
@@ -267,8 +269,8 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         start = Start(arguments)
         with explaining(arguments):
             composition = composed(arguments.primary, arguments.overrides, arguments.config_dir, with_hydra=True)
-        words = OmegaConf.to_container(composition.hydra.overrides.task)  # unresolved: interpolations mean other options
-        chosen = OmegaConf.to_container(composition.hydra.runtime.choices)
+        words = to_plain(composition.hydra.overrides.task)  # unresolved: interpolations mean other options
+        chosen = to_plain(composition.hydra.runtime.choices)
         with open_dict(composition):
             del composition["hydra"]
         config = start.structured(composition, words)

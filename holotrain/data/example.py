@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holotrain.data.images import ImageDataModule
 from holotrain.data.text import TextDataModule
+from holotrain.data.text.tokenise import Batch
 from holotrain.errors import UserError
 
 
@@ -30,27 +31,27 @@ def example_batch(data: pl.LightningDataModule, size: int, first: Any = None) ->
         size: number of images, packed blocks or documents; of tokens, if documents are batched by ``max_tokens``.
         first: from :func:`first_batch`; other batches differ from it in their first dimension only.
     """
-    if first is not None:
-        length = samples_in(first)
-
-        def zeros(tensor: Tensor) -> Tensor:
-            shape = (size, *tensor.shape[1:]) if tensor.ndim and len(tensor) == length else tensor.shape
-            return torch.zeros(shape, dtype=tensor.dtype)
-
-        return tree_map_only(Tensor, zeros, first)
     if isinstance(data, ImageDataModule):
-        mixed = any(data.alphas)
-        labels = torch.zeros(size, data.num_classes) if mixed else torch.zeros(size, dtype=torch.int64)
+        labels = torch.zeros(size, data.num_classes) if any(data.alphas) else torch.zeros(size, dtype=torch.int64)
         return torch.zeros(size, *data.image_shape), labels
+    if isinstance(data, TextDataModule):
+        return _text_batch(data, size)
+    length = samples_in(first)
+
+    def zeros(tensor: Tensor) -> Tensor:
+        shape = (size, *tensor.shape[1:]) if tensor.ndim and len(tensor) == length else tensor.shape
+        return torch.zeros(shape, dtype=tensor.dtype)
+
+    return tree_map_only(Tensor, zeros, first)
+
+
+def _text_batch(data: TextDataModule, size: int) -> Batch:
     if data.layout == "packed":
         return {"tokens": torch.zeros(size, data.context + 1, dtype=torch.int64)}
-    longest = data.longest
-    documents = -(-size // longest) if data.max_tokens else size
-    batch = {
-        "tokens": torch.zeros(documents, longest, dtype=torch.int64),
-        "lengths": torch.full((documents,), longest, dtype=torch.int64),
-    }
-    return batch | {"labels": torch.zeros(documents, dtype=torch.int64)} if data.num_classes else batch
+    documents = -(-size // data.longest) if data.max_tokens else size
+    lengths = torch.full((documents,), data.longest)
+    batch = {"tokens": torch.zeros(documents, data.longest, dtype=torch.int64), "lengths": lengths}
+    return batch | {"labels": torch.zeros_like(lengths)} if data.num_classes else batch
 
 
 def samples_in(batch: Any) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from errno import EDQUOT, ENOSPC, EROFS
 from glob import escape, glob
@@ -52,12 +52,15 @@ class ProgressLines:
             self.stream.write(text)
         return len(text)
 
+    def flush(self) -> None:
+        self.stream.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def reading(what: str) -> Generator[None]:
     """Within it, what the library finds wrong becomes a UserError of one line, and off a terminal its progress bars are lines.
 
     Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing.
@@ -65,7 +68,7 @@ def reading(what: str) -> Iterator[None]:
     Args:
         what: is read, for messages.
     """
-    import datasets
+    import datasets.config
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError
     from pyarrow import ArrowException
@@ -91,7 +94,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def writing(cache: Path) -> Iterator[None]:
+def writing(cache: Path) -> Generator[None]:
     """Turns an OSError inside into a UserError: the cache cannot be written."""
     try:
         yield
@@ -171,6 +174,9 @@ class FromHub:
         options: those of the next class
     """
 
+    cache: Path
+    """Folder in which what is read is cached."""
+
     def __init__(
         self,
         name: str,
@@ -212,7 +218,7 @@ def opened(name: str, config: str | None, split: str, cache: Path, streaming: bo
             _without(config, name)
             found = load_from_disk(str(folder))
             if isinstance(found, DatasetDict):
-                one_of("data.split", split, found)
+                one_of("data.split", split, map(str, found))
                 found = found[split]
             elif split != "train":
                 raise UserError(f"data.split: {name} was saved without splits, so all of it is train, not {split!r}")
@@ -226,7 +232,7 @@ def opened(name: str, config: str | None, split: str, cache: Path, streaming: bo
                 raise UserError(
                     f"data.name: {name} matches files of several kinds, {' and '.join(kinds.values())}; name one of them"
                 )
-            return files_read(*kinds, {split: files}, cache, streaming)[split]
+            return files_read(next(iter(kinds)), {split: files}, cache, streaming)[split]
         if folder.is_dir():
             own = cache.absolute()
             paths = sorted(each for each in folder.absolute().rglob("*") if each.is_file() and not each.is_relative_to(own))
@@ -241,7 +247,9 @@ def _without(config: str | None, name: str) -> None:
 
 def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset":
     """A data set whose columns are known; for some streams the first rows tell them."""
-    return dataset if dataset.features else dataset._resolve_features()
+    from datasets import IterableDataset
+
+    return dataset._resolve_features() if isinstance(dataset, IterableDataset) and not dataset.features else dataset
 
 
 def column(dataset: "Dataset | IterableDataset", option: str, name: str, source: str = "the data") -> Any:
@@ -254,7 +262,8 @@ def column(dataset: "Dataset | IterableDataset", option: str, name: str, source:
     Raises:
         UserError: there is no such column.
     """
-    if name not in (features := dataset.features):
+    features = dataset.features or {}
+    if name not in features:
         there = ", ".join(features)
         raise UserError(f"{option}: {source} have no column {name!r}; they have {there}.{did_you_mean(name, features)}")
     return features[name]

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
 from holotrain.data.hub import FromHub, class_names, column
-from holotrain.data.images import OfClasses, SizedImages, chosen_classes, held_out
+from holotrain.data.images import Labelled, OfClasses, SizedImages, chosen_classes, held_out
 from holotrain.errors import UserError
 from holotrain.ranges import require_within
 
@@ -61,7 +61,7 @@ class HubImages(FromHub, SizedImages):
     def setup(self, stage: str | None = None) -> None:
         from datasets import Image as ImageFeature
 
-        rows = self.opened()
+        rows = cast("dict[str, Rows]", self.opened())
         for each in rows.values():
             if not isinstance(kind := column(each, "data.image", self.image_column), ImageFeature):
                 raise UserError(f"data.image: column {self.image_column!r} holds no images, but {kind}")
@@ -74,14 +74,14 @@ class HubImages(FromHub, SizedImages):
         self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
         if self.num_classes < 2:
             raise UserError(f"data.label: column {self.label_column!r} holds one class; at least two are needed")
-        images = {part: HubRows(each, self.image_column, self.label_column, numbers) for part, each in rows.items()}
-        if "val" not in images:
-            images["train"], images["val"] = held_out(images["train"], images["train"].labels, self.val_fraction)
-        images.setdefault("test", images["val"])
-        self._splits = {part: OfClasses(each, labels_of(each), kept) for part, each in images.items()}
-
-    def split(self, name: str) -> Dataset:
-        return self._splits[name]
+        parts: dict[str, Labelled] = {}
+        for part, each in rows.items():
+            images = HubRows(each, self.image_column, self.label_column, numbers)
+            parts[part] = images, images.labels
+        if "val" not in parts:
+            parts["train"], parts["val"] = held_out(*parts["train"], self.val_fraction)
+        parts.setdefault("test", parts["val"])
+        self._splits = {name: OfClasses(*part, kept) for name, part in parts.items()}
 
 
 class HubRows(Dataset):
@@ -114,8 +114,3 @@ class HubRows(Dataset):
             return self.rows[index][self.image], int(self.labels[index])
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise UserError(f"data: row {index} holds no readable image ({error})") from error
-
-
-def labels_of(images: Dataset) -> torch.Tensor:
-    """The labels of rows, or of a part of them."""
-    return images.labels if isinstance(images, HubRows) else images.dataset.labels[images.indices]

@@ -144,9 +144,6 @@ class ImageFolder(SizedImages):
         folders = {"train": "train", "val": "val", "test": test}
         self._splits = {name: LabelledFiles(self._samples(folder), self.on_corrupt) for name, folder in folders.items()}
 
-    def split(self, name: str) -> Dataset:
-        return self._splits[name]
-
     def _folder(self, name: str) -> Path:
         folder = self.root / name
         if not folder.is_dir():

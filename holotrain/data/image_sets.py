@@ -47,7 +47,7 @@ class Digits(ImageDataModule):
         self.val_fraction = val_fraction
 
     def geometry(self) -> list[v2.Transform]:
-        return [v2.RandomRotation(10, interpolation=v2.InterpolationMode.BILINEAR)]
+        return [v2.RandomRotation((-10, 10), interpolation=v2.InterpolationMode.BILINEAR)]
 
     def setup(self, stage: str | None = None) -> None:
         from sklearn.datasets import load_digits  # the import takes longer than the other data sets need
@@ -56,17 +56,12 @@ class Digits(ImageDataModule):
         images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
         labels = torch.from_numpy(digits.target).long()
         rest, test = held_out(TensorDataset(images, labels), labels, 0.2)
-        of_rest = labels[rest.indices]
-        train, val = held_out(rest, of_rest, self.val_fraction)
-        parts = {
-            "train": (train, of_rest[train.indices]),
-            "val": (val, of_rest[val.indices]),
-            "test": (test, labels[test.indices]),
-        }
-        self._splits = {name: OfClasses(part, known, self._kept) for name, (part, known) in parts.items()}
+        train, val = held_out(*rest, self.val_fraction)
+        parts = {"train": train, "val": val, "test": test}
+        self._splits = {name: OfClasses(*part, self._kept) for name, part in parts.items()}
 
-    def split(self, name: str) -> Dataset:
-        return self._splits[name]
+
+Source = datasets.MNIST | datasets.CIFAR10
 
 
 class TorchvisionData(ImageDataModule):
@@ -85,7 +80,7 @@ class TorchvisionData(ImageDataModule):
         ValueError: a value out of range.
     """
 
-    source: ClassVar[type]
+    source: ClassVar[type[Source]]
     files: ClassVar[str]
 
     def __init__(
@@ -113,23 +108,19 @@ class TorchvisionData(ImageDataModule):
             self._load(train, self.download)
 
     def setup(self, stage: str | None = None) -> None:
-        train, test = (self._load(part, False) for part in (True, False))
-        names = self.names_of(train)
+        training, test = (self._load(part, False) for part in (True, False))
+        names = self.names_of(training)
         kept = chosen_classes(self.asked, names)
         self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
-        labels, of_test = (torch.as_tensor(part.targets) for part in (train, test))
-        train, val = held_out(train, labels, self.val_fraction)
-        parts = {"train": (train, labels[train.indices]), "val": (val, labels[val.indices]), "test": (test, of_test)}
-        self._splits = {name: OfClasses(part, known, kept) for name, (part, known) in parts.items()}
+        train, val = held_out(training, torch.as_tensor(training.targets), self.val_fraction)
+        parts = {"train": train, "val": val, "test": (test, torch.as_tensor(test.targets))}
+        self._splits = {name: OfClasses(*part, kept) for name, part in parts.items()}
 
-    def names_of(self, dataset: Dataset) -> list[str]:
+    def names_of(self, dataset: Source) -> list[str]:
         """The names of all classes."""
         return type(self).class_names
 
-    def split(self, name: str) -> Dataset:
-        return self._splits[name]
-
-    def _load(self, train: bool, download: bool) -> Dataset:
+    def _load(self, train: bool, download: bool) -> Source:
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # torchvision prints each attempt
                 return self.source(self.root, train=train, download=download)
@@ -173,7 +164,7 @@ class CIFAR100(TorchvisionData):
     class_names = [str(index) for index in range(100)]
     statistics = ((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762))
 
-    def names_of(self, dataset: Dataset) -> list[str]:
+    def names_of(self, dataset: Source) -> list[str]:
         return list(dataset.classes)
 
 

@@ -1,9 +1,8 @@
 """What all image data sets share: transforms, loaders, augmentation, mixing, some of the classes."""
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ def statistics_of(processor: str) -> Statistics:
     return tuple(map(float, mean)), tuple(map(float, std))
 
 
-def _three(values: Any) -> bool:
+def _three(values: Any) -> TypeGuard[Sequence[float]]:
     numbers = isinstance(values, list | tuple) and {*map(type, values)} <= {int, float} and len(values) == 3
     return numbers and all(abs(value) <= SINGLE.max for value in values)
 
@@ -145,6 +144,10 @@ def _index(asked: str | int, names: Sequence[str]) -> int:
     return list(names).index(str(asked))
 
 
+Labelled = tuple[Dataset, Tensor]
+"""Samples (image, label), and the class of each (N,)."""
+
+
 class OfClasses(Dataset):
     """The samples of some classes, labelled 0, 1, ... in the order of ``classes``.
 
@@ -188,7 +191,7 @@ class ImageDataModule(LoadingModule):
         options: those of :class:`~holotrain.data.loader.LoadingModule`
 
     A subclass defines ``num_classes``, ``image_shape`` (C, H, W), ``class_names``, the ``statistics`` of its channels, and
-    ``split``, which is called after ``setup``.
+    ``split``, which is called after ``setup``, or sets ``_splits`` there.
 
     Raises:
         ValueError: a value out of range.
@@ -198,6 +201,7 @@ class ImageDataModule(LoadingModule):
     image_shape: tuple[int, int, int]
     class_names: list[str]
     statistics: Statistics
+    _splits: Mapping[str, Dataset]
 
     def __init__(
         self,
@@ -221,9 +225,9 @@ class ImageDataModule(LoadingModule):
         self.randaugment = randaugment(randaugment_ops, randaugment_magnitude)
         self.alphas = (mixup_alpha, cutmix_alpha)
 
-    @abstractmethod
     def split(self, name: str) -> Dataset:
         """The raw (image, label) pairs of ``train``, ``val`` or ``test``."""
+        return self._splits[name]
 
     def geometry(self) -> list[v2.Transform]:
         """The random geometric transforms."""
@@ -298,17 +302,20 @@ class SizedImages(ImageDataModule):
         return resized(*self.image_shape[:2])
 
 
-def collated_channels_last(samples: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+def collated_channels_last(samples: list[tuple[Tensor, int]]) -> list[Tensor]:
     """A batch of images (B, C, H, W), strided as (B, H, W, C), and labels."""
     images, labels = default_collate(samples)
     return [images.contiguous(memory_format=torch.channels_last), labels]
 
 
-def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Subset, Subset]:
+def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Labelled, Labelled]:
     """Splits a data set in two, with ``fraction`` of every class in the second part. The split is always the same.
 
     Args:
         labels: (N,) the class of each sample.
+
+    Returns:
+        each part, and the labels of its samples.
     """
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     kept, out = [], []
@@ -318,4 +325,5 @@ def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Subset,
         count = round(len(members) * fraction)
         out.append(members[:count])
         kept.append(members[count:])
-    return tuple(Subset(dataset, torch.cat(part).sort().values.tolist()) for part in (kept, out))
+    first, second = (torch.cat(part).sort().values for part in (kept, out))
+    return (Subset(dataset, first.tolist()), labels[first]), (Subset(dataset, second.tolist()), labels[second])

@@ -28,12 +28,12 @@ class OwnGenerator(DataLoader):
     """A DataLoader with its own generator and persistent workers, which re-raises a worker's UserError as one line."""
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
-        defaults = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
+        defaults: dict[str, Any] = {"generator": torch.Generator(), "persistent_workers": options.get("num_workers", 0) > 0}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata 0.11 calls
             super().__init__(dataset, **defaults | options)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         # A generator, so that workers start and the sampler is read at the first batch: Lightning creates the iterator before
         # it tells the sampler the epoch.
         try:
@@ -55,9 +55,8 @@ class Loader(OwnGenerator):
     def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
         if "batch_sampler" not in options:
             alone = data_shard() == (0, 1)
-            options |= (
-                {"batch_size": batch_size} if alone else {"batch_sampler": FixedBatches(in_batches(len(dataset), batch_size))}
-            )
+            size = len(dataset)  # ty: ignore[invalid-argument-type]: torch declares no length
+            options |= {"batch_size": batch_size} if alone else {"batch_sampler": FixedBatches(in_batches(size, batch_size))}
         super().__init__(dataset, **options)
 
 
@@ -76,6 +75,8 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         options: other options of DataLoader, such as ``num_workers`` and ``pin_memory``.
     """
 
+    batch_sampler: ResumableBatchSampler
+
     def __init__(
         self,
         dataset: Dataset,
@@ -85,7 +86,8 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
         **options: Any,
     ) -> None:
         if batch_sampler is None:
-            batch_sampler = EpochBatchSampler(len(dataset), batch_size, seed)
+            size = len(dataset)  # ty: ignore[invalid-argument-type]: torch declares no length
+            batch_sampler = EpochBatchSampler(size, batch_size, seed)
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
     def state_dict(self) -> dict[str, int]:
@@ -97,16 +99,16 @@ class ResumableLoader(OwnGenerator, StatefulDataLoader):
             state = state["_snapshot"]["_main_snapshot"]
         return state["_index_sampler_state"]
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """The next iteration continues from there.
 
         Raises:
             UserError: the state is not that of such a loader.
         """
-        if set(state) != {"epoch", "batches"}:
+        if set(state_dict) != {"epoch", "batches"}:
             raise UserError("resume: the checkpoint's position is that of a stream; continue with data.streaming=true")
         super().load_state_dict({})  # the iterator of an earlier epoch is dropped
-        self.batch_sampler.load_state_dict(state)
+        self.batch_sampler.load_state_dict(state_dict)
 
 
 class LoadingModule(pl.LightningDataModule):
@@ -124,7 +126,7 @@ class LoadingModule(pl.LightningDataModule):
     def __init__(self, num_workers: int = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
         super().__init__()
         require_at_least(0, num_workers=num_workers)
-        self.loading = {
+        self.loading: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
         }
@@ -213,8 +215,28 @@ class Batches(OwnGenerator, StatefulDataLoader):
     """StatefulDataLoader itself: the state holds that of the data set in every worker."""
 
 
-class SeededDataset(Dataset):
-    """Applies a random transform under a random state seeded by (seed, epoch, index).
+class TransformedDataset(Dataset):
+    """Applies a deterministic transform; indexed by plain integers.
+
+    Args:
+        dataset: gives (image, label) by index.
+        transform: for the image.
+    """
+
+    def __init__(self, dataset: Dataset, transform: Callable[[Any], Any]) -> None:
+        self.dataset = dataset
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # ty: ignore[invalid-argument-type]: torch declares no length
+
+    def __getitem__(self, index: Any) -> tuple[Any, Any]:
+        image, label = self.dataset[index]
+        return self.transform(image), label
+
+
+class SeededDataset(TransformedDataset):
+    """Applies a random transform under a random state seeded by (seed, epoch, index); indexed by ``(epoch, index)``.
 
     A sample's augmentation therefore does not depend on the number of workers, on the order of computation or on where a run
     was resumed, and the global random state does not change.
@@ -226,34 +248,14 @@ class SeededDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, transform: Callable[[Any], Any], seed: int) -> None:
-        self.dataset = dataset
-        self.transform = transform
+        super().__init__(dataset, transform)
         self.seed = seed
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, key: Key) -> tuple[Any, Any]:
-        epoch, index = key
-        image, label = self.dataset[index]
+    def __getitem__(self, index: Key) -> tuple[Any, Any]:
+        image, label = self.dataset[index[1]]
         ambient = torch.get_rng_state()
-        torch.random.default_generator.manual_seed(mixed_seed(self.seed, epoch, index))
+        torch.random.default_generator.manual_seed(mixed_seed(self.seed, *index))
         try:
             return self.transform(image), label
         finally:
             torch.set_rng_state(ambient)
-
-
-class TransformedDataset(Dataset):
-    """Applies a deterministic transform; indexed by plain integers."""
-
-    def __init__(self, dataset: Dataset, transform: Callable[[Any], Any]) -> None:
-        self.dataset = dataset
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        image, label = self.dataset[index]
-        return self.transform(image), label

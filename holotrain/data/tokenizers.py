@@ -4,11 +4,12 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer as Encoder
@@ -219,7 +220,7 @@ class SubwordTokenizer(Tokenizer):
         for name in names:
             if self._encoder.token_to_id(name) is None:
                 self._encoder.add_special_tokens([name])
-                return self._encoder.token_to_id(name)
+                return cast(int, self._encoder.token_to_id(name))
         taken = ", ".join(names)
         raise UserError(f"data.tokenizer: {where} has no special token {names[0]}, and {taken} are ordinary tokens in it")
 
@@ -232,7 +233,7 @@ def spelled(token: str) -> str:
 
 
 @contextmanager
-def parallelism() -> Iterator[None]:
+def parallelism() -> Generator[None]:
     """Enables the library's threads inside, and disables them outside unless the user has chosen otherwise.
 
     Otherwise the library prints a warning in every worker process that a loader forks later.

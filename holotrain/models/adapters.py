@@ -26,7 +26,7 @@ class Adapted(nn.Module):
 
     def __init__(self, branch: nn.Module, dim: int, width: int) -> None:
         super().__init__()
-        self.branch = branch
+        self.branch: Any = branch
         self.down = nn.Linear(dim, width)
         self.up = nn.Linear(width, dim)
         nn.init.trunc_normal_(self.down.weight, std=0.02)
@@ -68,10 +68,8 @@ def add_adapters(model: nn.Module, width: int) -> None:
     if not blocks:
         raise ValueError(f"a {type(model).__name__} has no blocks for adapters")
     for block in blocks:
-        norms = block.f.norm.weight, block.g.norm.weight
-        block.f, block.g = (
-            Adapted(branch, len(norm), width).to(norm) for branch, norm in zip((block.f, block.g), norms, strict=True)
-        )
+        branches: list[Any] = [block.f, block.g]
+        block.f, block.g = (Adapted(each, len(each.norm.weight), width).to(each.norm.weight) for each in branches)
 
 
 def adapter_width(model: nn.Module) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ Run = ReversibleSequence | ResidualSequence | ReversibleStack
 
 def sequences(model: nn.Module) -> list[Run]:
     """The model's sequences of blocks, first to last; not those inside a block of another sequence."""
-    found = (run for _, module in outermost(model, _is_run) if (run := stack_of(module) or module))
+    found = (cast(Run, stack_of(module) or module) for _, module in outermost(model, _is_run))
     return list({id(run): run for run in found}.values())
 
 
@@ -52,7 +52,9 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
 def listed_blocks(model: nn.Module) -> list[nn.Module]:
     """The equal blocks in ModuleLists and Sequentials of a model without sequences, first to last: they can be checkpointed."""
     lists = outermost(model, is_list_of_blocks)
-    return list({id(block): block for _, found in lists for block in found}.values())  # a block may be in a list twice
+    return list(
+        {id(block): block for _, found in lists for block in found.children()}.values()
+    )  # a block may be in a list twice
 
 
 def set_backward(model: nn.Module, backward: str, store: int | Collection[int] = 0, keep: Collection[str] = ()) -> None:

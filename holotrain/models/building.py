@@ -1,6 +1,6 @@
 """Makes a model by the full name of its class, if its weights fit into the memory of this machine and are those of its file."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ COUNTED = 2000
 
 
 @contextmanager
-def allocated() -> Iterator[None]:
+def allocated() -> Generator[None]:
     """
     Raises:
         ValueError: an allocation within it failed on the CPU.
@@ -39,7 +39,7 @@ def allocated() -> Iterator[None]:
 
 
 @contextmanager
-def bounded(weights: Mapping[str, Tensor] | None = None, any_machine: bool = False) -> Iterator[None]:
+def bounded(weights: Mapping[str, Tensor] | None = None, any_machine: bool = False) -> Generator[None]:
     """Within it, the making of a module ends as soon as it has more than ``MOST_TENSORS`` parameters, or its parameters and
     buffers exceed the free memory of this machine. A tensor in several places counts once.
 

@@ -136,9 +136,9 @@ def load(path: str | Path) -> Any:
         raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")
     if checked:
         try:
-            _check_parts(path / folder, held[CHECKSUMS])
+            _check_parts(path / str(folder), held[CHECKSUMS])
         except OSError as error:
-            raise ValueError(f"cannot read {path / folder} ({error.strerror or error})") from error
+            raise ValueError(f"cannot read {path / str(folder)} ({error.strerror or error})") from error
     return held
 
 
@@ -222,7 +222,10 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
         return held
     import torch.distributed.checkpoint as dcp  # imported here, so that models only need torch and safetensors
 
-    reader, planner = dcp.HuggingFaceStorageReader(str(Path(path) / folder)), dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    reader, planner = (
+        dcp.HuggingFaceStorageReader(str(Path(path) / str(folder))),
+        dcp.DefaultLoadPlanner(flatten_state_dict=False),
+    )
     try:
         places = {
             named(keys): like[keys] if keys in like else torch.zeros_like(leaf, device="cpu") for keys, leaf in wanted.items()
@@ -230,13 +233,16 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each process reads its own parts, which torch warns of
             dcp.load(places, storage_reader=reader, planner=planner, no_dist=True)
+        metadata: Any = planner.metadata
         for keys, leaf in wanted.items():
-            written = planner.metadata.state_dict_metadata[named(keys)].chunks
+            written = metadata.state_dict_metadata[named(keys)].chunks
             if sum(chunk.sizes.numel() for chunk in written) != leaf.numel():
                 raise ValueError(f"parts of {named(keys)} are missing")
     except (Exception, dcp.CheckpointException) as error:  # the second is not an Exception
         said = str(cause(error)).strip().partition("\n")[0]
-        raise ValueError(f"{Path(path) / folder} does not have all tensors of the checkpoint, or is damaged: {said}") from error
+        raise ValueError(
+            f"{Path(path) / str(folder)} does not have all tensors of the checkpoint, or is damaged: {said}"
+        ) from error
     return tree_map_with_path(lambda keys, leaf: places[named(keys)] if keys in wanted else leaf, held)
 
 

@@ -117,7 +117,8 @@ class _Columns(nn.Linear):
         _trained_as(self, whole)
         self.sums = sums
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         # In the precision of the product, in which the overlapped layers send it.
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -132,8 +133,8 @@ class _Rows(nn.Linear):
         _trained_as(self, whole)
         self.sums = sums
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
         self.sums.note(y, self.in_features, self.out_features, covered=False)
         return y
 
@@ -145,7 +146,7 @@ class _NoteGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # ty: ignore[incompatible-method-override]
         ctx.sums.note(grad, ctx.outputs, grad.shape[-1], covered=True)
         return grad, None, None
 

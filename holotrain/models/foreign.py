@@ -37,7 +37,7 @@ class Foreign(nn.Module):
         model: the model of the other library. It is whole: it has its own configuration, and its own methods work.
     """
 
-    model: nn.Module
+    model: Any
 
     def wrap(self, model: nn.Module, reversible: str | None, blocks: str | Sequence[str] | None) -> None:
         """Keeps the model, with its blocks made reversible in place.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,14 +102,15 @@ def generate(
         ValueError: an empty prompt, one that fills the context, or a compiled model of another library (all at the call); the
             model gives NaN (at that token).
     """
+    context = cast(int, model.context)
     if compiled and hasattr(model, "reader"):
         raise ValueError(f"a {type(model).__name__} is not compiled; use compile=false")
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) < 1:
         raise ValueError("a prompt needs at least one token")
-    if max(lengths) >= model.context:
-        raise ValueError(f"a prompt of {max(lengths)} tokens leaves no room in a context of {model.context}")
-    room = min(max_tokens, model.context - max(lengths))
+    if max(lengths) >= context:
+        raise ValueError(f"a prompt of {max(lengths)} tokens leaves no room in a context of {context}")
+    room = min(max_tokens, context - max(lengths))
     return _generated(model, prompts, room, sampling or Sampling(), end_id, generator, compiled)
 
 
@@ -123,7 +125,8 @@ def _generated(
 ) -> Iterator[Tensor]:
     """Like :func:`generate`, for checked arguments and ``room`` new tokens. It never yields within inference mode."""
     with torch.inference_mode():
-        reader = model.reader(prompts) if hasattr(model, "reader") else Reader(model, prompts, room, compiled)
+        own = getattr(model, "reader", None)  # of a model of another library
+        reader = Reader(model, prompts, room, compiled) if own is None else own(prompts)
         logits = reader.read()
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=logits.device)
     for count in range(1, room + 1):
@@ -150,15 +153,16 @@ class Reader:
     """
 
     def __init__(self, model: nn.Module, prompts: Sequence[Tensor], room: int, compiled: bool) -> None:
-        self._model, self._prompts, self._compiled = model, prompts, compiled
+        self._model: Any = model
+        self._prompts, self._compiled = prompts, compiled
         self._step: Callable[..., Tensor] = torch.compile(_step) if compiled else _step
         lengths = [len(prompt) for prompt in prompts]
         self._end = max(lengths)
         # Compiled code needs fixed shapes, so it reads the whole cache; otherwise empty places are left out.
-        self._cache: KVCache = model.cache(len(prompts), self._end + room, static=compiled)
+        self._cache: KVCache = self._model.cache(len(prompts), self._end + room, static=compiled)
         # Of the next tokens, (B,), or (1,) if all are at the same: then attention needs no mask.
         self._positions = torch.tensor(
-            lengths if compiled or len(set(lengths)) > 1 else lengths[:1], device=model.norm.weight.device
+            lengths if compiled or len(set(lengths)) > 1 else lengths[:1], device=self._model.norm.weight.device
         )
 
     def read(self, tokens: Tensor | None = None) -> Tensor:

@@ -5,14 +5,14 @@ Shapes: B batch, T tokens, C channels, V words.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import KVCache, RotaryPositions
-from holotrain.models.layers.blocks import Branches, Reversible, transformer_branches
+from holotrain.models.layers.blocks import AveragedStreams, Branches, ResidualSequence, Reversible, transformer_branches
 from holotrain.models.layers.text import TokenEmbedding, initialise, linear_cross_entropy, plain_blocks, reversible_blocks
 from holotrain.ranges import require_at_least, require_one_of, require_within
 
@@ -46,6 +46,8 @@ class GPT(nn.Module):
             longer than ``context`` (at the call).
     """
 
+    blocks: ResidualSequence | AveragedStreams
+
     def __init__(
         self,
         vocab: int = 50257,
@@ -78,7 +80,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-5)
         initialise(self, depth)
 
-    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> nn.Module:
+    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
         return plain_blocks(branches, backward)
 
     BEFORE, AFTER = ("embedding",), ("norm", "embedding.word")
@@ -123,7 +125,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens, positions)
         context = self.context_of(tokens, positions)
         if cache is not None:
-            context |= {"cache": cache, "mask": cache.seen_from(positions, end)}
+            context |= {"cache": cache, "mask": cache.seen_from(cast(Tensor, positions), cast(int, end))}
         return self.norm(self.blocks(x, context))
 
     def context_of(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
@@ -164,5 +166,5 @@ class RevGPT(Reversible, GPT):
     have the same names and shapes as those of its twin.
     """
 
-    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> nn.Module:
+    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
         return reversible_blocks(branches, backward=backward, **self._engine)

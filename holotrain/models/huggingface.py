@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -368,7 +368,7 @@ def _transformers() -> ModuleType:
 
 
 @contextmanager
-def quiet(transformers: ModuleType) -> Iterator[None]:
+def quiet(transformers: ModuleType) -> Generator[None]:
     """Without the library's warnings and progress bars: what matters is reported in one line."""
     logging = transformers.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -404,7 +404,8 @@ def folder_of(name: str, download: bool = False) -> Path:
     except ImportError as error:
         raise ValueError("this model needs transformers: pip install 'holotrain[huggingface]'") from error
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=not download))
+        wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": ["*/*"]}
+        return Path(snapshot_download(name, local_files_only=not download, **wanted))
     except Exception as error:  # whatever the network says
         if not download:
             raise ValueError(

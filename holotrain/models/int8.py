@@ -6,6 +6,7 @@ are small, are not.
 """
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +41,9 @@ def quantise(model: nn.Module) -> None:
 class Int8Embedding(nn.Embedding):
     """An embedding in int8; only the rows that are looked up are converted to floating point."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        table = self.weight
-        return table.qdata[tokens].to(table.dtype) * table.scale[tokens].to(table.dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        table: Any = self.weight
+        return table.qdata[input].to(table.dtype) * table.scale[input].to(table.dtype)
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -58,7 +59,7 @@ def storage_bytes(model: nn.Module) -> int:
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
-def unpacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def unpacked(weights: dict[str, Any]) -> dict[str, Tensor]:
     """A state_dict of plain tensors only: an int8 weight becomes its int8 numbers, and its scales under a separate name."""
     plain = {}
     for name, tensor in weights.items():

@@ -15,7 +15,7 @@ Shapes: B batch, S height and width of the square map of tokens, C channels, N h
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,12 +162,13 @@ class RevMViT(Reversible, MViT):
     def _assemble(self, stages: list[tuple[nn.Module, Branches]], backward: str | Sequence[str]) -> None:
         streams = AveragedStreams if self.design == "mvitv2" else ConcatenatedStreams
         stored = stored_by_stage(self._engine["store"], [len(branches) for _, branches in stages])
+        engines: list[dict[str, Any]] = [self._engine | {"store": blocks} for blocks in stored]
         self.stages = nn.ModuleList(
             Stage(
                 transition,
-                streams((ReversibleBlock(f, g) for f, g in branches), backward, **self._engine | {"store": indices}),
+                streams([ReversibleBlock(f, g) for f, g in branches], backward, **engine),
             )
-            for (transition, branches), indices in zip(stages, stored, strict=True)
+            for (transition, branches), engine in zip(stages, engines, strict=True)
         )
 
 
@@ -213,7 +214,7 @@ class FusingTransition(Transition):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.fusion(x)
-        attention = self.f.attention
+        attention = cast(Any, self.f.attention)  # its queries are pooled
         pooled = attention.pool_q(x.unflatten(-1, (attention.heads, -1)).permute(0, 3, 4, 1, 2))
         x = pooled.permute(0, 2, 3, 1, 4).flatten(3) + self.f(x)
         return x + self.g(x)
@@ -304,6 +305,7 @@ class PoolingAttention(nn.Module):
             queries, keys = size // stride_q, size // stride_kv
             self.height_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
             self.width_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
+            self.distance: Tensor
             self.register_buffer("distance", _distances(queries, keys), persistent=False)
         self.project = nn.Linear(dim_out, dim_out)
         self.dropout = nn.Dropout(dropout)

@@ -7,13 +7,13 @@ Shapes: B batch, T tokens, C channels, V words.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.layers.blocks import Branches, Reversible, transformer_branches
+from holotrain.models.layers.blocks import AveragedStreams, Branches, ResidualSequence, Reversible, transformer_branches
 from holotrain.models.layers.packing import padding_context
 from holotrain.models.layers.text import (
     IGNORED,
@@ -57,6 +57,8 @@ class RoBERTa(nn.Module):
 
     reads_masks_on_the_cpu = True
 
+    blocks: ResidualSequence | AveragedStreams
+
     def __init__(
         self,
         vocab: int = 50265,
@@ -86,7 +88,7 @@ class RoBERTa(nn.Module):
         self.head = MaskedWordHead(dim, vocab) if classes is None else ClassHead(dim, classes, dropout)
         initialise(self, depth)
 
-    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> nn.Module:
+    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
         return plain_blocks(branches, backward, post_norm=norm == "post")
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
@@ -111,7 +113,7 @@ class RoBERTa(nn.Module):
     @property
     def _packs(self) -> bool:
         """Whether the blocks can read packed sequences. Drop-path needs them apart, compiled code with fixed lengths."""
-        block = self.blocks.blocks[0]
+        block: Any = self.blocks.blocks[0]
         compiled = any(module._compiled_call_impl is not None for module in (block, block.f, block.g))
         return not compiled and not (self.training and self.drop_path)
 
@@ -126,7 +128,7 @@ class RevRoBERTa(Reversible, RoBERTa):
         ValueError: ``norm="post"``: normalised streams cannot be rebuilt.
     """
 
-    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> nn.Module:
+    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
         if norm == "post":
             raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
         return reversible_blocks(branches, backward=backward, **self._engine)

@@ -128,9 +128,10 @@ class RevSwin(Reversible, Swin):
 
     def _assemble(self, branches: list[Branches], widths: list[int], classes: int, backward: str | Sequence[str]) -> None:
         stored = stored_by_stage(self._engine["store"], [len(stage) for stage in branches])
+        engines: list[dict[str, Any]] = [self._engine | {"store": blocks} for blocks in stored]
         sequences = [
-            ReversibleSequence((ReversibleBlock(f, g) for f, g in stage), backward, **self._engine | {"store": blocks})
-            for stage, blocks in zip(branches, stored, strict=True)
+            ReversibleSequence([ReversibleBlock(f, g) for f, g in stage], backward, **engine)
+            for stage, engine in zip(branches, engines, strict=True)
         ]
         fusions = [*map(LearnedFusion, widths[:-1]), TwoStreamFusion(widths[-1])]
         self.stages = nn.Sequential(*map(ReversibleStage, _mergings(widths), sequences, fusions))
@@ -237,6 +238,7 @@ class RelativePositionBias(nn.Module):
         place = torch.arange(window)
         step = place[:, None] - place + window - 1  # from one row, or column, to another
         index = span * step[:, None, :, None] + step[None, :, None, :]
+        self.index: Tensor
         self.register_buffer("index", index.reshape(window**2, window**2), persistent=False)
 
     def forward(self) -> Tensor:

@@ -152,6 +152,7 @@ def _initialise(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.trunc_normal_(module.weight, std=0.02)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, PatchEmbedding):
             nn.init.trunc_normal_(module.position, std=0.02)

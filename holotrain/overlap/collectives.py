@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sums a contiguous tensor in place."""
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return cast(Work, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def reduce_scatter(self, share: Tensor, parts: Tensor) -> Work:
         """Writes the sum over ranks of ``parts[rank]`` to ``share``.
@@ -55,7 +55,7 @@ class Collectives:
             share: [rows, features], contiguous.
             parts: [ranks, rows, features], contiguous.
         """
-        return dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=self.group, async_op=True)
+        return cast(Work, dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=self.group, async_op=True))
 
     def all_gather(self, parts: Tensor, share: Tensor) -> Work:
         """Writes the share of each rank r to ``parts[r]``.
@@ -65,8 +65,8 @@ class Collectives:
             share: [rows, features], contiguous.
         """
         if parts.is_contiguous():
-            return dist.all_gather_into_tensor(parts.flatten(0, 1), share, group=self.group, async_op=True)
-        return dist.all_gather(list(parts.unbind(0)), share, group=self.group, async_op=True)
+            return cast(Work, dist.all_gather_into_tensor(parts.flatten(0, 1), share, group=self.group, async_op=True))
+        return cast(Work, dist.all_gather(list(parts.unbind(0)), share, group=self.group, async_op=True))
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
         """Sends ``sent[rank]`` to each rank, and writes what it sends here to ``received[rank]``.
@@ -91,9 +91,9 @@ class Collectives:
                 if to is not part:
                     to.copy_(part)
 
-        return Holding(work, leaving, put)
+        return Holding(cast(Work, work), leaving, put)
 
-    def agreed(self, value: object) -> object:
+    def agreed(self, value: Any) -> Any:
         """Returns the value of rank 0 on every rank. Synchronises the ranks."""
         said = [value]
         dist.broadcast_object_list(said, group=self.group, group_src=0)

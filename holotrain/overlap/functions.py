@@ -68,13 +68,14 @@ class RowReduceScatter(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         collectives = ctx.overlap.collectives
         grad = grad.contiguous()
-        job = Job(*grad.shape, weight.shape[1], ALL_GATHER, collectives.ranks, grad.dtype, grad.device)
+        rows, inputs = grad.shape
+        job = Job(rows, inputs, weight.shape[1], ALL_GATHER, collectives.ranks, grad.dtype, grad.device)
         whole = grad.new_empty(collectives.ranks, *grad.shape)
         under_way = [(rows, collectives.all_gather(whole[:, rows], grad[rows])) for rows in ctx.overlap.spans(job)]
         grad_x = x.new_empty(x.shape) if needs_x else None
         for rows, work in under_way:
             work.wait()
-            if needs_x:
+            if grad_x is not None:
                 products(whole[:, rows], weight, out=grad_x[:, rows])
         return grad_x, *weight_gradients(whole.flatten(0, 1), x.flatten(0, 1), needs_weight, needs_bias), None
 
@@ -118,7 +119,8 @@ class ColumnReduceScatter(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.overlap = overlap
         collectives = overlap.collectives
-        job = Job(*x.shape, len(weight), ALL_GATHER, collectives.ranks, x.dtype, x.device)
+        rows, inputs = x.shape
+        job = Job(rows, inputs, len(weight), ALL_GATHER, collectives.ranks, x.dtype, x.device)
         under_way = []
         for rows in overlap.spans(job):
             parts = x.new_empty(collectives.ranks, *x[rows].shape)
@@ -137,13 +139,13 @@ class ColumnReduceScatter(torch.autograd.Function):
         collectives = ctx.overlap.collectives
         grad = grad.contiguous()
         whole = x.new_empty(collectives.ranks, *x.shape) if needs_weight else None
-        gathering = [collectives.all_gather(whole, x)] if needs_weight and len(x) else []
+        gathering = [collectives.all_gather(whole, x)] if whole is not None and len(x) else []
         grad_x, works = None, []
         if needs_x:
             grad_x = x.new_empty(x.shape)
             works = ctx.overlap.reduce_scatter(grad, weight, None, grad_x, covered=needs_weight)
         wait_for(gathering)
-        inputs = whole.flatten(0, 1) if needs_weight else None
+        inputs = None if whole is None else whole.flatten(0, 1)
         rest = weight_gradients(grad.flatten(0, 1), inputs, needs_weight, needs_bias)
         wait_for(works)
         return grad_x, *rest, None
@@ -249,17 +251,20 @@ class Exchange:
         out = None if matrix is None else x.new_empty(*near.shape, outputs)
         for rows, work in zip(near.cut, works, strict=True):
             work.wait()
-            if out is not None:
+            if matrix is not None and out is not None:
                 products(whole[:, rows], matrix, bias, out=out[:, rows])
         return near.restored(whole), None if out is None else near.restored(out)
 
     def _groups(self, x: Tensor, inputs: int, outputs: int, **kind: bool) -> tuple[Rows | Features, Rows]:
         overlap = self.overlap
-        if self.rows is None and callable(overlap.groups):
-            self.rows = int(overlap.collectives.largest([max(sum(self.near), sum(self.far))], x.device)[0])
-        elif self.rows is None:  # proportions will do, which need no message between the ranks
-            self.rows = len(overlap.groups) if isinstance(overlap.groups, Columns) else overlap.groups
-        job = Job(self.rows, inputs, outputs, ALL_TO_ALL, overlap.collectives.ranks, x.dtype, x.device, **kind)
+        if self.rows is not None:
+            rows = self.rows
+        elif callable(overlap.groups):
+            rows = int(overlap.collectives.largest([max(sum(self.near or ()), sum(self.far))], x.device)[0])
+        else:  # proportions will do, which need no message between the ranks
+            rows = len(overlap.groups) if isinstance(overlap.groups, Columns) else overlap.groups
+        self.rows = rows
+        job = Job(rows, inputs, outputs, ALL_TO_ALL, overlap.collectives.ranks, x.dtype, x.device, **kind)
         sizes, _ = group_sizes(overlap.groups, job, overlap.collectives)
         near = Features(overlap.collectives.ranks, self.far[0], sizes) if self.near is None else Rows(self.near, sizes)
         return near, Rows(self.far, sizes)
@@ -301,6 +306,7 @@ class AllToAllLinear(torch.autograd.Function):
         whole, y = exchange.receive(x, weight.t(), bias, len(weight))
         ctx.save_for_backward(whole, weight)
         ctx.exchange = exchange
+        assert y is not None  # with a matrix there is a product
         return y
 
     @staticmethod

@@ -102,12 +102,11 @@ def require_grouping(groups: Grouping) -> None:
     """
     if callable(groups):
         return
-    if isinstance(groups, Columns):
-        groups = len(groups)
-    if not isinstance(groups, int) or isinstance(groups, bool):
-        raise TypeError(f"groups must be an integer, Columns, a Tuner or a Predictor, not {groups!r}")
-    if groups < 1:
-        raise ValueError(f"groups must be 1 or more, not {groups}")
+    number = len(groups) if isinstance(groups, Columns) else groups
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"groups must be an integer, Columns, a Tuner or a Predictor, not {number!r}")
+    if number < 1:
+        raise ValueError(f"groups must be 1 or more, not {number}")
 
 
 def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> tuple[list[int], bool]:
@@ -120,15 +119,14 @@ def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> tuple[l
     """
     if job.rows == 0:
         return [], False
-    if callable(groups):
-        groups = groups(job, collectives)
-    total, kind = job.rows, "rows"
-    if columns := isinstance(groups, Columns) and job.summed:
-        total, kind, sizes = job.outputs, "columns", groups.of(job.outputs)
-    elif isinstance(groups, Columns):
-        sizes = equal_sizes(job.rows, len(groups))
+    chosen = groups if isinstance(groups, int | Columns) else groups(job, collectives)
+    total, kind, columns = job.rows, "rows", False
+    if isinstance(chosen, Columns) and job.summed:
+        total, kind, columns, sizes = job.outputs, "columns", True, chosen.of(job.outputs)
+    elif isinstance(chosen, int | Columns):
+        sizes = equal_sizes(job.rows, chosen if isinstance(chosen, int) else len(chosen))
     else:
-        sizes = equal_sizes(job.rows, groups) if isinstance(groups, int) else list(groups)
+        sizes = list(chosen)
     if sum(sizes) != total or min(sizes, default=0) < 1:
         raise ValueError(f"groups of {sizes} {kind} were chosen for {total} {kind}; they must be positive and add up to that")
     return sizes, columns

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,7 +41,7 @@ def _product(
         # real addresses and strides, so wide reads and writes come where these allow them, and nowhere else.
         column = (tl.load(entry + 3) // TILE_COLUMNS * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)).to(tl.int64)
         within = column < columns
-        total = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
+        total = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)  # ty: ignore[invalid-argument-type]
         for start in range(0, inner, TILE_INNER):
             k = (start + tl.arange(0, TILE_INNER)).to(tl.int64)
             left = tl.load(
@@ -74,7 +76,8 @@ def launch(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, tiles: T
         programs: number of programs that share the tiles, one on each SM.
     """
     inner, columns = matrix.shape
-    _product[(min(programs, len(tiles)),)](
+    kernel: Any = _product  # its annotations are those of the device
+    kernel[(min(programs, len(tiles)),)](
         x,
         matrix,
         out if bias is None else bias.contiguous(),  # not read without a bias

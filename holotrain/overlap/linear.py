@@ -264,16 +264,16 @@ def _rows_exchanged(
     input_sizes: Sequence[int] | None,
 ) -> Tensor:
     ranks, inner = overlap.collectives.ranks, math.prod(x.shape[1:-1])
-    given = input_sizes is not None
-    if given != (output_sizes is not None):
+    if (input_sizes is None) != (output_sizes is None):
         raise ValueError("output_split_sizes and input_split_sizes must be given together")
-    if not given:
+    rows = None if input_sizes is not None else inner * len(x)
+    if input_sizes is None or output_sizes is None:
         output_sizes = input_sizes = [len(x) // ranks] * ranks
     if not len(input_sizes) == len(output_sizes) == ranks or sum(input_sizes) != len(x):
         raise ValueError(f"{len(x)} rows cannot be split into {list(input_sizes)} for {ranks} ranks")
     here, there = ([inner * size for size in sizes] for sizes in (input_sizes, output_sizes))
     near, far = (here, there) if function is LinearAllToAll else (there, here)
-    y = _apply(function, rows_of(x), weight, bias, Exchange(overlap, near, far, None if given else inner * len(x)))
+    y = _apply(function, rows_of(x), weight, bias, Exchange(overlap, near, far, rows))
     return y.view(sum(output_sizes), *x.shape[1:-1], len(weight))
 
 
@@ -314,10 +314,11 @@ def _dimension(dim: int, x: Tensor) -> int:
     return dim % x.dim()
 
 
-def _as_autocast_would(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _as_autocast_would(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Casts tensors as autocast casts the arguments of ``linear``; autocast does not cast for products with ``out=``."""
-    kind = tensors[0].device.type
+    kind = x.device.type
     if not torch.is_autocast_enabled(kind):
-        return tensors
+        return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    x, weight, *rest = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight, bias) if t is not None)
+    return x, weight, rest[0] if rest else None

@@ -29,7 +29,7 @@ def weight_gradients(
     grad: Tensor, x: Tensor | None, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias: dy [R, N], x [R, K] to [N, K] and [N]; None if not needed."""
-    return grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
+    return grad.t() @ x if needs_weight and x is not None else None, grad.sum(0) if needs_bias else None
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Overlap:
         return works
 
     def _reduced(self, collective: str, launch, x, matrix, bias, out, covered) -> list[Work]:
-        job = Job(*x.shape[-2:], matrix.shape[1], collective, self.collectives.ranks, x.dtype, x.device, covered)
+        rows, inputs = x.shape[-2:]
+        job = Job(rows, inputs, matrix.shape[1], collective, self.collectives.ranks, x.dtype, x.device, covered)
         sizes, columns = group_sizes(self.groups, job, self.collectives)
         cut = list(spans(sizes))
         if not columns:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -127,7 +127,7 @@ ALIKE = 0.005
 """Relative difference of predicted times below which the smaller number of groups is chosen."""
 
 
-def fewest_groups(tried: Iterable[tuple[T, float]], groups: Callable[[T], int] = len) -> tuple[T, float]:
+def fewest_groups(tried: Iterable[tuple[T, float]], groups: Callable[[Any], int] = len) -> tuple[T, float]:
     """Given candidates and their seconds, returns the one with the fewest groups among those that are about the fastest."""
     tried = list(tried)
     least = min(seconds for _, seconds in tried)
@@ -156,7 +156,7 @@ class Predictor:
     def best(self, job: Job) -> tuple[Sizes, float]:
         """The fastest group sizes and their predicted seconds."""
         waves = waves_of(job.device)
-        tried = list(candidates(job.rows, unit_of(job, waves)))
+        tried: list[Sizes] = list(candidates(job.rows, unit_of(job, waves)))
         if job.summed and job.product_rows(job.rows) < job.outputs:
             # Each group reads the other operand again: here the rows are the smaller one, so columns may be the better cut.
             tried += [Columns(sizes) for sizes in candidates(job.outputs, unit_of(job.turned, waves)) if len(sizes) > 1]

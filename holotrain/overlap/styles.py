@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeGuard, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
@@ -20,6 +22,8 @@ class _ParallelLinear(nn.Linear):
     ``input_layout`` and ``output_layout`` are those of the style; their dimensions may be counted from the end.
     """
 
+    weight: DTensor  # ty: ignore[incompatible-mutable-override]
+    bias: DTensor | None
     groups: Grouping
     signals: bool
     input_layout: Placement
@@ -52,7 +56,8 @@ class _ParallelLinear(nn.Linear):
 class RowParallelLinear(_ParallelLinear):
     """Weight ``Shard(1)``, bias ``Replicate()``; see :class:`~holotrain.overlap.OverlappedRowwise`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         last = Shard(x.dim() - 1)
         if isinstance(x, DTensor) or _counted(self.input_layout, x.dim()) != last:
             x = self._distributed(x)
@@ -75,7 +80,8 @@ class RowParallelLinear(_ParallelLinear):
 class ColumnParallelLinear(_ParallelLinear):
     """Weight and bias ``Shard(0)``; see :class:`~holotrain.overlap.OverlappedColwise`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         layout = _counted(x.placements[0] if isinstance(x, DTensor) else self.input_layout, x.dim())
         length = None
         if _shares_out_the_sequence(layout, x.dim()):
@@ -103,13 +109,13 @@ def _counted(layout: Placement, dims: int) -> Placement:
     return Shard(layout.dim % dims) if isinstance(layout, Shard) else layout
 
 
-def _shares_out_the_sequence(layout: Placement, dims: int) -> bool:
+def _shares_out_the_sequence(layout: Placement, dims: int) -> TypeGuard[Shard]:
     return isinstance(layout, Shard) and layout.dim != dims - 1
 
 
 def _assembled(y: Tensor, mesh: DeviceMesh, layout: Placement, shape: Sequence[int]) -> DTensor:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(y, mesh, [layout], run_check=False, shape=tuple(shape), stride=stride)
+    return DTensor.from_local(y, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class _Overlapped:
@@ -117,6 +123,9 @@ class _Overlapped:
 
     kind: type[RowParallelLinear] | type[ColumnParallelLinear]
     """The class of a styled ``nn.Linear``."""
+    input_layouts: tuple[Placement, ...]
+    output_layouts: tuple[Placement, ...]
+    use_local_output: bool
 
     def __init__(
         self,
@@ -128,17 +137,19 @@ class _Overlapped:
         use_local_output: bool = True,
     ) -> None:
         require_grouping(groups)
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        # torch's style, the next base.
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)  # ty: ignore[unknown-argument]
         self.groups, self.signals = groups, signals
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not nn.Linear:
             raise TypeError(f"{type(self).__name__} applies to nn.Linear only, not to {type(module).__name__}")
-        module = distribute_module(module, device_mesh, self._partition_linear_fn)
-        module.__class__ = self.kind  # like fully_shard: copies, pickles and wrappers of the module keep its forward
-        module.groups, module.signals, module.use_local_output = self.groups, self.signals, self.use_local_output
-        module.input_layout, module.output_layout = self.input_layouts[0], self.output_layouts[0]
-        return module
+        partition = self._partition_linear_fn  # ty: ignore[missing-attribute]
+        styled = cast(_ParallelLinear, distribute_module(module, device_mesh, partition))
+        styled.__class__ = self.kind  # like fully_shard: copies, pickles and wrappers of the module keep its forward
+        styled.groups, styled.signals, styled.use_local_output = self.groups, self.signals, self.use_local_output
+        styled.input_layout, styled.output_layout = self.input_layouts[0], self.output_layouts[0]
+        return styled
 
 
 class OverlappedRowwise(_Overlapped, RowwiseParallel):

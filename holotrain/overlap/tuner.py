@@ -9,13 +9,14 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 from torch.utils._python_dispatch import _disable_current_modes
 
 from holotrain.atomic_files import replacing
@@ -131,7 +132,7 @@ def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
     return MeasuredLink(times)
 
 
-def job_seconds(job: Job, sizes: Sequence[int], collectives: Collectives, repeats: int = REPEATS) -> float:
+def job_seconds(job: Job, sizes: Sizes, collectives: Collectives, repeats: int = REPEATS) -> float:
     """Seconds of the whole job in groups of these sizes, with communication. Every rank must take part."""
     return median_seconds(one_run(job, lambda *_: sizes, collectives), job.device, repeats)
 
@@ -204,7 +205,7 @@ def versions(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["compute capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
         found["CUDA"] = torch.version.cuda or f"ROCm {torch.version.hip}"
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+        found["NCCL"] = ".".join(map(str, nccl.version())) if dist.is_nccl_available() else "none"
     return found
 
 
@@ -309,15 +310,16 @@ class Tuner:
 
         predictor = Predictor(seconds, self.link or measured_link(collectives, job))
         sizes, predicted = predictor.best(job)
-        columns = isinstance(sizes, Columns)
         if len(sizes) == 1:
             (in_one,) = collectives.largest([job_seconds(job, sizes, collectives)], job.device)
-            return Tuned(sizes, predicted, in_one, in_one)
+            return Tuned([job.rows], predicted, in_one, in_one)
         times = [job_seconds(job, cut, collectives) for cut in (sizes, [job.rows])]
         confirmed, in_one = collectives.largest(times, job.device)
         if in_one <= confirmed:
             return Tuned([job.rows], predictor.seconds(job, [job.rows]), in_one, in_one)
-        return Tuned(list(sizes.sizes) if columns else sizes, predicted, confirmed, in_one, columns)
+        if isinstance(sizes, Columns):
+            return Tuned(sizes.of(job.outputs), predicted, confirmed, in_one, columns=True)
+        return Tuned(list(sizes), predicted, confirmed, in_one)
 
     def report(self) -> str:
         """One line per job: the number of groups, predicted and confirmed milliseconds, and milliseconds in one group."""

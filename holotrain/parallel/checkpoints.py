@@ -6,12 +6,12 @@ processes: an optimizer's state has the numbers of parameters, as in one process
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,14 +90,18 @@ class ShardedCheckpoints(ModelParallelStrategy):
 
     sharded_checkpoints: bool
 
+    @property
+    def _module(self) -> nn.Module:
+        return cast(nn.Module, self.lightning_module)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.lightning_module, options=self._saved())
+        return get_model_state_dict(self._module, options=self._saved())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not optimizer.state:  # torch would initialise it, with a step that counts
             return optimizer.state_dict()
-        return state_of(optimizer, self.lightning_module, self._saved())
+        return state_of(optimizer, self._module, self._saved())
 
     def _saved(self) -> StateDictOptions:
         whole = not self.sharded_checkpoints
@@ -113,20 +117,20 @@ class ShardedCheckpoints(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if not is_folder(checkpoint_path):
             return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-        here: dict[str, Any] = {"state_dict": get_model_state_dict(self.lightning_module)}
+        here: dict[str, Any] = {"state_dict": get_model_state_dict(self._module)}
         if self.optimizers:
-            here["optimizer_states"] = [state_of(optimizer, self.lightning_module) for optimizer in self.optimizers]
+            here["optimizer_states"] = [state_of(optimizer, self._module) for optimizer in self.optimizers]
         with naming_group("ckpt_path"):
             return load(checkpoint_path) | read(checkpoint_path, here, dict(tree_leaves_with_path(here)))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state = sharded_like(get_model_state_dict(self.lightning_module), checkpoint["state_dict"])
-        set_model_state_dict(self.lightning_module, state, options=StateDictOptions(strict=strict))
+        state = sharded_like(get_model_state_dict(self._module), checkpoint["state_dict"])
+        set_model_state_dict(self._module, state, options=StateDictOptions(strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             # torch's set_optimizer_state_dict (2.15) refuses several groups without parameters.
-            optimizer.load_state_dict(sharded_like(state_of(optimizer, self.lightning_module), state))
+            optimizer.load_state_dict(sharded_like(state_of(optimizer, self._module), state))
 
 
 def _of_all(callbacks: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +152,7 @@ def state_of(optimizer: Optimizer, model: nn.Module, options: StateDictOptions |
     """
     if isinstance(optimizer, CombinedOptimizer):
         return {"parts": [state_of(part, model, options) for part in optimizer.parts]}
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer, options=options))
     if not state:
         return {}
     names = chain.from_iterable(group["params"] for group in state["param_groups"])
@@ -184,7 +188,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 @contextmanager
-def write_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Generator[None]:
     """
     Raises:
         UserError: the checkpoint cannot be written, because of an OSError.

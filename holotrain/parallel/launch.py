@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -75,8 +75,8 @@ class Loopback(StaticTCPRendezvous):
             raise UserError(self.mistake.read_text(encoding="utf-8"))
         listener = socket.create_server((LOOPBACK, 0))
         self.master_port = listener.getsockname()[1]
-        options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-        self._store = TCPStore(LOOPBACK, self.master_port, None, True, timedelta(seconds=60), **options)
+        port, patience = self.master_port, timedelta(seconds=60)
+        self._store = TCPStore(LOOPBACK, port, None, True, patience, False, master_listen_fd=listener.detach())
         return super().next_rendezvous()
 
 
@@ -106,7 +106,7 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
         job, result, mistake = (Path(folder, name) for name in ("job.json", "status.json", "mistake.txt"))
         given = {"path": sys.path, "environment": _environment(size), "result": str(result), "mistake": str(mistake)}
         job.write_text(json.dumps(given | {"work": work}), encoding="utf-8")
-        new = {"shutdown_timeout": int(patience)}  # older versions of torch have 30 seconds
+        new: dict[str, Any] = {"shutdown_timeout": int(patience)}  # older versions of torch have 30 seconds
         config = LaunchConfig(
             1,
             1,
@@ -137,7 +137,7 @@ def launch(module: str, work: Any, size: int, max_restarts: int, patience: float
 def serve(work: Callable[[Any], int], job: dict[str, Any]) -> None:
     """The main function of a started process. Its error is left in a file for the process that started it."""
     if sys.platform == "linux":  # if that process is killed, this one ends too
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGINT)
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGINT)  # ty: ignore[missing-attribute]
     try:
         status = record(work)(job["work"])
     except BaseException as error:
@@ -158,7 +158,7 @@ def _environment(size: int) -> dict[str, str]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals() -> Generator[list[int]]:
     """Passes SIGTERM on as SIGINT, for it would end the processes' data workers too, and restores the handlers of both."""
     received: list[int] = []
 

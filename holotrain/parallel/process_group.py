@@ -73,7 +73,12 @@ class Processes:
             act()
 
     def join(
-        self, backend: str, device: torch.device, timeout: float, folder: Path, options: dist.Backend.Options | None = None
+        self,
+        backend: str,
+        device: torch.device,
+        timeout: float,
+        folder: Path,
+        options: dist.ProcessGroupNCCL.Options | None = None,
     ) -> None:
         """Creates the process group of torch.distributed.
 

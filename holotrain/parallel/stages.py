@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
 
 from holotrain.models.gpt import GPT
+from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.models.vit import ViT
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.parallel.strategies import average, parameters_of, set_timeouts
+from holotrain.parallel.strategies import TaskWithModel, average, gradients_of, parameters_of, set_timeouts
 from holotrain.reversible import ReversibleSequence
 from holotrain.seeds import mixed_seed
 
@@ -71,17 +72,16 @@ class ModelStage(nn.Module):
         ValueError: the model cannot be divided, or a part has nothing to train.
     """
 
-    def __init__(
-        self, task: pl.LightningModule, group: dist.ProcessGroup, context: Callable[[], AbstractContextManager]
-    ) -> None:
+    def __init__(self, task: TaskWithModel, group: dist.ProcessGroup, context: Callable[[], AbstractContextManager]) -> None:
         super().__init__()
         self.group, self.index, self.count, self.context = group, group.rank(), group.size(), context
-        self.model = model = task.model
         self.task_loss, self.task_terms = task.loss, task.terms
-        check_stages(model, self.count)
+        check_stages(task.model, self.count)
+        self.model = model = cast(GPT | ViT, task.model)
         self.first, self.last = self.index == 0, self.index == self.count - 1
-        depth = len(model.blocks.blocks)
-        self.blocks = model.blocks.part(depth * self.index // self.count, depth * (self.index + 1) // self.count)
+        blocks = cast(ResidualSequence | ReversibleSequence, model.blocks)
+        depth = len(blocks.blocks)
+        self.blocks = blocks.part(depth * self.index // self.count, depth * (self.index + 1) // self.count)
         before, after = (
             {parameter for name in names for parameter in model.get_submodule(name).parameters()}
             for names in (model.BEFORE, model.AFTER)
@@ -96,7 +96,7 @@ class ModelStage(nn.Module):
                     module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         self._received: tuple[Tensor, ...] | None = None
         self._terms = 0
-        model.forward = self.run_whole_batch
+        model.forward = self.run_whole_batch  # ty: ignore[invalid-assignment]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,7 +152,7 @@ class ModelStage(nn.Module):
                 return streams
             terms = int(self.task_terms(*inputs.values()))
             if terms == 0:  # the mean of nothing is NaN, and so are its gradients
-                return sum(stream.sum() for stream in streams)[None] * 0
+                return torch.stack([stream.sum() for stream in streams]).sum()[None] * 0
             self._received = streams
             try:
                 return self.task_loss(*inputs.values())[None] * (terms / self._terms)
@@ -175,7 +175,7 @@ class ModelStage(nn.Module):
             for stream in streams:
                 dist.send(stream, here + 1, self.group)
         output = self.model.leave(streams, *others) if self.last else None
-        about = [None if output is None else (output.shape, output.dtype)]
+        about: list[Any] = [None if output is None else (output.shape, output.dtype)]
         dist.broadcast_object_list(about, group=self.group, group_src=self.count - 1)
         shape, dtype = about[0]
         return self._from_last(torch.empty(shape, dtype=dtype, device=given.device) if output is None else output.contiguous())
@@ -218,46 +218,47 @@ class Pipeline(DDPStrategy):
         self._mesh: DeviceMesh = init_device_mesh(self.root_device.type, size, mesh_dim_names=("data", "stages"))
         set_timeouts(self._mesh, self._timeout)
         for ranks in self._mesh.mesh.tolist():
-            group = dist.new_group([ranks[0], ranks[-1]], timeout=self._timeout)
+            group = cast(dist.ProcessGroup, dist.new_group([ranks[0], ranks[-1]], timeout=self._timeout))
             if self.global_rank in (ranks[0], ranks[-1]):
                 self._tied = group
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self.accelerator.setup(trainer)
-        self.precision_plugin.convert_module(self.model)
+        self.accelerator.setup(trainer)  # ty: ignore[missing-union-attribute]
+        self.precision_plugin.convert_module(cast(nn.Module, self.model))
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             _optimizers_to_device(self.optimizers, self.root_device)
         self.setup_precision_plugin()
 
-    def divide(self, task: pl.LightningModule) -> None:
+    def divide(self, task: TaskWithModel) -> None:
         """Divides the model, once."""
         if self._stage is None or self._stage.model is not task.model:
             self._stage = ModelStage(task, self._mesh["stages"].get_group(), self.precision_plugin.train_step_context)
 
     def model_to_device(self) -> None:
-        self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
+        cast(nn.Module, self.model)._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
 
     def run_step(self, *inputs: Tensor) -> Tensor:
         """Forward and backward of a training batch. Returns its loss."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        stage = cast(ModelStage, self._stage)
         shapes = [value.shape for value in inputs]
         if self._schedule[0] != shapes:
-            self._schedule = shapes, self._stage.make_schedule(self.microbatches, self.schedule, *inputs)
-        loss = self._stage.step(self._schedule[1], *inputs)
-        for parameter in self._stage.tied:
+            self._schedule = shapes, stage.make_schedule(self.microbatches, self.schedule, *inputs)
+        loss = stage.step(self._schedule[1], *inputs)
+        for parameter in stage.tied:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self._tied)
         if self._mesh["data"].size() > 1:
-            average([each.grad for each in self.model.parameters() if each.grad is not None], self._mesh["data"])
+            average(gradients_of(cast(nn.Module, self.model).parameters()), self._mesh["data"])
         return loss
 
     @property
     def tied_to_first(self) -> set[Tensor]:
         """Parameters of this stage that the first one has too, with the same gradient."""
-        return set(self._stage.tied) if self._stage.last else set()
+        return set(self._stage.tied) if self._stage is not None and self._stage.last else set()
 
     def norms_over_stages(self, norms: dict[str, float]) -> dict[str, float]:
         """L2 norms over the parameters of all stages, from those over each stage's. All processes call it.
@@ -284,7 +285,7 @@ class Pipeline(DDPStrategy):
             nn.utils.clip_grad_value_(trained, largest)
             return
         before = self.tied_to_first
-        counted = [parameter.grad for parameter in trained if parameter not in before]
+        counted = gradients_of(parameter for parameter in trained if parameter not in before)
         square = nn.utils.get_total_norm(counted).square()
         dist.all_reduce(square, group=self._mesh["stages"].get_group())
         nn.utils.clip_grads_with_norm_(trained, largest, square.sqrt())
@@ -360,8 +361,8 @@ def collected(own: dict[str, Any], group: dist.ProcessGroup, device: torch.devic
 def _put(tree: Any, keys: KeyPath, value: Any) -> None:
     *outer, last = keys
     for key in outer:
-        tree = tree.setdefault(key.key, {}) if isinstance(key, MappingKey) else tree[key.idx]
-    tree[last.key] = value
+        tree = tree.setdefault(key.key, {}) if isinstance(key, MappingKey) else key.get(tree)
+    tree[cast(MappingKey, last).key] = value
 
 
 def _without_others(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
@@ -38,6 +38,16 @@ from holotrain.reversible import ReversibleBlock
 HOOKS = {"none": None, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
+class TaskWithModel(Protocol):
+    """What strategies divide, and what they ask of it: see :class:`~holotrain.tasks.Task`."""
+
+    model: nn.Module
+
+    def loss(self, *inputs: Tensor) -> Tensor: ...
+
+    def terms(self, *inputs: Tensor) -> Tensor | int: ...
+
+
 class DataParallel(DDPStrategy):
     """Lightning's DDPStrategy. Gradients are views of the communication buckets, which saves a copy.
 
@@ -58,7 +68,7 @@ class DataParallel(DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         if self._ddp_comm_hook is not None:  # Lightning registers it on GPUs only
-            self.model.register_comm_hook(None, self._ddp_comm_hook)
+            cast(DistributedDataParallel, self.model).register_comm_hook(None, self._ddp_comm_hook)
 
 
 @dataclass(frozen=True)
@@ -97,12 +107,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = 
         parallelize_module(layer, mesh, {first: styles.column(), last: styles.row()})
 
 
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.15; older versions
+set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
+    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # ty: ignore[deprecated]  # before torch 2.15
+)
 
 BLOCKS = (ReversibleBlock, ResidualBlock, Transition)
 """Modules that FSDP2 gathers and frees as a unit."""
 
-KEPT = {"param_dtype_override_fn": lambda parameter: parameter.dtype if parameter.ndim < 2 else None}
+KEPT: dict[str, Any] = {"param_dtype_override_fn": lambda parameter: parameter.dtype if parameter.ndim < 2 else None}
 """Norms and biases stay as they are, as in autocast. (torch before 2.15 has no such option.)"""
 
 OPTIONS = KEPT if KEPT.keys() <= MixedPrecisionPolicy.__dataclass_fields__.keys() else {}
@@ -133,7 +145,7 @@ class Sharding(ShardedCheckpoints):
         super().setup_environment()
         set_timeouts(self.device_mesh, self._timeout)
 
-    def divide(self, task: pl.LightningModule) -> None:
+    def divide(self, task: TaskWithModel) -> None:
         """Shards the parameters of a task's model, once."""
         model = task.model
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -176,14 +188,14 @@ class Sharding(ShardedCheckpoints):
         kinds = by_mesh(parameter for parameter in parameters_of(optimizer) if parameter.grad is not None)
         if layers.size() > 1:
             for parameters in kinds.values():
-                average([parameter.grad for parameter in parameters if _whole_in_its_group(parameter)], layers)
+                average(gradients_of(filter(_whole_in_its_group, parameters)), layers)
         if largest is None or largest <= 0:
             return
         if algorithm == "value":
             for parameters in kinds.values():
                 nn.utils.clip_grad_value_(parameters, largest)
             return
-        norms = [nn.utils.get_total_norm([p.grad for p in parameters]) for parameters in kinds.values()]
+        norms = [nn.utils.get_total_norm(gradients_of(parameters)) for parameters in kinds.values()]
         norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
         for parameters in kinds.values():
             nn.utils.clip_grads_with_norm_(parameters, largest, norm)
@@ -199,8 +211,9 @@ class Sharding(ShardedCheckpoints):
 
 def set_timeouts(mesh: DeviceMesh, timeout: timedelta | None) -> None:
     """Sets the timeout of a mesh's groups, which it creates with torch's default."""
-    for dimension in range(mesh.ndim):
-        set_timeout(timeout, mesh.get_group(dimension))
+    if timeout is not None:
+        for dimension in range(mesh.ndim):
+            set_timeout(timeout, mesh.get_group(dimension))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -208,9 +221,16 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Of those that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 def _whole_in_its_group(parameter: Tensor) -> bool:
     """Whether a parameter is replicated in the tensor parallel group."""
-    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names or ()
     return "tensor_parallel" not in names or parameter.placements[names.index("tensor_parallel")].is_replicate()
 
 

@@ -18,17 +18,17 @@ class Coupling(Protocol):
     the branch returned.
     """
 
-    def read(self, source: Tensor) -> Tensor:
+    def read(self, source: Tensor, /) -> Tensor:
         """The source as the branch reads it."""
 
-    def couple(self, target: Tensor, source: Tensor, output: Any) -> Tensor:
+    def couple(self, target: Tensor, source: Tensor, output: Any, /) -> Tensor:
         """Returns the new target.
 
         Raises:
             ValueError: the branch's output is not of the right kind or shape.
         """
 
-    def undo(self, coupled: Tensor, source: Tensor, output: Any) -> Tensor:
+    def undo(self, coupled: Tensor, source: Tensor, output: Any, /) -> Tensor:
         """Returns the target."""
 
 

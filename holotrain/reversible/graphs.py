@@ -56,11 +56,10 @@ class GraphedStep:
         if self._calls == WARM_UPS:
             with self._generators.available():  # the last ordinary step counts what will be recomputed
                 return self._aside(inputs)
-        if self._graph is None:
-            self._capture(inputs)
+        graph = self._graph or self._capture(inputs)
         for static, given in zip(self._inputs, inputs, strict=True):
             static.copy_(given, non_blocking=True)
-        self._graph.replay()
+        graph.replay()
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
         return self._result.clone()
@@ -84,7 +83,7 @@ class GraphedStep:
         ambient.wait_stream(aside)
         return loss
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+    def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         self._inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         self._generators.prepare(graph)
@@ -93,3 +92,4 @@ class GraphedStep:
             self._result = self._ordinary(tuple(self._inputs))
         self._grads = [parameter.grad for parameter in self._parameters]
         self._graph = graph
+        return graph

@@ -30,7 +30,7 @@ class _Round(torch.autograd.Function):
         return grid.nearest(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
         return grad, None
 
 
@@ -77,6 +77,9 @@ class FixedPointGrid(nn.Module):
     If a stream grows beyond the grid, a warning says so once: on a CPU in the same forward, on other devices in a later one, so
     that the host does not wait.
     """
+
+    step: Tensor
+    _largest: Tensor
 
     def __init__(self, bits: int | None = None) -> None:
         super().__init__()
@@ -153,10 +156,13 @@ class FixedPointGrid(nn.Module):
                 stacklevel=4,
             )
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *rest) -> None:
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
         """A checkpoint of a sequence that was not exact brings no grid: then the choice is still to be made."""
         known_missing = []
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, known_missing, *rest)
+        rest = unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, known_missing, *rest)
         missing_keys.extend(key for key in known_missing if key != prefix + "step")
         self.known = not math.isnan(self.step.item())
 

@@ -59,16 +59,14 @@ def make_reversible(
         raise ValueError(f"make_reversible takes the name of a list of blocks ({known}), not the list itself")
     names = list(dict.fromkeys([blocks] if isinstance(blocks, str) else blocks or _the_lists(model)))
     modules = dict(model.named_modules(remove_duplicate=False))
-    options = {"backward": backward, "store": store, "keep": keep}
-    for name in names:
-        _require_blocks(name, modules)
-    _require_each_once(names, modules)
-    for name in names:
+    lists = {name: _list_of_blocks(name, modules) for name in names}
+    _require_each_once(lists)
+    for name, found in lists.items():
         if split is None:
-            ReversibleStack(modules[name], bits, **options)
+            ReversibleStack([*found], bits, backward, store, keep)
         else:
-            sequence = ReversibleSequence([ReversibleBlock(*split(block)) for block in modules[name]], **options)
-            _replace(modules, name, TwoStream(sequence, modules[name]))
+            coupled = [ReversibleBlock(*split(block)) for block in found]
+            _replace(modules, name, TwoStream(ReversibleSequence(coupled, backward, store, keep=keep), found))
     return model
 
 
@@ -122,13 +120,13 @@ def is_list_of_blocks(module: nn.Module) -> bool:
 
 def _the_lists(model: nn.Module) -> list[str]:
     found = dict(outermost(model, is_list_of_blocks))
-    if len({type(module[0]) for module in found.values()}) != 1:
+    if len({type(next(module.children())) for module in found.values()}) != 1:
         several = f"several lists of blocks: {', '.join(found)}; name one" if found else "no list of at least two equal blocks"
         raise ValueError(f"{type(model).__name__} has {several}")
     return list(found)
 
 
-def _require_blocks(name: str, modules: dict[str, nn.Module]) -> None:
+def _list_of_blocks(name: str, modules: dict[str, nn.Module]) -> nn.ModuleList | nn.Sequential:
     found = modules.get(name)
     if not isinstance(found, nn.Sequential | nn.ModuleList):
         lists = [name for name, part in modules.items() if name and isinstance(part, nn.Sequential | nn.ModuleList)]
@@ -136,12 +134,13 @@ def _require_blocks(name: str, modules: dict[str, nn.Module]) -> None:
     around = [part for other, part in modules.items() if name.startswith(f"{other}.")]
     if any(map(stack_of, [*found, *around])) or isinstance(next(iter(found), None), TwoStream):
         raise ValueError(f"the blocks {name!r} are reversible already; undo(model) takes that back")
+    return found
 
 
-def _require_each_once(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
+def _require_each_once(lists: dict[str, nn.ModuleList | nn.Sequential]) -> None:
     places: dict[int, str] = {}
-    for name in names:
-        for index, block in enumerate(modules[name]):
+    for name, blocks in lists.items():
+        for index, block in enumerate(blocks):
             place = f"{name}.{index}"
             if (other := places.setdefault(id(block), place)) != place:
                 raise ValueError(f"{other} and {place} are one block, and a block cannot have two places in a stack")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -65,10 +65,13 @@ class _Buffer(NamedTuple):
         return not torch.equal(self.tensor, self.before)
 
 
+_Named = MutableMapping[str, Any]
+"""Parameters or buffers of a module, by name."""
+
 _values, _version = methodcaller("values"), attrgetter("_version")
 
 
-def _all_values(owners: list[dict[str, Tensor | None]]) -> list[Tensor | None]:
+def _all_values(owners: list[_Named]) -> list[Tensor | None]:
     return [*chain.from_iterable(map(_values, owners))]
 
 
@@ -86,8 +89,8 @@ class Reads:
         self.parts = parts
         self._modes = [part.training for part in parts]
         # What holds tensors by name, and what it held.
-        self._owners = [part._parameters for part in parts if part._parameters]
-        self._owned = [owner.copy() for owner in self._owners]
+        self._owners: list[_Named] = [part._parameters for part in parts if part._parameters]
+        self._owned: list[_Named] = [dict(owner) for owner in self._owners]
         self._buffers: list[_Buffer] = []
         for part in parts:
             if part._buffers:
@@ -156,9 +159,10 @@ class Reads:
                     if owner.get(name) is not tensor:
                         self._put(owner, name, tensor)
         for buffer in self._buffers:
-            self._put(buffer.owner._buffers, buffer.name, buffer.before.clone())
+            if buffer.before is not None:
+                self._put(buffer.owner._buffers, buffer.name, buffer.before.clone())
 
-    def _put(self, owner: dict[str, Tensor | None], name: str, tensor: Tensor | None) -> None:
+    def _put(self, owner: _Named, name: str, tensor: Tensor | None) -> None:
         self._others.append((owner, name, owner.get(name)))
         owner[name] = tensor
 
@@ -168,7 +172,7 @@ class Reads:
 
 
 @contextmanager
-def buffers_unchanged(module: nn.Module) -> Iterator[None]:
+def buffers_unchanged(module: nn.Module) -> Generator[None]:
     """Inside, the module works on copies of its buffers."""
     own = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None]
     for part, name, buffer in own:

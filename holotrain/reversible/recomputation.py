@@ -13,11 +13,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -74,7 +75,7 @@ class Branch:
         # What autograd saved in the latest recomputation; None where the backward has taken it.
         self.saved: list[Tensor | None] = []
 
-    def run(self, source: Tensor, supply: Callable[[Branch], None]) -> Any:
+    def run(self, source: Tensor, supply: Callable[[Self], None]) -> Any:
         """The forward: returns the module's output, with a graph whose saved tensors are discarded.
 
         Args:
@@ -90,7 +91,7 @@ class Branch:
                 self._leaves.append((tensor, tensor._version))
             return len(kinds) - 1  # all that the graph keeps of the tensor
 
-        def unpack(number: int) -> Tensor:
+        def unpack(number: int) -> Any:
             if not saved or saved[number] is None:
                 supply(self)
             tensor, saved[number] = saved[number], None  # activations go as they are used
@@ -196,7 +197,7 @@ class _Saver(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def kept(*tensors: Tensor) -> Node:
+def kept(*tensors: Tensor) -> BackwardCFunction:
     """A node whose ``saved_tensors`` are the tensors, or an error if they were changed in place.
 
     They are saved as autograd saves: an outer recomputation, in whose branch this one runs, discards and recomputes them.
@@ -245,6 +246,6 @@ def _checkpointed(branch: Branch, source: Tensor) -> Any:
     return branch.run(source, partial(_supply_from, kept(source)))
 
 
-def _supply_from(stored: Node, branch: Branch) -> None:
+def _supply_from(stored: BackwardCFunction, branch: Branch) -> None:
     with torch.inference_mode(False):  # a backward may be called in it
         branch.saved[:] = branch.run_again(*stored.saved_tensors, output=False)[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import _random
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from ctypes import string_at
@@ -138,7 +138,7 @@ def _global_marks() -> tuple[bytes, ...]:
     python = string_at(id(random._inst) + _HEADER, _OBJECT - _HEADER)
     if numpy is None:
         return (python,)
-    generator = numpy.random.get_bit_generator()
+    generator = numpy.random.get_bit_generator()  # ty: ignore[missing-attribute]
     if isinstance(generator, numpy.random.MT19937):
         return python, string_at(generator.ctypes.state_address, 2500)  # 624 words and a position
     return python, repr(generator.state).encode()
@@ -162,7 +162,7 @@ class _Settings(NamedTuple):
         return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, torch._C._get_sdp_priority_order())
 
     @contextmanager
-    def reinstated(self, cached: bool) -> Iterator[None]:
+    def reinstated(self, cached: bool) -> Generator[None]:
         before = [allowed() for allowed, _ in _KERNELS]
         with ExitStack() as stack:
             for kind, enabled, dtype in zip(self.kinds, self.enabled, self.dtypes or [None] * len(self.kinds), strict=True):
@@ -184,7 +184,7 @@ _KERNELS = (
 
 
 @contextmanager
-def _one_convolution() -> Iterator[None]:
+def _one_convolution() -> Generator[None]:
     """Inside, cuDNN takes the algorithm that its heuristics name, among those that repeat their result bit for bit.
 
     With ``benchmark`` it takes the fastest of a few runs. Each thread measures for itself, and a backward has another one than
@@ -266,7 +266,7 @@ class Replay:
         self._pair = _next_pair(call.device) if self._on_gpu else None
 
     @contextmanager
-    def _repeatable(self, recomputation: bool) -> Iterator[None]:
+    def _repeatable(self, recomputation: bool) -> Generator[None]:
         pair = self._pair
         own = _NOTHING if pair is None else pair.used(pair.recomputation if recomputation else pair.forward)
         with _one_convolution(), own:
@@ -320,7 +320,7 @@ class Replay:
 
 
 @contextmanager
-def generators_unmoved(device: torch.device, others: Iterable[Any]) -> Iterator[None]:
+def generators_unmoved(device: torch.device, others: Iterable[Any]) -> Generator[None]:
     """After the context all generators of a device, and others, are as they were before it."""
     states = [(source, source.get()) for source in (*Call(device).sources, *_GLOBAL, *map(_of_generator, others))]
     try:
@@ -343,7 +343,7 @@ class _Pair:
         self.forward, self.recomputation = (torch.Generator(device).manual_seed(seed) for _ in range(2))
 
     @contextmanager
-    def used(self, generator: torch.Generator) -> Iterator[None]:
+    def used(self, generator: torch.Generator) -> Generator[None]:
         before = self._default.graphsafe_get_state()
         self._default.graphsafe_set_state(generator)
         try:
@@ -374,7 +374,7 @@ class GraphGenerators:
         return self._pairs[self._asked - 1] if self._pairs else None
 
     @contextmanager
-    def available(self) -> Iterator[None]:
+    def available(self) -> Generator[None]:
         """Inside, runs of branches take their pairs from here."""
         token = _graph_generators.set(self)
         try:

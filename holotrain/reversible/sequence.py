@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
-from itertools import count, groupby
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.block import Additive, ReversibleBlock, Storing
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.reads import buffers_unchanged, is_compiled, is_sharded
-from holotrain.reversible.recomputation import Checkpointing
-from holotrain.reversible.replay import Call, generators_among, generators_unmoved, in_trace, is_imagined
-from holotrain.reversible.tape import Tape, Witness
+from holotrain.reversible.reads import buffers_unchanged, is_compiled
+from holotrain.reversible.replay import generators_among, generators_unmoved, in_trace, is_imagined
+from holotrain.reversible.tape import Recorder, Witness
 
 Keywords = dict | Sequence[dict] | None
 """Keyword arguments of f or g: the same for every block, or one dict for each."""
@@ -60,7 +57,7 @@ class ReversibleSequence(nn.Module):
 
     def __init__(
         self,
-        blocks: Iterable[ReversibleBlock],
+        blocks: Iterable[nn.Module],
         backward: str | Sequence[str] = "reversible",
         store: int | Collection[int] = 0,
         exact: bool | int = False,
@@ -98,23 +95,24 @@ class ReversibleSequence(nn.Module):
             self.backward = self.backward
         x1, x2 = _widened(x1), _widened(x2)
         keywords = list(zip(self._each(f_kwargs), self._each(g_kwargs), strict=True))
-        coupling = Additive()
+        grid = None
         if self.grid is not None:
             if not (self.grid.known or is_imagined(x1)):
-                self._choose_grid(x1, x2, keywords)
+                self._choose_grid(self.grid, x1, x2, keywords)
             if self.grid.known or is_imagined(x1):
-                coupling = Additive(self.grid.in_call(x1.dtype))
-                x1, x2 = coupling.grid.entered(x1), coupling.grid.entered(x2)
+                grid = self.grid.in_call(x1.dtype)
+                x1, x2 = grid.entered(x1), grid.entered(x2)
+        coupling = Additive(grid)
         if self.witnesses is not None:
             self.witnesses.clear()
         schedules = self.schedules if torch.is_grad_enabled() else [SCHEDULES["autograd"]] * len(self.blocks)
         if all(schedule.kind == "stored" for schedule in schedules):
-            x1, x2 = self._store(zip(count(), schedules, self.blocks, keywords, strict=False), x1, x2, coupling)
+            x1, x2 = self._store(x1, x2, keywords, coupling)
         elif torch.compiler.is_compiling():
             x1, x2 = self._compiled(schedules, x1, x2, keywords, coupling)
         else:
             x1, x2 = self._recompute(schedules, x1, x2, keywords, coupling)
-        if coupling.grid is not None:
+        if self.grid is not None and grid is not None:
             self.grid.report(x1.dtype)
         return x1, x2
 
@@ -128,9 +126,9 @@ class ReversibleSequence(nn.Module):
             raise ValueError(f"there are keyword arguments for {len(keywords)} blocks, and {depth} blocks")
         return keywords
 
-    def _store(self, group: Iterable[tuple], x1: Tensor, x2: Tensor, coupling: Additive) -> tuple[Tensor, Tensor]:
+    def _store(self, x1: Tensor, x2: Tensor, keywords: list, coupling: Additive) -> tuple[Tensor, Tensor]:
         run = Storing(coupling)
-        for number, _, block, words in group:
+        for number, (block, words) in enumerate(zip(self.blocks, keywords, strict=False)):
             with in_trace("forward", number):
                 x1, x2 = block(x1, x2, *words, run=run)
         return x1, x2
@@ -138,47 +136,30 @@ class ReversibleSequence(nn.Module):
     def _recompute(
         self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
     ) -> tuple[Tensor, Tensor]:
-        call = Call(x1.device)
-        hooked = _has_any_global_hook()
-        each = zip(count(), schedules, self.blocks, keywords, strict=False)
-        for kind, group in groupby(each, lambda one: one[1].kind):
-            if kind == "stored":
-                x1, x2 = self._store(group, x1, x2, coupling)
-                call.present = None
-                continue
-            tape = self._tape(call, x1, x2) if kind == "rebuilt" else Checkpointing(call)
-            for number, schedule, block, words in group:
-                if hooked or block._forward_pre_hooks or block._forward_hooks:
-                    call.present = None  # a hook may draw random numbers
-                if schedule.ahead and is_sharded(type(block)):
-                    schedule = replace(schedule, ahead=False)
-                run = tape.block(number, schedule, coupling)
-                if is_compiled([block]):
-                    run = torch.compiler.disable(run)  # a recomputation runs outside the compiled block
-                with in_trace("forward", number):
-                    x1, x2 = block(x1, x2, *words, run=run)
-            tape.end(x1, x2)
-        call.end()
+        recorder, hooked = Recorder(x1.device, self.witnesses), _has_any_global_hook()
+        for number, (schedule, block, words) in enumerate(zip(schedules, self.blocks, keywords, strict=False)):
+            if hooked or block._forward_pre_hooks or block._forward_hooks:
+                recorder.call.present = None  # a hook may draw random numbers
+            run = recorder.block(number, schedule, coupling, block, (x1, x2))
+            if is_compiled([block]) and schedule.kind != "stored":
+                run = torch.compiler.disable(run)  # a recomputation runs outside the compiled block
+            with in_trace("forward", number):
+                x1, x2 = block(x1, x2, *words, run=run)
+        recorder.end(x1, x2)
         return x1, x2
 
-    def _tape(self, call: Call, x1: Tensor, x2: Tensor) -> Tape:
-        if x1.dtype.itemsize < 4:
-            warnings.warn(
-                f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
-                "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
-                stacklevel=4,
-            )
-        witness = None
-        if self.witnesses is not None:
-            self.witnesses.append(witness := Witness())
-        return Tape(call, x1, x2, witness)
+    _outside_the_graph = torch.compiler.disable(
+        _recompute,
+        reason="blocks that are rebuilt run outside the compiled graph: compile without fullgraph=True, or each block with "
+        'block.compile(), or set backward="checkpoint"',
+    )
 
     def _compiled(
         self, schedules: list[Schedule], x1: Tensor, x2: Tensor, keywords: list, coupling: Additive
     ) -> tuple[Tensor, Tensor]:
         """In a model that is compiled as a whole. The compiler checkpoints by rules of its own, and cannot rebuild."""
         if any(schedule.kind == "rebuilt" for schedule in schedules):
-            return torch.compiler.disable(self._recompute)(schedules, x1, x2, keywords, coupling)
+            return self._outside_the_graph(schedules, x1, x2, keywords, coupling)
         for number, schedule in enumerate(schedules):
             block, run = self.blocks[number], Storing(coupling)
             if schedule.kind == "checkpointed":
@@ -187,7 +168,7 @@ class ReversibleSequence(nn.Module):
                 x1, x2 = block(x1, x2, *keywords[number], run=run)
         return x1, x2
 
-    def _choose_grid(self, x1: Tensor, x2: Tensor, keywords: list) -> None:
+    def _choose_grid(self, grid: FixedPointGrid, x1: Tensor, x2: Tensor, keywords: list) -> None:
         """Runs the blocks once, without a graph, to see how large the streams become."""
         if not x1.numel():
             return  # a later batch will tell
@@ -199,7 +180,7 @@ class ReversibleSequence(nn.Module):
             for block, words in zip(self.blocks, keywords, strict=True):
                 streams = block(*streams, *words)
                 largest = torch.maximum(largest, torch.stack(streams).abs().amax())
-        self.grid.choose(largest.item(), x1.dtype)
+        grid.choose(largest.item(), x1.dtype)
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:
@@ -221,10 +202,10 @@ class ReversibleSequence(nn.Module):
         grid = None if self.grid is None else self.grid.in_call(y1.dtype)
         each = zip(self.blocks, self._each(f_kwargs), self._each(g_kwargs), strict=True)
         for block, *keywords in reversed(list(each)):
-            y1, y2 = block.inverse(y1, y2, *keywords, grid=grid)
+            y1, y2 = cast(ReversibleBlock, block).inverse(y1, y2, *keywords, grid=grid)
         return y1, y2
 
-    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:  # ty: ignore[incompatible-method-override]
         if self.grid is None:
             state_dict.pop(prefix + "grid.step", None)  # a checkpoint of an exact sequence
         super()._load_from_state_dict(state_dict, prefix, *rest)

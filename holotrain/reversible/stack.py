@@ -7,19 +7,17 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
-from holotrain.reversible.block import Storing
 from holotrain.reversible.grid import FixedPointGrid
-from holotrain.reversible.reads import is_sharded, version_of
-from holotrain.reversible.recomputation import Checkpointing
-from holotrain.reversible.replay import Call, in_trace, is_imagined
-from holotrain.reversible.tape import Tape, Witness, same_tensor
+from holotrain.reversible.reads import version_of
+from holotrain.reversible.replay import in_trace, is_imagined
+from holotrain.reversible.tape import Recorder, Witness, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
 
 FIRST_HEADROOM_BITS = 20
@@ -89,7 +87,7 @@ class ReversibleStack:
     def own_forward(self, index: int) -> Callable:
         """The forward that a block had before, compiled if ``block.compile()`` was called."""
         block = self.blocks[index]
-        forward = self._forwards[index] or type(block).forward.__get__(block)
+        forward = self._forwards[index] or MethodType(type(block).forward, block)
         if index not in self._compiled_calls:
             return forward
         if index not in self._compiled:
@@ -240,8 +238,7 @@ class _Pass:
         self._stack = stack
         self.following = 0
         self._schedules = stack.schedules
-        self._kind: str | None = None
-        self._run: Tape | Checkpointing | None = None
+        self._recorder: Recorder | None = None
 
     def run(self, index: int, arguments: tuple, keywords: dict[str, Any]) -> Any:
         """Runs the next block."""
@@ -256,22 +253,20 @@ class _Pass:
             )
         else:
             self._follow(x)
-        if schedule.kind != self._kind or not self._call.as_now():
-            self._end_run()
-            self._begin_run(schedule.kind)
+        if self._recorder is None or not self._recorder.call.as_now():
+            self._end_recording()
+            self._recorder = Recorder(self._stream.device, self._stack.witnesses)
         block, bits = self._stack.blocks[index], self._stack.bits[index - 1] if index else None
         coupling = TwoStep(self._grid, x, self._sign, self._stack.weights[index], bits, schedule.kind == "rebuilt")
-        if schedule.ahead and is_sharded(type(block)):
-            schedule = replace(schedule, ahead=False)
-        run = Storing(coupling, forward) if self._run is None else self._run.block(index, schedule, coupling, forward)
-        self._call.present = None  # what the model does between its blocks may draw random numbers
+        run = self._recorder.block(index, schedule, coupling, block, (self._stream, self._before), forward)
+        self._recorder.call.present = None  # what the model does between its blocks may draw random numbers
         with in_trace("forward", index):
             coupled = run("block", block, self._before, self._stream, words)
         self._before, self._stream, self.following = self._stream, coupled, index + 1
         if self._choice is not None:
             self._choice.see(coupled)
         if self.following == len(self._schedules):
-            self._end_run()
+            self._end_recording()
             self._end()
         self._returned = coupled.to(coupling.written_as)
         self._version = version_of(self._returned)
@@ -304,21 +299,9 @@ class _Pass:
         if x.dtype == self._stream.dtype:
             self._stream = x
 
-    def _begin_run(self, kind: str) -> None:
-        self._kind, self._run, self._call = kind, None, Call(self._stream.device)
-        if kind == "checkpointed":
-            self._run = Checkpointing(self._call)
-        elif kind == "rebuilt":
-            witness = None
-            if self._stack.witnesses is not None:
-                self._stack.witnesses.append(witness := Witness())
-            self._run = Tape(self._call, self._stream, self._before, witness)
-
-    def _end_run(self) -> None:
-        if self._kind is not None:
-            self._call.end()
-        if self._run is not None:
-            self._run.end(self._stream, self._before)
+    def _end_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.end(self._stream, self._before)
 
     def _end(self) -> None:
         if self._choice is not None:
@@ -367,9 +350,9 @@ def _call(
         again: the forward will run again in the backward.
     """
     name = _name_of_stream(forward, arguments)
-    if not arguments and name not in keywords:
+    if name not in keywords if name is not None else not arguments:
         raise ValueError("a block was called without its first argument, the stream")
-    x, rest = (arguments[0], arguments[1:]) if arguments else (keywords[name], ())
+    x, rest = (arguments[0], arguments[1:]) if name is None else (keywords[name], ())
     named = {key: value for key, value in keywords.items() if key != name}
     if again:
         rest, named = tuple(map(_no_cache, rest)), {key: _no_cache(value) for key, value in named.items()}

@@ -11,20 +11,23 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.function import BackwardCFunction
 
 from holotrain.reversible.backward_schedules import Schedule
-from holotrain.reversible.block import Coupling, Run
-from holotrain.reversible.recomputation import Branch, kept
+from holotrain.reversible.block import Coupling, Run, Storing
+from holotrain.reversible.reads import is_sharded
+from holotrain.reversible.recomputation import Branch, Checkpointing, kept
 from holotrain.reversible.replay import Call, is_imagined
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -77,7 +80,7 @@ _imagined_side: ContextVar[bool] = ContextVar("side stream imagined", default=Fa
 
 
 @contextmanager
-def imagining_a_side_stream() -> Iterator[None]:
+def imagining_a_side_stream() -> Generator[None]:
     """Inside, tensors without values are recomputed as early as a CUDA device would, so that a memory plan counts them."""
     token = _imagined_side.set(True)
     try:
@@ -118,16 +121,16 @@ class Tape:
         self._call, self._witness = call, witness
         self._branches: list[_Rebuilt] = []
         # Forward: the streams after the latest branch, (coupled, source).
-        # Backward: those after ``_branches[_position]``, the next to be rebuilt.
-        self._streams: tuple[Tensor, Tensor] | None
+        # Backward: those after ``_branches[_position]``, the next to be rebuilt. Empty: they are being replaced.
+        self._streams: tuple[Tensor, ...]
         self._leave(x1, x2, x2.detach())
         if witness is not None:
             witness.remember(x1, x2)
-        self._position: int | None = None
-        self._end: Node | None = None
+        self._complete, self._position = False, -1
+        self._end: BackwardCFunction | None = None
         self._task = -1
         self._current: tuple[_Rebuilt, Tensor] | None = None
-        self._early: tuple[_Rebuilt, list[Tensor], tuple[Tensor, Tensor], Any] | None = None
+        self._early: tuple[_Rebuilt, list[Tensor], tuple[Tensor, ...], Any] | None = None
 
     # forward
 
@@ -164,7 +167,7 @@ class Tape:
         Raises:
             ValueError: they are not, so a hook replaced or changed them.
         """
-        (coupled, source), streams, self._streams = self._left, self._streams, None
+        (coupled, source), streams, self._streams = self._left, self._streams, ()
         crossed = first is coupled() or (first is not source() and same_tensor(first, streams[0]))
         pair = (first, second) if crossed else (second, first)
         if not ((pair[0] is coupled() and pair[1] is source()) or all(map(same_tensor, pair, streams))):
@@ -184,7 +187,7 @@ class Tape:
         """After the last block, with what it returned."""
         coupled, source = self._streams
         self._enter(y1, y2)
-        self._end, self._position = kept(coupled, source), len(self._branches) - 1
+        self._end, self._complete = kept(coupled, source), True
 
     # backward
 
@@ -207,7 +210,7 @@ class Tape:
                 return
             current.saved.clear()
         early, self._early = self._early, None
-        if early is not None:
+        if early is not None and self._side is not None:
             self._side.wait(early[-1])
         if early is not None and early[0] is branch:
             _, branch.saved[:], (_, source), _ = early
@@ -225,7 +228,7 @@ class Tape:
         self._run_ahead()
 
     def _begin(self, task: int) -> None:
-        if self._position is None:
+        if not self._complete:
             raise RuntimeError("the backward reached reversible blocks of which the model did not run all")
         self._task = task
         if self._end is None:
@@ -235,7 +238,7 @@ class Tape:
         self._streams, self._position = self._end.saved_tensors, len(self._branches) - 1
         self._current, self._early = None, None
         self._side = side_of(self._streams[0])
-        if task != -1 and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if task != -1 and not _get_current_graph_task_keep_graph():
             self._end = None
 
     def _rebuild(self) -> list[Tensor]:
@@ -245,7 +248,7 @@ class Tape:
         output, saved = branch.run_again(branch.coupling.read(source), output=inverted)
         if inverted:
             target = branch.coupling.undo(coupled, source, output)
-            if branch.place == 0:
+            if branch.place == 0 and self._witness is not None:
                 self._witness.compare(target, source)
             self._streams = (source, target) if branch.crossed else (target, source)
         self._position -= 1
@@ -279,6 +282,69 @@ class Tape:
         self._early = branch, saved, streams, done  # the streams too: the side stream reads them until ``done``
 
 
+class Recorder:
+    """Runs the blocks of one forward by their schedules, and records what the backward needs.
+
+    Args:
+        device: of the streams.
+        witnesses: takes one for each group of consecutive rebuilt blocks; None: drift is not measured.
+    """
+
+    def __init__(self, device: torch.device, witnesses: list[Witness] | None) -> None:
+        self.call, self._witnesses = Call(device), witnesses
+        self._kind, self._group = "stored", None
+
+    def block(
+        self,
+        number: int,
+        schedule: Schedule,
+        coupling: Coupling,
+        block: nn.Module,
+        streams: tuple[Tensor, Tensor],
+        forward: Callable | None = None,
+    ) -> Run:
+        """How to run the branches of the next block; see :meth:`Tape.block`.
+
+        Args:
+            streams: before the block.
+        """
+        if schedule.kind != self._kind:
+            self._end_group(*streams)
+            self._kind = schedule.kind
+            if schedule.kind == "rebuilt":
+                self._group = self._tape(*streams)
+            elif schedule.kind == "checkpointed":
+                self._group = Checkpointing(self.call)
+        if self._group is None:
+            self.call.present = None  # a stored block may draw random numbers
+            return Storing(coupling, forward)
+        if schedule.ahead and is_sharded(type(block)):
+            schedule = replace(schedule, ahead=False)
+        return self._group.block(number, schedule, coupling, forward)
+
+    def end(self, y1: Tensor, y2: Tensor) -> None:
+        """After the last block, with what it returned."""
+        self._end_group(y1, y2)
+        self.call.end()
+
+    def _end_group(self, y1: Tensor, y2: Tensor) -> None:
+        if self._group is not None:
+            self._group.end(y1, y2)
+        self._group = None
+
+    def _tape(self, x1: Tensor, x2: Tensor) -> Tape:
+        if x1.dtype.itemsize < 4:
+            warnings.warn(
+                f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
+                "to 0.3 after 96 blocks); keep the streams in fp32 and train under torch.autocast",
+                stacklevel=5,
+            )
+        witness = None
+        if self._witnesses is not None:
+            self._witnesses.append(witness := Witness())
+        return Tape(self.call, x1, x2, witness)
+
+
 def _is_tensor_parallel(module: nn.Module) -> bool:
     """Whether several processes hold the module's parameters."""
     tensor = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor, and importing it takes time
@@ -288,7 +354,7 @@ def _is_tensor_parallel(module: nn.Module) -> bool:
 def same_tensor(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of the same elements in the same order."""
     same_view = a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
-    return same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(same_view and a.dtype == b.dtype and a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 SAMPLES = 4096

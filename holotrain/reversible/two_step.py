@@ -92,13 +92,13 @@ def packed(low: Tensor, bits: int) -> Tensor:
 
 def unpacked(kept: Tensor, bits: int, count: int) -> Tensor:
     """Reverses :func:`packed`. Returns uint8 (count,)."""
-    low, start, shift = None, 0, 0
+    low, start, shift = kept.new_zeros(()), 0, 0
     for width in _widths(bits):
         many = 8 // width
         size = -(-count // many)
         byte = kept[start : start + size]
         part = torch.stack([(byte >> (place * width)) & (2**width - 1) for place in range(many)]).view(-1)[:count]
-        low = part if low is None else low | (part << shift)
+        low = part if shift == 0 else low | (part << shift)
         start, shift = start + size, shift + width
     return low
 
@@ -120,13 +120,15 @@ class TwoStep:
         rebuilt: the bits that the division drops are kept for :meth:`undo`.
     """
 
+    _low: Tensor
+    """The bits that the division drops, packed."""
+
     def __init__(
         self, grid: Grid, x: Tensor, sign: Tensor, weights: tuple[float, float], bits: int | None, rebuilt: bool
     ) -> None:
         self._grid, self._sign, self._weights, self._bits, self._rebuilt = grid, sign, weights, bits, rebuilt
         self._x: Tensor | None = None if bits is None else x  # the first is not on the grid yet
         self._read_as = x.dtype
-        self._low: Tensor | None = None
         self.others: tuple[Any, ...] | None = None
         """What the block returned behind its stream; None: it returned one tensor."""
 
@@ -214,7 +216,7 @@ class _TwoStep(torch.autograd.Function):
         return coupling.merged(target, source, update)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:  # ty: ignore[incompatible-method-override]
         return *ctx.coupling.gradients(grad), None
 
 

@@ -101,34 +101,6 @@ def test_what_was_written_and_the_next_command_are_shown(holotrain, tmp_path):
     assert last.startswith("Train: cd work/seeds_of_wheat && python -m holotrain fit")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["full"], "full exists already"),
-        (["file"], "file exists already"),
-        (["file/inside"], "cannot write file"),
-        (["my-project"], "'my-project' cannot be the name of a Python package. Did you mean 'my_project'?"),
-        (["3 seeds"], "Did you mean '_3_seeds'?"),
-        (["class"], "Did you mean 'class_'?"),
-        (["."], "Did you mean 'my_project'?"),
-        (["torch"], "Python knows another 'torch'; give another name, such as my_torch"),
-        (["conf"], "such as my_conf"),
-        ([], "init needs a name; for example holotrain init my_project"),
-        (["one", "two"], "init takes one name, not 2: one two"),
-        (["--force"], "'--force' is not a flag of init"),
-        (["to=here"], "'to' is not an option of init, which takes none."),
-    ],
-)
-def test_mistakes_are_answered_in_a_line(holotrain, tmp_path, words, expected):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/mine").write_text("mine")
-    (tmp_path / "file").write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    status, out, err = holotrain("init", *words)
-    assert (status, out) == (2, "") and expected in err and err.count("\n") == 1
-    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "full/mine").read_text() == "mine"
-
-
 def test_an_empty_folder_is_filled(holotrain, tmp_path):
     (tmp_path / "sprout").mkdir()
     assert holotrain("init", "sprout")[0] == 0

@@ -89,28 +89,3 @@ def test_a_plan_and_its_depth(holotrain):
     status, out, err = holotrain("plan", *SMALL, "memory=64MiB", "device=cpu")
     assert (status, err) == (0, "")
     assert "model.depth" in out and "checkpoint" not in out
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["backward=reversible"], "backward=reversible: an error diffusion network has no blocks"),
-        (["backward=checkpoint"], "backward=checkpoint: an error diffusion network has no blocks"),
-        (["synthesis=associative"], "synthesis: an error diffusion network has no Linear layers"),
-        (["compile=true"], "compile: an error diffusion network has no blocks"),
-        (["optimizer=muon"], "optimizer=muon: an error diffusion network has no blocks"),
-        (
-            ["data=fake", "data.image_size=2048", "data.num_classes=9000"],
-            "model: its weights take 52.73 TiB, and this machine has",
-        ),
-        (["task.clamp_signs=true"], "task.clamp_signs: model.rule=kaneko never changes a sign"),
-        (["model.rule=kanek"], "Did you mean 'kaneko'?"),
-        (["model=rev_vit_tiny"], "model: ErrorDiffusionClassifier trains ImageErrorDiffusion, not RevViT"),
-        (["data.classes=[1]"], "1 is the only class"),
-        (["model.depth=0"], "model.depth: must be at least 1, not 0"),
-    ],
-)
-def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
-    status, out, err = holotrain("fit", *TASK, *words)
-    assert (status, out) == (2, "")
-    assert expected in err and err.count("\n") == 1

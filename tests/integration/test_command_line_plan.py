@@ -241,51 +241,6 @@ def test_layers_that_cannot_be_shared_out_say_why(holotrain):
     assert status == 0 and "not sharded: 2 heads (not divisible by 8)" in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["fit", "backward=auto", "memory=2MiB"],
-            "memory: 2 MiB is too little: with data.batch_size=64 this run needs ",
-        ),
-        (
-            ["fit", "data.batch_size=auto", "memory=100KiB"],
-            "memory: 100 KiB is too little: with data.batch_size=1 this run needs 1.",
-        ),
-        (["fit", "data.batch_size=auto", "backward=auto"], "data.batch_size=auto: cannot be combined with backward=auto"),
-        (["fit", "backward=auto", "backward.store=2"], "backward=auto: it chooses what to store"),
-        (["fit", "backward=auto", "backward.blocks=[autograd]"], "backward.blocks: there are 1 schedules for 4 blocks"),
-        (
-            ["fit", "backward=auto", "backward.blocks=[x,x,x,x]"],
-            "backward.blocks: 'x' is not one of autograd, checkpoint",
-        ),
-        (["fit", "backward.blocks=[autograd]"], "backward.blocks: needs backward=auto"),
-        (
-            ["fit", "backward=auto", "backward.blocks=[pareprop+attention]", "compile=true"],
-            "backward.blocks: compiled blocks cannot keep results",
-        ),
-        (["plan", "trainer.precision=16-mixed", "device=cpu"], "trainer.precision=16-mixed: not supported on the CPU"),
-        (["plan", "memory=lots"], "memory: 'lots' is not an amount of memory; write a number and its unit"),
-        (["plan", "memory=0GiB"], "memory: '0GiB' is not an amount of memory"),
-        (["plan", "memory=8"], "memory: '8' is not an amount of memory; write a number and its unit, such as 16GiB"),
-        (["plan", "device=tpu"], "device: 'tpu' is not one of auto, cuda, cpu"),
-        (["plan", "data.batch_size=many"], "data.batch_size: 'many' is not a whole number or one of 'auto'"),
-        (["plan", "backward=auto", "device=cuda"], "memory: this machine has no GPU"),
-        (["plan", "devices=0"], "devices must be at least 1, not 0"),
-        (["plan", "devices=2", "link=nvlnk"], "Did you mean 'nvlink'?"),
-        (["plan", "link=pcie"], "link: needs devices, the number of devices; give devices=8"),
-        (["plan", "gpu=H100"], "gpu: needs devices, the number of devices"),
-        (["plan", "devices=2", "gpu=H10", "device=cuda"], "Did you mean 'H100'?"),
-        (["plan", "devices=2", "gpu=H100", "device=cpu"], "device: 'cpu' is not one of cuda"),
-    ],
-)
-def test_mistakes_are_answered_in_a_line(holotrain, words, said):
-    command, *rest = words
-    status, _, err = holotrain(command, *(PLANNED if command == "plan" else RUN), *rest)
-    assert status == 2 and len(err.strip().splitlines()) == 1, err
-    assert said in err
-
-
 def test_a_model_that_cannot_be_planned_is_refused(holotrain, monkeypatch):
     from holotrain.models.vit import RevViT
 

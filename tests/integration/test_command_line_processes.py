@@ -469,58 +469,6 @@ def test_gradients_are_sent_before_the_first_block_has_its_own(left, backward):
     assert order.count("first block") > 4 and order.index("all-reduce") < order.index("first block")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["trainer.devices=2"], "trainer=default uses one process"),
-        (["trainer=ddp", "trainer.backend=nccl"], "trainer.backend=nccl: needs NVIDIA GPUs"),
-        (["trainer=ddp", "trainer.nccl_max_ctas=2"], "trainer.nccl_max_ctas: needs NVIDIA GPUs and trainer.backend=nccl"),
-        (["trainer.nccl_high_priority=true"], "trainer.nccl_high_priority: needs several processes"),
-        (["trainer=ddp", "trainer.backend=mpi"], "'mpi' is not one of auto, nccl, gloo"),
-        (["trainer=ddp", "trainer.num_nodes=2"], "start it with torchrun or srun"),
-        (["trainer=tp", "trainer.devices=4", "trainer.tensor_parallel=3"], "4 processes are not a multiple of it"),
-        (["trainer=fsdp", "trainer.compression=bf16"], "trainer.compression=bf16: needs trainer=ddp"),
-        (
-            ["trainer=ddp", "trainer.sharded_checkpoints=true"],
-            "trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp",
-        ),
-        (["trainer=fsdp", "synthesis=bind"], "synthesis: needs whole gradients, and trainer=fsdp shards them"),
-        (
-            ["trainer=fsdp", "synthesis=associative", "synthesis.block_length=0"],
-            "or synthesis=shared or associative with a block length",
-        ),
-        (["trainer=tp", "optimizer=adamw_8bit"], "optimizer=adamw_8bit: trainer=tp does not support it; use trainer=fsdp"),
-        (["trainer=fsdp", "synthesis=shared", "synthesis.split=cpu"], "synthesis.split: needs whole gradients"),
-        (["trainer=tp", "callbacks=ema"], "callbacks.ema: needs whole weights"),
-        (["trainer=fsdp", "backward=auto"], "set backward and the batch size yourself"),
-        (["trainer=tp", "model.trained=adapters", "model.adapters=4"], "trainer=tp does not support adapters"),
-        (["trainer=pipeline", "trainer.accumulate_grad_batches=2"], "set trainer.microbatches"),
-        (["trainer=pipeline", "trainer.microbatches=3"], "trainer.microbatches=3: data.batch_size=32 is not a multiple of it"),
-        (
-            ["trainer=pipeline", "trainer.devices=2", "data.batch_size=31"],
-            "data.batch_size=31: 2 stages need at least as many microbatches of equal size; use 32",
-        ),
-        (["trainer=pipeline", "model.trained=head"], "a stage of trainer=pipeline would train nothing"),
-        (["trainer=ddp", "trainer.microbatches=2"], "trainer.microbatches: needs trainer=pipeline"),
-        (["trainer=pipeline", "trainer.pipeline_stages=1"], "pipeline_stages: must be at least 2, not 1"),
-        (["trainer=pipeline", "synthesis=associative"], "trainer=pipeline divides them; use trainer=ddp"),
-        (["trainer=fsdp", "trainer.precision=16-mixed"], "trainer=fsdp has no gradient scaling"),
-        (["trainer.max_restarts=1"], "trainer.max_restarts: needs several processes"),
-        (["trainer=ddp", "trainer.max_restarts=1"], "trainer.max_restarts: needs several devices"),
-        (["trainer=ddp", "trainer.max_restarts=-1"], "max_restarts: must be at least 0, not -1"),
-        (["trainer=ddp", "trainer.timeout=0"], "trainer.timeout: must be at least 1, not 0"),
-        (
-            ["trainer=tp", "trainer.overlap=null", "trainer.signals=true"],
-            "trainer.signals: needs trainer=tp and trainer.overlap",
-        ),
-        (["trainer=tp", "trainer.devices=2", "trainer.signals=true"], "trainer.signals: needs NVIDIA GPUs"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_line(holotrain, words, expected):
-    status, _, err = holotrain("fit", "trainer.accelerator=cpu", *words, "trainer.accelerator=cpu")
-    assert status == 2 and expected in err and err.count("\n") == 1, err
-
-
 def test_more_devices_than_there_are_is_one_line(holotrain, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -367,45 +367,6 @@ def test_an_image_classifier_exports_as_a_program(holotrain, image_run, form):
     assert described["class_names"] == [str(digit) for digit in range(10)] and len(described["statistics"]) == 2
 
 
-MISTAKES = [
-    (["fit", "task=causal_lm", "data=text_files"], "data.files: a value is needed"),
-    (["fit", "task=causal_lm", *TEXTS, "data.files=nowhere/*.txt"], "nowhere/*.txt"),
-    (["fit", "task=causal_lm", *TEXTS, "data.files=empty.txt"], "data"),
-    (["fit", "task=causal_lm", *TEXTS, "data.files=latin.txt"], "latin.txt"),
-    (["fit", "task=causal_lm", *TEXTS, "data.files=broken.jsonl"], "cannot read broken.jsonl (JSON parse error"),
-    (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=byt"], "Did you mean 'byte'?"),
-    (["fit", "task=causal_lm", *TEXTS, "data.tokenizer=latin.txt"], "latin.txt"),
-    (["fit", "task=causal_lm", *TEXTS, "model.heads=3"], "16 is not a multiple of 3"),
-    (["fit", "task=causal_lm", *TEXTS, "model.dim=6"], "need an even width"),
-    (["fit", "task=causal_lm", *TEXTS, "data.files=5"], "data.files: no file matches '5'"),
-    (
-        ["fit", "task=causal_lm", *TEXTS, "data.pad_to_multiple_of=16"],
-        "but 16 does not divide 24",
-    ),
-    (["fit", "task=sequence_classification", *TEXTS, "data.label=nothing"], "have no column 'nothing'"),
-    (["fit", "task=causal_lm", "trainer.max_steps=-1"], "trainer.max_epochs=-1: needs a limit; set trainer.max_steps or"),
-    (["fit", "task=causal_lm", *TEXTS, "model.pretrained=nowhere"], "nowhere"),
-    (["fit", "task=causal_lm", "model=rev_roberta_tiny"], "model: CausalLM trains GPT or HuggingFace, not RevRoBERTa"),
-    (["fit", "task=causal_ml"], "Did you mean 'causal_lm'?"),
-    (["fit", "task=sequence_classification", *TEXTS], "data.label: give the field or column"),
-    (["generate", "prompt=x"], "generate needs a checkpoint"),
-    (["generate", "ckpt_path=texts", "prompt=x"], "no saved model"),
-    (["export"], "export needs a checkpoint"),
-]
-
-
-@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_mistakes_are_answered_in_a_line(holotrain, words, expected):
-    Path("empty.txt").write_text("")
-    Path("latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
-    Path("broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    status, out, err = holotrain(*words)
-    assert (status, out) == (2, "")
-    assert expected in err and err.startswith("holotrain: ")
-    assert 1 <= err.count("\n") <= 2 and "Traceback" not in err
-    assert not list(Path(".").glob("runs/fit/20*"))
-
-
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained, first):
     checkpoint = trained("causal_lm")

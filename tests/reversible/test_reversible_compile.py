@@ -96,3 +96,13 @@ def test_dropout_in_compiled_branches_is_the_same_in_both_runs(backward, compile
     model = compile_branches(Model(backward, dropout=0.3))
     true = gradients(reference, reference)
     assert error(gradients(model, model), true) <= 1e-10
+
+
+def test_one_graph_of_the_whole_model():
+    """Checkpointed blocks become part of it; of rebuilt ones the error says what to do."""
+    plain = Model("autograd")
+    run = torch.compile(model := Model("checkpoint"), backend="aot_eager", fullgraph=True)
+    assert error(gradients(run, model), gradients(plain, plain)) <= 1e-10
+    run = torch.compile(model := Model("reversible"), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True, or each block with"):
+        gradients(run, model)

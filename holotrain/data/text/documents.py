@@ -16,7 +16,7 @@ SPECIAL = 2
 
 
 class Pieces(Dataset):
-    """Documents of at most ``context`` tokens.
+    """Documents of at most ``context`` tokens; if the part has classes, those with a label, for classification.
 
     Batches are ``tokens`` (B, T) int64, padded with the pad token to the longest, ``lengths`` (B,) int64, and for
     classification ``labels`` (B,) int64.
@@ -26,7 +26,6 @@ class Pieces(Dataset):
         tokenizer: gives the special tokens.
         context: maximum number of tokens, including start and end. Longer documents are cut into pieces; for classification
             they are cut short.
-        classified: return labels, and leave out documents without one.
         multiple: T is rounded up to a multiple of this.
         numbered: also return ``index`` (B,), the number of each document in the part.
 
@@ -42,7 +41,6 @@ class Pieces(Dataset):
         corpus: Corpus,
         tokenizer: Tokenizer,
         context: int,
-        classified: bool = False,
         multiple: int = 1,
         numbered: bool = False,
     ) -> None:
@@ -51,11 +49,11 @@ class Pieces(Dataset):
         body = context - SPECIAL
         begins, ends = np.asarray(corpus.offsets[:-1]), np.asarray(corpus.offsets[1:]) - 1  # the end token is ours to give
         self.labels = None
-        if classified:
+        if corpus.labels is not None:
             chosen = np.flatnonzero(corpus.labels >= 0)
             if not len(chosen):
                 raise UserError(f"data: no document of the {corpus.part} part has a label")
-            self.labels = np.asarray(corpus.labels)[chosen]
+            self.labels = corpus.labels[chosen]
             self.begins = begins[chosen]
             self.lengths = np.minimum(ends[chosen] - self.begins, body) + SPECIAL
         else:

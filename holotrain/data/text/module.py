@@ -245,8 +245,7 @@ class TextDataModule(LoadingModule):
         return Loader(dataset, batch_sampler=FixedBatches(batches), **self.loading)
 
     def _pieces(self, part: str, numbered: bool = False) -> Pieces:
-        classified = self.num_classes > 0
-        return Pieces(self.part(part), self.tokenizer, self.context, classified, self.multiple, numbered)
+        return Pieces(self.part(part), self.tokenizer, self.context, self.multiple, numbered)
 
     def _trained(self, rows: list[Rows]) -> Tokenizer:
         """A BPE trained on the training part, or the one that was before, from the cache."""
@@ -256,7 +255,8 @@ class TextDataModule(LoadingModule):
         known = [(each.dataset._fingerprint, asdict(each.reading)) for each in training]
         path = self.cache / f"bpe-{Hasher.hash([known, self.trained_size])}.json"
         with suppress(UserError):  # not there, or damaged
-            return known_tokenizer(str(path))
+            if kept := known_tokenizer(str(path)):
+                return kept
         texts = (text for each in training for batch in each.batches("train") for text in batch)
         trained = SubwordTokenizer.trained(texts, self.trained_size)
         with writing(self.cache), replacing(path) as temporary:
@@ -279,8 +279,8 @@ def _check(parts: dict[str, Any]) -> None:
 
 def _classes(labels: dict[str, list[str | None]]) -> list[str]:
     """The sorted labels (as numbers, if all are numbers)."""
-    trained, found = {*labels["train"]}, {*chain(*labels.values())} - {None}
-    if missing := sorted(found - trained):
+    found = {label for label in chain(*labels.values()) if label is not None}
+    if missing := sorted(found.difference(labels["train"])):
         raise UserError(f"data.label: class {missing[0]!r} is held out, but no training document has it")
     if len(found) == 1:
         raise UserError(f"data.label: there is only one class, {found.pop()!r}; at least two are needed")

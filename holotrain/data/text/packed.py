@@ -146,12 +146,13 @@ class PackedStream(IterableDataset):
         while texts := taken(batches, self.window):
             tokens, _ = joined(self.tokenizer, texts)
             seed = mixed_seed(self.seed, node, state["pass"], state["window"])
-            blocks = PackedBlocks(tokens, self.context, seed) if len(tokens) > self.context else []
-            order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed)).tolist()
-            for batch in range(state["batch"], len(blocks) // self.batch_size):
+            blocks = PackedBlocks(tokens, self.context, seed)
+            count = len(blocks) if len(tokens) > self.context else 0
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+            for batch in range(state["batch"], count // self.batch_size):
                 state["batch"] = batch + 1
                 yield blocks.__getitems__([(0, each) for each in order[batch * self.batch_size :][: self.batch_size]])
-            state["window"] += len(blocks) >= self.batch_size
+            state["window"] += count >= self.batch_size
             state["batch"], state["source"] = 0, rows.dataset.state_dict()
         state["source"] = None
 

@@ -58,7 +58,7 @@ class Reading:
 
     def documents(self, batch: Mapping[str, Sequence[Any]], part: str) -> Iterator[tuple[str, str | None]]:
         """The documents of a part in rows that are not blank, each with its label or None."""
-        labels = batch[self.label] if self.label else [self.given] * len(batch[self.text])
+        labels: Sequence[Any] = batch[self.label] if self.label else [self.given] * len(batch[self.text])
         for row, label in zip(batch[self.text], labels, strict=True):
             if row is None or (self.label and label is None):
                 if self.skip:
@@ -195,7 +195,7 @@ class Corpus:
         self.offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
         self.labels = None
         if classes:
-            found = pc.index_in(dataset.data.column("label"), pa.array(classes))
+            found = pc.index_in(dataset.data.column("label"), pa.array(classes))  # ty: ignore[missing-attribute]: made when imported
             self.labels = found.fill_null(-1).to_numpy().astype(np.int64)
 
 

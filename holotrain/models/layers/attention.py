@@ -33,6 +33,8 @@ class RotaryPositions(nn.Module):
             raise ValueError(f"rotary positions need an even width of a head (dim / heads), not {width}")
         frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+        self.cosine: Tensor
+        self.sine: Tensor
         self.register_buffer("cosine", angles.cos().float(), persistent=False)
         self.register_buffer("sine", angles.sin().float(), persistent=False)
 
@@ -218,7 +220,7 @@ class Attention(nn.Module):
             return stacked
         return stacked.unflatten(0, (3, self.heads, self.width)).transpose(0, 1).flatten(0, 2)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:  # ty: ignore[incompatible-method-override]
         order_by_head(state_dict, self, prefix)
         super()._load_from_state_dict(state_dict, prefix, *others)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from inspect import Signature, getdoc, signature
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class AttentionBranch(nn.Module):
         super().__init__()
         self.norm = norm
         self.attention = attention
-        self.scale = nn.Identity()
+        self.scale: nn.Module = nn.Identity()
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, **context: Any) -> Tensor:
@@ -104,7 +104,7 @@ class MLPBranch(nn.Module):
         self.narrow = nn.Linear(hidden, dim)
         self.gelu = gelu
         self.dropout = nn.Dropout(dropout)
-        self.scale = nn.Identity()
+        self.scale: nn.Module = nn.Identity()
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,8 +159,9 @@ class PostNormBlock(ResidualBlock):
     """``x = f.norm(x + f.update(x))``, then ``x = g.norm(x + g.update(x))``: the same branches, normalised after the sum."""
 
     def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
-        x = self.f.norm(x + self.f.update(x, **(f_kwargs or {})))
-        return self.g.norm(x + self.g.update(x, **(g_kwargs or {})))
+        f, g = cast(Any, self.f), cast(Any, self.g)
+        x = f.norm(x + f.update(x, **(f_kwargs or {})))
+        return g.norm(x + g.update(x, **(g_kwargs or {})))
 
 
 class ResidualSequence(nn.Module):
@@ -177,7 +178,7 @@ class ResidualSequence(nn.Module):
 
     SCHEDULES = ("autograd", "checkpoint")
 
-    def __init__(self, blocks: Iterable[ResidualBlock], backward: str | Sequence[str] = "autograd") -> None:
+    def __init__(self, blocks: Iterable[nn.Module], backward: str | Sequence[str] = "autograd") -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.backward = backward
@@ -209,11 +210,11 @@ class ResidualSequence(nn.Module):
         found.schedules = self.schedules[start:stop]
         return found
 
-    def split(self, x: Tensor) -> tuple[Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """The only stream, as a tuple; see :class:`~holotrain.models.layers.blocks.AveragedStreams`."""
         return (x,)
 
-    def join(self, streams: tuple[Tensor]) -> Tensor:
+    def join(self, streams: tuple[Tensor, ...]) -> Tensor:
         """The only stream."""
         return streams[0]
 
@@ -234,14 +235,16 @@ class AveragedStreams(ReversibleSequence):
     Takes the arguments of :class:`~holotrain.reversible.ReversibleSequence`.
     """
 
-    def forward(self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None) -> Tensor:
+    def forward(  # ty: ignore[incompatible-method-override]: one stream
+        self, x: Tensor, f_kwargs: dict | None = None, g_kwargs: dict | None = None
+    ) -> Tensor:
         return self.join(super().forward(*self.split(x), f_kwargs, g_kwargs))
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """The streams that the first block reads."""
         return x, x
 
-    def join(self, streams: tuple[Tensor, Tensor]) -> Tensor:
+    def join(self, streams: tuple[Tensor, ...]) -> Tensor:
         """What is returned for the streams of the last block."""
         y1, y2 = streams
         return (y1 + y2) / 2
@@ -250,7 +253,7 @@ class AveragedStreams(ReversibleSequence):
 class ConcatenatedStreams(AveragedStreams):
     """The same, but both streams are its output, one after the other: (..., C) -> (..., 2C)."""
 
-    def join(self, streams: tuple[Tensor, Tensor]) -> Tensor:
+    def join(self, streams: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(streams, dim=-1)
 
 
@@ -304,8 +307,8 @@ class Reversible:
         keep: str | Collection[str] = (),
         **arguments: Any,
     ) -> None:
-        self._engine = {"store": store, "exact": exact, "keep": keep}  # of the sequences that _assemble makes
-        super().__init__(backward=backward, **arguments)
+        self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep}  # of the sequences that _assemble makes
+        super().__init__(backward=backward, **arguments)  # ty: ignore[unknown-argument]: the plain model's
 
     def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
@@ -324,7 +327,7 @@ class Reversible:
         if not cls.__doc__:  # python -OO
             return
         said = [line for of in (plain, Reversible) for line in _arguments(of) if not line.strip().startswith("arguments:")]
-        own, *rest = re.split(r"^(?=Shapes:|Raises:)", getdoc(cls), maxsplit=1, flags=re.MULTILINE)
+        own, *rest = re.split(r"^(?=Shapes:|Raises:)", getdoc(cls) or "", maxsplit=1, flags=re.MULTILINE)
         cls.__doc__ = "\n\n".join([own.rstrip(), "\n".join(["Args:", *said]), *rest])
 
 

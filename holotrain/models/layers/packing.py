@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, N tokens that are no padding, C channels, H heads, D 
 """
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Packing:
         if q.is_cuda:
             longest = max(self.counts)
             each = (x[0].transpose(0, 1) for x in (q, k, v))
-            return varlen_attn(*each, self.ends, self.ends, longest, longest).transpose(0, 1).unsqueeze(0)
+            return cast(Tensor, varlen_attn(*each, self.ends, self.ends, longest, longest)).transpose(0, 1).unsqueeze(0)
         sizes = [length * count for length, count in self.counts.items()]
         found = []
         for length, *each in zip(self.counts, *(x[0].split(sizes, dim=1) for x in (q, k, v)), strict=True):

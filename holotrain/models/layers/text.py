@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=accumulated)
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weight = torch.zeros_like(weight, dtype=accumulated) if wanted[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=accumulated) if wanted[2] else None
+        grad_bias = torch.zeros_like(bias, dtype=accumulated) if wanted[2] and bias is not None else None
         rows = max(1, piece // len(weight))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -143,12 +143,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             gradient = logits.sub_(normaliser).exp_()
             gradient.scatter_add_(1, words, gradient.new_full((), -1.0).expand_as(words)).mul_(counted[:, None])
-            if wanted[2]:
+            if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(hidden.dtype)
-            if wanted[0]:
+            if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[part])
-            if wanted[1]:
+            if grad_weight is not None:
                 grad_weight += gradient.T @ hidden[part]
         ctx.gradients = grad_hidden, grad_weight, grad_bias
         return loss

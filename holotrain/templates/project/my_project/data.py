@@ -25,7 +25,7 @@ class Digits(pl.LightningDataModule):
     def __init__(self, batch_size: int = 32, rotation: float = 0.0, seed: int = 0) -> None:
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
-        self.augmentation = v2.RandomRotation(rotation, v2.InterpolationMode.BILINEAR, fill=-1)
+        self.augmentation = v2.RandomRotation((-rotation, rotation), v2.InterpolationMode.BILINEAR, fill=-1)
 
     def setup(self, stage: str) -> None:
         digits = load_digits()

@@ -33,7 +33,7 @@ def test_recomputed_activations_give_the_same_gradients(batch):
         net.blocks.backward = backward
         net.zero_grad()
         torch.nn.functional.cross_entropy(net(images), labels).backward()
-        gradients[backward] = [weight.grad.clone() for weight in net.parameters()]
+        gradients[backward] = [weight.grad for weight in net.parameters()]
     torch.testing.assert_close(gradients["reversible"], gradients["autograd"], rtol=1e-3, atol=1e-5)
 
 

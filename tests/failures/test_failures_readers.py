@@ -113,7 +113,7 @@ def events_of_run(folder: Path) -> Path:
 
 
 def job_of_sweep(folder: Path) -> Path:
-    Job(3, ["seed=1"], 0, None, 0.5, folder).write()
+    Job(3, ["seed=1"], 0, None, 0.5, folder).write(folder)
     return folder / JOB
 
 

@@ -30,7 +30,7 @@ def test_nothing_grows_in_2000_steps(tmp_path, task, record_property):
         for number in range(20):
             paragraphs = [" ".join(draw.choices(["one", "two", "three", label], k=5)) for _ in range(20)]
             (tmp_path / f"texts/{label}/{number}.txt").write_text("\n\n".join(paragraphs))
-    watching = ["+callbacks.watching._target_=hardening.watching.Watching", f"+callbacks.watching.every={EVERY}"]
+    watching = ["+callbacks.watching._target_=failures.watching.Watching", f"+callbacks.watching.every={EVERY}"]
     words = [f"task={task}", *TASKS[task], f"trainer.max_steps={STEPS}", *OPTIONS, *watching]
     assert fit_apart(tmp_path, *words).wait() == 0, (tmp_path / "errors").read_text()
     looks = [look for look in json.loads((tmp_path / "watched.json").read_text()) if look["step"] >= BEGUN]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed
 import yaml
 from compared import assert_equal
+from failures.killed import APART
 from forked import Forked
-from hardening.killed import APART
 from made_once import made_once
 from small_run import fit_apart
 from torch import Tensor
@@ -123,7 +123,7 @@ def whole(tmp_path_factory):
 
 
 def incident(moment: str, count: int, names: str, *given: str) -> list[str]:
-    options = {"_target_": "hardening.killed.Killed", "moment": moment, "count": count, "names": f"'{names}'"}
+    options = {"_target_": "failures.killed.Killed", "moment": moment, "count": count, "names": f"'{names}'"}
     options |= dict(word.split("=") for words in given for word in words.split())
     return [f"++callbacks.kill.{name}={value}" for name, value in options.items()]
 
