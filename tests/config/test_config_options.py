@@ -528,8 +528,10 @@ def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(p
     changed = attrgetter(part)(torch.backends) if part else torch.backends
     each = torch.backends, matmul, torch.backends.mkldnn.matmul, cudnn.conv, cudnn.rnn
     usual = [one.fp32_precision for one in each]
-    changed.fp32_precision = "ieee" if part == "cudnn.conv" else "tf32"
     try:
+        for one, fresh in zip(each, ("none", "none", "none", "tf32", "tf32"), strict=True):  # as torch begins:
+            one.fp32_precision = fresh  # an earlier set_float32_matmul_precision in this process has set the parts
+        changed.fp32_precision = "ieee" if part == "cudnn.conv" else "tf32"
         before = settings()
         with pytest.raises(RuntimeError, match="mix of the legacy and new"):
             old()
