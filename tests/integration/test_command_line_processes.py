@@ -100,19 +100,17 @@ WORK = {
         for kind, strategy, backward in MATRIX
     },
     **begun_and_continued("_sharded", "fsdp", SHARDED),
-    "stages": [*CONTINUED, "trainer=pipeline", "trainer.max_epochs=1"],
     "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun_sharded/0/{LAST}"],
     "muon": ["-m", *MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
     "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
     "mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"],
-    "srun": [*IMAGES, *SHARED, *FEW, "trainer=ddp"],
     "signalled": [*SIGNALLED, "trainer=fsdp"],
     "resumed": ["resume=true"],
     "orders": [],
     "killed": [*CONTINUED, "trainer=ddp"],
 }
-"""Command lines of fit, in this order; what some of them are for is in two_ranks.py."""
+"""Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
 
 MORE_WORK = {
     **begun_and_continued("", "ddp,fsdp"),
@@ -282,7 +280,7 @@ def test_what_all_have_whole_stays_the_same_on_all(left):
         if "alike" in noted:
             assert noted["alike"] == one[folder]["alike"], folder
             counts[folder] = noted["alike"][0]
-    for folder in ("did_srun", "did_compressed/0", "did_compressed/1"):
+    for folder in ("did_images_ddp_reversible", "did_compressed/0", "did_compressed/1"):
         assert counts[folder] == len(weights(left[0] / folder / LAST)), folder
     everything = len(weights(left[0] / "did_dropout" / LAST))
     assert everything / 2 < counts["did_dropout"] < everything
@@ -325,8 +323,9 @@ def test_another_process_reports_the_death_of_the_main_process(left):
 
 
 def test_processes_of_srun_train_and_print_a_mistake_once(left):
+    """Their losses are compared with those of one process above."""
     folder, found = left
-    assert summary(folder / "did_srun")["processes"] == 2 and len(losses(folder / "did_srun")) == 6
+    assert summary(folder / "did_images_ddp_reversible")["processes"] == 2
     done = {"mistaken": 2, "signalled": 128 + signal.SIGTERM, "killed": 1}
     assert found[1]["statuses"] == {name: done.get(name, 0) for name, words in WORK.items() if words}
     mistake, signalled, _ = (folder / "errors_0").read_text().splitlines()[-3:]
@@ -410,15 +409,14 @@ def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, fold
 
 def test_a_pipeline_begins_and_continues_the_trainings_of_others(holotrain, left):
     """It began one that one process continues, and continued one that FSDP2 had begun."""
-    for batch, begun, continued in ((8, "stages", None), (16, "begun_sharded/0", "stages_continue")):
-        status, _, _ = holotrain("fit", *CONTINUED, f"data.batch_size={batch}", f"hydra.run.dir=whole{batch}")
-        whole = losses(Path(f"whole{batch}"))
-        origin = left[0] / f"did_{begun}" / LAST
-        words = [f"data.batch_size={batch}", f"ckpt_path={origin}", f"hydra.run.dir=rest{batch}"]
-        status, _, err = holotrain("fit", *CONTINUED, *words)
-        assert (status, err, len(whole)) == (0, "", 6)
-        for run in [Path(f"rest{batch}"), *([left[0] / f"did_{continued}"] if continued else [])]:
-            assert losses(run) == pytest.approx(whole[3:], rel=1e-9), run
+    cases = [(8, STEPS, "images_pipeline_reversible", []), (16, 3, "begun_sharded/0", ["stages_continue"])]
+    for batch, steps, begun, continued in cases:
+        words = [*CONTINUED, f"data.batch_size={batch}", f"trainer.limit_train_batches={steps}"]
+        whole = losses(alone_in(holotrain, f"whole{batch}", *words))
+        rest = alone_in(holotrain, f"rest{batch}", *words, f"ckpt_path={left[0] / f'did_{begun}' / LAST}")
+        assert len(whole) == 2 * steps
+        for run in [rest, *(left[0] / f"did_{name}" for name in continued)]:
+            assert losses(run) == pytest.approx(whole[steps:], rel=1e-9), run
 
 
 @BEGUN

@@ -123,7 +123,7 @@ def through(name: str) -> None:
 
 def variables(name: str, port: int) -> dict[str, str]:
     """Environment variables from the launcher."""
-    if name != "srun":
+    if name != "images_ddp_reversible":
         mine = {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
         return mine | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     mine = {"SLURM_PROCID": str(RANK), "SLURM_LOCALID": str(RANK), "SLURM_JOB_NAME": "holotrain"}
