@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from holotrain.numeric import in_words
 from holotrain.planning.planner import free_memory
-from holotrain.sizes import in_words
 from holotrain.targets import TARGET, instantiate, is_defined_in, missing_package, targets
 
 SPARE = 1000

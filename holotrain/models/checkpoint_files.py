@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
-from holotrain.atomic_files import replacing
-from holotrain.outside import read_json, require_shallow
+from holotrain.files import read_json, replacing, require_shallow
 
 CHECKPOINT = "checkpoint.pt"
 

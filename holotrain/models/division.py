@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from holotrain.models.block_schedules import sequences
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.blocks import MLPBranch
+from holotrain.numeric import counted
 from holotrain.overlap import Job
 from holotrain.overlap.groups import ALL_REDUCE
-from holotrain.sizes import counted
 
 
 class Indivisible(ValueError):

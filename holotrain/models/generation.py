@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.models.layers.attention import KVCache
-from holotrain.ranges import require_at_least
+from holotrain.numeric import require_at_least
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import KVCache, RotaryPositions
-from holotrain.models.layers.blocks import AveragedStreams, Branches, ResidualSequence, Reversible, transformer_branches
-from holotrain.models.layers.text import TokenEmbedding, initialise, linear_cross_entropy, plain_blocks, reversible_blocks
-from holotrain.ranges import require_at_least, require_one_of, require_within
+from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Reversible, Transformer, transformer_branches
+from holotrain.models.layers.text import TokenEmbedding, initialise, linear_cross_entropy
+from holotrain.numeric import require_at_least, require_one_of, require_within
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.
 GPT_SIZES: dict[str, dict[str, int]] = {
@@ -24,7 +24,7 @@ GPT_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class GPT(nn.Module):
+class GPT(Transformer):
     """The plain causal transformer.
 
     Args:
@@ -76,12 +76,9 @@ class GPT(nn.Module):
             dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, causal=True, eps=1e-5, gelu=gelu
         )
         self.rotary = RotaryPositions(context, dim // heads) if positions == "rotary" else None
-        self.blocks = self._assemble(branches, backward)
+        (self.blocks,) = self._assemble([branches], backward, streams=AveragedStreams, exchange=True)
         self.norm = nn.LayerNorm(dim, eps=1e-5)
         initialise(self, depth)
-
-    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
-        return plain_blocks(branches, backward)
 
     BEFORE, AFTER = ("embedding",), ("norm", "embedding.word")
     """The modules that ``enter`` and ``leave`` use."""
@@ -165,6 +162,3 @@ class RevGPT(Reversible, GPT):
     Takes the keyword arguments of :class:`GPT` and of :class:`~holotrain.models.layers.blocks.Reversible`. Its parameters
     have the same names and shapes as those of its twin.
     """
-
-    def _assemble(self, branches: Branches, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
-        return reversible_blocks(branches, backward=backward, **self._engine)

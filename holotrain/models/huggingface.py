@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from holotrain.files import read_json
 from holotrain.models.foreign import Foreign, foreign_weights, take_over
 from holotrain.models.pretrained import image_positions
-from holotrain.outside import read_json
 from holotrain.targets import targets
 
 HEADS = {

@@ -29,14 +29,13 @@ from holotrain.models.layers.blocks import (
     ConcatenatedStreams,
     DropPath,
     MLPBranch,
-    ResidualBlock,
     ResidualSequence,
     Reversible,
-    stored_by_stage,
+    Transformer,
 )
 from holotrain.models.layers.patches import OverlappingPatches
-from holotrain.ranges import require_at_least, require_within
-from holotrain.reversible import ReversibleBlock, checkpointed
+from holotrain.numeric import require_at_least, require_one_of, require_within
+from holotrain.reversible import checkpointed
 from holotrain.reversible.backward_schedules import stores_everything
 
 # Tiny, small and base as published (Li et al., 2022, table 1), and the published Rev-MViT-B; nano suits images of 32 pixels.
@@ -49,7 +48,7 @@ MVIT_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class MViT(nn.Module):
+class MViT(Transformer):
     """The plain MViTv2: no class token, LayerNorm, mean over tokens, linear head.
 
     Args:
@@ -73,8 +72,6 @@ class MViT(nn.Module):
         ValueError: sizes that do not divide, a value out of range, a ``backward`` that a plain model cannot have; an image of
             another size at the call.
     """
-
-    TWO_STREAMS = False
 
     def __init__(
         self,
@@ -100,11 +97,10 @@ class MViT(nn.Module):
         reduction = OverlappingPatches.STRIDE * 2 ** (len(depths) - 1)
         if image_size % reduction:
             raise ValueError(f"image_size must be a multiple of {reduction} for {len(depths)} stages, not {image_size}")
-        if design not in ("mvitv2", "rev_mvit"):
-            raise ValueError(f"design must be mvitv2 or rev_mvit, not {design!r}")
-        self.design, relative = design, design == "mvitv2"
+        require_one_of(("mvitv2", "rev_mvit"), design=design)
+        relative = design == "mvitv2"
         self.embedding = OverlappingPatches(image_size, channels, dim, positions=not relative)
-        fuses = self.TWO_STREAMS and not relative
+        fuses = isinstance(self, Reversible) and not relative
         total = sum(depths)
         rates = (drop_path * i / max(total - 1, 1) for i in range(total))
         size = image_size // OverlappingPatches.STRIDE
@@ -128,17 +124,13 @@ class MViT(nn.Module):
                 for rate in islice(rates, depth)
             ]
             stages.append((transition, branches))
-        self._assemble(stages, backward)
+        streams = AveragedStreams if relative else ConcatenatedStreams
+        sequences = self._assemble([branches for _, branches in stages], backward, streams=streams)
+        self.stages = nn.ModuleList(map(Stage, [transition for transition, _ in stages], sequences))
         dim = 2 * dim if fuses else dim
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
         _initialise(self)
-
-    def _assemble(self, stages: list[tuple[nn.Module, Branches]], backward: str | Sequence[str]) -> None:
-        self.stages = nn.ModuleList(
-            Stage(transition, ResidualSequence((ResidualBlock(f, g) for f, g in branches), backward))
-            for transition, branches in stages
-        )
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.embedding(images)
@@ -156,20 +148,6 @@ class RevMViT(Reversible, MViT):
 
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
-
-    TWO_STREAMS = True
-
-    def _assemble(self, stages: list[tuple[nn.Module, Branches]], backward: str | Sequence[str]) -> None:
-        streams = AveragedStreams if self.design == "mvitv2" else ConcatenatedStreams
-        stored = stored_by_stage(self._engine["store"], [len(branches) for _, branches in stages])
-        engines: list[dict[str, Any]] = [self._engine | {"store": blocks} for blocks in stored]
-        self.stages = nn.ModuleList(
-            Stage(
-                transition,
-                streams([ReversibleBlock(f, g) for f, g in branches], backward, **engine),
-            )
-            for (transition, branches), engine in zip(stages, engines, strict=True)
-        )
 
 
 class Transition(nn.Module):

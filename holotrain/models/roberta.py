@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.layers.blocks import AveragedStreams, Branches, ResidualSequence, Reversible, transformer_branches
-from holotrain.models.layers.packing import padding_context
-from holotrain.models.layers.text import (
-    IGNORED,
-    TokenEmbedding,
-    initialise,
-    linear_cross_entropy,
-    plain_blocks,
-    reversible_blocks,
+from holotrain.models.layers.blocks import (
+    AveragedStreams,
+    PostNormBlock,
+    ResidualBlock,
+    ResidualSequence,
+    Reversible,
+    Transformer,
+    transformer_branches,
 )
-from holotrain.ranges import require_at_least, require_one_of, require_within
+from holotrain.models.layers.packing import padding_context
+from holotrain.models.layers.text import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
+from holotrain.numeric import require_at_least, require_one_of, require_within
 
 # Base and large as published; tiny suits bytes of text and two CPU cores.
 ROBERTA_SIZES: dict[str, dict[str, int]] = {
@@ -33,7 +34,7 @@ ROBERTA_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class RoBERTa(nn.Module):
+class RoBERTa(Transformer):
     """The plain encoder.
 
     Args:
@@ -79,17 +80,17 @@ class RoBERTa(nn.Module):
         require_at_least(0.01, mlp_ratio=mlp_ratio)
         require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
         require_one_of(("pre", "post"), norm=norm)
+        if norm == "post" and isinstance(self, Reversible):
+            raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
         first, last = (nn.LayerNorm(dim, eps=1e-5), None) if norm == "post" else (None, nn.LayerNorm(dim, eps=1e-5))
         self.attention_dropout, self.drop_path, self.head_width = attention_dropout, drop_path, dim // heads
         self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
         branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
-        self.blocks = self._assemble(branches, norm, backward)
+        block = PostNormBlock if norm == "post" else ResidualBlock
+        (self.blocks,) = self._assemble([branches], backward, block, AveragedStreams, exchange=True)
         self.norm = last or nn.Identity()
         self.head = MaskedWordHead(dim, vocab) if classes is None else ClassHead(dim, classes, dropout)
         initialise(self, depth)
-
-    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
-        return plain_blocks(branches, backward, post_norm=norm == "post")
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         """
@@ -127,11 +128,6 @@ class RevRoBERTa(Reversible, RoBERTa):
     Raises:
         ValueError: ``norm="post"``: normalised streams cannot be rebuilt.
     """
-
-    def _assemble(self, branches: Branches, norm: str, backward: str | Sequence[str]) -> ResidualSequence | AveragedStreams:
-        if norm == "post":
-            raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
-        return reversible_blocks(branches, backward=backward, **self._engine)
 
 
 class MaskedWordHead(nn.Module):

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from holotrain.files import read_json
 from holotrain.models.adapters import adapter_width, add_adapters
 from holotrain.models.building import bounded, build
 from holotrain.models.checkpoint_files import CHECKSUM, CONFIG, checksum, read_weights
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.layers.attention import order_by_head
-from holotrain.outside import read_json
 from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 

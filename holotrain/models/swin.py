@@ -20,15 +20,12 @@ from holotrain.models.layers.blocks import (
     Branches,
     LearnedFusion,
     MLPBranch,
-    ResidualBlock,
-    ResidualSequence,
     Reversible,
+    Transformer,
     TwoStreamFusion,
-    stored_by_stage,
 )
 from holotrain.models.layers.patches import PatchMap, PatchMerging
-from holotrain.ranges import require_at_least, require_within
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.numeric import require_at_least, require_within
 
 # Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
 SWIN_SIZES: dict[str, dict[str, Any]] = {
@@ -40,7 +37,7 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class Swin(nn.Module):
+class Swin(Transformer):
     """The plain Swin transformer: LayerNorm, mean over tokens, linear head.
 
     Args:
@@ -100,11 +97,10 @@ class Swin(nn.Module):
             attention = {"heads": stage_heads, "size": size, "window": window, "attention_dropout": attention_dropout}
             branches.append(_stage_branches(width, islice(rates, depth), int(width * mlp_ratio), dropout, attention))
             size = -(-size // 2)
-        self._assemble(branches, widths, classes, backward)
+        self._add_stages(self._assemble(branches, backward), widths, classes)
         self.apply(_initialise)
 
-    def _assemble(self, branches: list[Branches], widths: list[int], classes: int, backward: str | Sequence[str]) -> None:
-        sequences = [ResidualSequence((ResidualBlock(f, g) for f, g in stage), backward) for stage in branches]
+    def _add_stages(self, sequences: list[Any], widths: list[int], classes: int) -> None:
         self.stages = nn.Sequential(*map(Stage, _mergings(widths), sequences))
         self.norm = nn.LayerNorm(widths[-1])
         self.head = nn.Linear(widths[-1], classes)
@@ -126,15 +122,9 @@ class RevSwin(Reversible, Swin):
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
 
-    def _assemble(self, branches: list[Branches], widths: list[int], classes: int, backward: str | Sequence[str]) -> None:
-        stored = stored_by_stage(self._engine["store"], [len(stage) for stage in branches])
-        engines: list[dict[str, Any]] = [self._engine | {"store": blocks} for blocks in stored]
-        sequences = [
-            ReversibleSequence([ReversibleBlock(f, g) for f, g in stage], backward, **engine)
-            for stage, engine in zip(branches, engines, strict=True)
-        ]
+    def _add_stages(self, sequences: list[Any], widths: list[int], classes: int) -> None:
         fusions = [*map(LearnedFusion, widths[:-1]), TwoStreamFusion(widths[-1])]
-        self.stages = nn.Sequential(*map(ReversibleStage, _mergings(widths), sequences, fusions))
+        self.stages = nn.Sequential(*map(Stage, _mergings(widths), sequences, fusions))
         self.head = nn.Linear(2 * widths[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -142,21 +132,13 @@ class RevSwin(Reversible, Swin):
 
 
 class Stage(nn.Module):
-    """Merging, then blocks on maps of one size. (B, 2S, 2S, C / 2) -> (B, S, S, C)."""
+    """Merging, then blocks on maps of one size. (B, 2S, 2S, C / 2) -> (B, S, S, C).
 
-    def __init__(self, merging: nn.Module, blocks: ResidualSequence) -> None:
-        super().__init__()
-        self.merging = merging
-        self.blocks = blocks
+    Args:
+        fusion: of the two streams of reversible blocks, which both start from the merged map.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.merging(x))
-
-
-class ReversibleStage(nn.Module):
-    """Merging, blocks on two streams that both start from its result, and their fusion. (B, 2S, 2S, C / 2) -> (B, S, S, C)."""
-
-    def __init__(self, merging: nn.Module, blocks: ReversibleSequence, fusion: nn.Module) -> None:
+    def __init__(self, merging: nn.Module, blocks: nn.Module, fusion: nn.Module | None = None) -> None:
         super().__init__()
         self.merging = merging
         self.blocks = blocks
@@ -164,7 +146,7 @@ class ReversibleStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.merging(x)
-        return self.fusion(*self.blocks(x, x))
+        return self.blocks(x) if self.fusion is None else self.fusion(*self.blocks(x, x))
 
 
 def _mergings(widths: list[int]) -> list[nn.Module]:

@@ -11,18 +11,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from holotrain.models.layers.blocks import (
-    Branches,
-    LayerScale,
-    ResidualBlock,
-    ResidualSequence,
-    Reversible,
-    TwoStreamFusion,
-    transformer_branches,
-)
+from holotrain.models.layers.blocks import LayerScale, Reversible, Transformer, TwoStreamFusion, transformer_branches
 from holotrain.models.layers.patches import PatchEmbedding
-from holotrain.ranges import require_at_least, require_one_of, require_within
-from holotrain.reversible import ReversibleBlock, ReversibleSequence
+from holotrain.numeric import require_at_least, require_one_of, require_within
 
 # Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.
 VIT_SIZES: dict[str, dict[str, int]] = {
@@ -33,7 +24,7 @@ VIT_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class ViT(nn.Module):
+class ViT(Transformer):
     """The plain vision transformer: mean over tokens (or the class token), LayerNorm, linear head.
 
     Args:
@@ -89,11 +80,11 @@ class ViT(nn.Module):
         if layer_scale is not None:
             for branch in chain.from_iterable(branches):
                 branch.scale = LayerScale(dim, layer_scale)
-        self._assemble(branches, dim, classes, backward)
+        (self.blocks,) = self._assemble([branches], backward)
+        self._add_head(dim, classes)
         _initialise(self)
 
-    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str | Sequence[str]) -> None:
-        self.blocks = ResidualSequence((ResidualBlock(f, g) for f, g in branches), backward)
+    def _add_head(self, dim: int, classes: int) -> None:
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
 
@@ -128,8 +119,7 @@ class RevViT(Reversible, ViT):
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
 
-    def _assemble(self, branches: Branches, dim: int, classes: int, backward: str | Sequence[str]) -> None:
-        self.blocks = ReversibleSequence((ReversibleBlock(f, g) for f, g in branches), backward, **self._engine)
+    def _add_head(self, dim: int, classes: int) -> None:
         self.fusion = TwoStreamFusion(dim)
         self.head = nn.Linear(2 * dim, classes)
 

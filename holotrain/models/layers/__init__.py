@@ -4,5 +4,5 @@ attention  multi-head self-attention, rotary positions, the cache of keys and va
 packing    padded batches without their padding
 blocks     the two branches of a block, plain and reversible sequences of blocks, options and streams of reversible models
 patches    from images to tokens, and merging of tokens
-text       from tokens to embeddings, the blocks of GPT and RoBERTa, the loss over a long vocabulary in pieces
+text       from tokens to embeddings, first values, the loss over a long vocabulary in pieces
 """

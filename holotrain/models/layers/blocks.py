@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import Attention
-from holotrain.ranges import require_at_least, require_within
-from holotrain.reversible import ReversibleSequence, checkpointed
+from holotrain.numeric import require_at_least, require_within
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, checkpointed
 from holotrain.reversible.backward_schedules import schedules_of
 from holotrain.reversible.replay import in_trace
 
@@ -286,8 +286,30 @@ class LearnedFusion(nn.Module):
         return self.project(torch.cat((y1, y2), dim=-1))
 
 
+class Transformer(nn.Module):
+    """Base class of plain models. Their ``__init__`` calls ``_assemble`` to make the blocks."""
+
+    def _assemble(
+        self,
+        stages: Sequence[Branches],
+        backward: str | Sequence[str],
+        block: type[ResidualBlock] = ResidualBlock,
+        streams: type[ReversibleSequence] = ReversibleSequence,
+        exchange: bool = False,
+    ) -> list[Any]:
+        """A sequence of blocks for each stage.
+
+        Args:
+            block: of a plain model.
+            streams: the sequence in a reversible model.
+            exchange: of a reversible model: swap the streams after every block, so that attention reads what attention wrote.
+                Without this, a model for text needs far more steps than its plain twin.
+        """
+        return [ResidualSequence((block(f, g) for f, g in branches), backward) for branches in stages]
+
+
 class Reversible:
-    """Base class of reversible models, in front of the plain model, whose ``__init__`` calls ``_assemble`` to make the blocks.
+    """Base class of reversible models, in front of the plain model, whose ``_assemble`` it replaces.
 
     Args:
         backward: how the backward pass gets the activations of a block, see
@@ -309,6 +331,23 @@ class Reversible:
     ) -> None:
         self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep}  # of the sequences that _assemble makes
         super().__init__(backward=backward, **arguments)  # ty: ignore[unknown-argument]: the plain model's
+
+    def _assemble(
+        self,
+        stages: Sequence[Branches],
+        backward: str | Sequence[str],
+        block: type[ResidualBlock] = ResidualBlock,
+        streams: type[ReversibleSequence] = ReversibleSequence,
+        exchange: bool = False,
+    ) -> list[Any]:
+        """As :meth:`Transformer._assemble`; ``store`` counts over all stages."""
+        store = self._engine["store"]
+        stored: list[Any] = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
+        engines: list[dict[str, Any]] = [self._engine | {"store": blocks} for blocks in stored]
+        return [
+            streams([ReversibleBlock(f, g, exchange) for f, g in branches], backward, **engine)
+            for branches, engine in zip(stages, engines, strict=True)
+        ]
 
     def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""

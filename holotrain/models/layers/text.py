@@ -1,17 +1,11 @@
-"""What transformers for text share: token embeddings, their blocks, and the loss over a long vocabulary.
+"""What transformers for text share: token embeddings, their first values, and the loss over a long vocabulary.
 
 Shapes: B batch, T tokens, N tokens of all sequences, C channels, V words.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from holotrain.models.layers.blocks import AveragedStreams, Branches, PostNormBlock, ResidualBlock, ResidualSequence
-from holotrain.reversible import ReversibleBlock
 
 
 class TokenEmbedding(nn.Module):
@@ -54,21 +48,6 @@ class TokenEmbedding(nn.Module):
         if self.position is not None:
             x = x + (self.position[: tokens.shape[1]] if positions is None else self.position[positions])
         return self.dropout(self.norm(x))
-
-
-def plain_blocks(branches: Branches, backward: str | Sequence[str], post_norm: bool = False) -> ResidualSequence:
-    """The branches as residual blocks."""
-    block = PostNormBlock if post_norm else ResidualBlock
-    return ResidualSequence((block(f, g) for f, g in branches), backward)
-
-
-def reversible_blocks(branches: Branches, **engine: Any) -> AveragedStreams:
-    """The branches as reversible blocks; ``engine`` as :class:`~holotrain.reversible.ReversibleSequence` takes it.
-
-    The streams swap after every block, so that attention reads what attention wrote. Without this, a model for text needs far
-    more steps than its plain twin.
-    """
-    return AveragedStreams((ReversibleBlock(f, g, exchange=True) for f, g in branches), **engine)
 
 
 def initialise(model: nn.Module, depth: int) -> None:
