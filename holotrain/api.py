@@ -18,7 +18,6 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from torch import nn
 
-from holotrain.checks import naming_group
 from holotrain.commands.checkpoint import described_model
 from holotrain.commands.console import console, quietly
 from holotrain.commands.generate import GENERATIONS
@@ -34,7 +33,7 @@ from holotrain.config.given import PYTHON_OBJECT, PythonObject, full_name
 from holotrain.config.option_groups import MODEL_OPTIONS, default_backward
 from holotrain.config.start import compose
 from holotrain.config.structured import structured, to_container
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
 from holotrain.models import saved
 from holotrain.parallel.rank import rank_from_environment
 from holotrain.planning import Plan

@@ -22,7 +22,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from holotrain.checks import files_named
 from holotrain.config.command_line import (
     CONFIGURATION_ERRORS,
     REFUSALS,
@@ -49,7 +48,7 @@ from holotrain.config.composition import (
 )
 from holotrain.config.jobs import Job, launched_jobs
 from holotrain.config.start import Start, check_values
-from holotrain.errors import UserError
+from holotrain.errors import UserError, files_named
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 

@@ -1,4 +1,10 @@
-"""The exception for mistakes of the user."""
+"""Mistakes of the user, each in one line: which option, what is wrong, what is valid."""
+
+import difflib
+import re
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
+from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 
 
 class UserError(Exception):
@@ -11,3 +17,48 @@ class UserError(Exception):
     def __str__(self) -> str:
         """The text; line breaks and other characters that control a terminal, which a file may hold, are escaped."""
         return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in super().__str__())
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with the nearest choice, or an empty string."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def one_of(where: str, value: str | None, choices: Iterable[str]) -> None:
+    choices = list(choices)
+    if value not in choices:
+        raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
+
+
+@contextmanager
+def files_named() -> Generator[None]:
+    """Turns an OSError inside into a UserError, if only a name that the user gave, or rights, can be its cause."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.errno not in (ENAMETOOLONG, ELOOP, EACCES, EPERM):
+            raise
+        raise UserError(f"{error.filename}: {error.strerror or error}") from error
+
+
+@contextmanager
+def naming_group(group: str, options: Collection[str] = ()) -> Generator[None]:
+    """Turns a ValueError inside into a UserError about this configuration group.
+
+    Args:
+        options: those of the group. If the message begins with the name of one, the error is about ``group.name``, as the user
+            writes it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(_about(group, options, str(error))) from error
+
+
+def _about(group: str, options: Collection[str], text: str) -> str:
+    name = re.split(r"\W", text, maxsplit=1)[0]
+    sign, rest = text[len(name) : len(name) + 1], text[len(name) + 1 :]
+    if name not in options or sign not in " =:" or rest.startswith(("and ", "or ")):  # about several, or about none
+        return f"{group}: {text}"
+    return f"{group}.{name}: {rest}" if sign == " " else f"{group}.{text}"

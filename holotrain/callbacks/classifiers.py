@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from torchvision.transforms.v2 import functional as F
 
 from holotrain.callbacks import drawing
-from holotrain.ranges import require_at_least
+from holotrain.numeric import require_at_least
 
 
 class OutputsSeen(pl.Callback):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from holotrain.callbacks.exact_resume import gradients_pending, validation_follows, wait_for_whole_steps
 from holotrain.models.checkpoint_files import written
-from holotrain.ranges import require_at_least, require_within
+from holotrain.numeric import require_at_least, require_within
 
 
 class ExactCheckpoint(ModelCheckpoint):

@@ -12,8 +12,8 @@ from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 
 from holotrain.callbacks.monitor import shard_of
+from holotrain.numeric import mixed_seed
 from holotrain.reversible import stacks_in
-from holotrain.seeds import mixed_seed
 
 KEY = "exact_resume"
 

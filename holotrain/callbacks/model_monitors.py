@@ -9,7 +9,7 @@ from torch import Tensor
 
 from holotrain.callbacks.monitor import Monitor, log_scalars, replays
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, alignment, dead_cells, sign_violations
-from holotrain.ranges import require_at_least
+from holotrain.numeric import require_at_least
 from holotrain.reversible import ReversibleSequence, ReversibleStack, stacks_in
 
 

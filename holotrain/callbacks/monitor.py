@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import lightning.pytorch as pl
 
-from holotrain.ranges import require_at_least
+from holotrain.numeric import require_at_least
 from holotrain.reversible import GraphedStep
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from holotrain.callbacks.drawing import log_text
 from holotrain.models import Sampling, generate
 from holotrain.models.generation import can_generate
-from holotrain.ranges import require_at_least
+from holotrain.numeric import require_at_least
 
 
 class Samples(pl.Callback):

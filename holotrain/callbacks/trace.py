@@ -18,8 +18,8 @@ from lightning.pytorch.profilers import Profiler
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
-from holotrain.atomic_files import replacing
-from holotrain.thinning import thinned
+from holotrain.dashboard.curves import thinned
+from holotrain.files import replacing
 
 TRACE, OPERATORS, MEMORY, ALLOCATIONS = "trace.json", "trace-operators.txt", "trace-memory.svg", "trace-allocations.pickle"
 ZIPPED = TRACE + ".gz"

@@ -10,5 +10,5 @@ screen, console   start and end screens; what is printed, and which warnings are
 memory_limits     backward=auto and batch_size=auto, running out of memory, and overrides that need less of it
 tensorboard_tabs  HParams and Custom Scalars
 sweep             the table of a sweep
-files             writes files so that none is ever half written
+writing           writes files so that none is ever half written
 """

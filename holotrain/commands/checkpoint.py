@@ -9,19 +9,18 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from holotrain.checks import naming_group
 from holotrain.config import checkpointed
 from holotrain.config.build import class_names, synthesis_of, with_adapters
 from holotrain.config.commands import Config, FitConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import HUGGING_FACE, TEXT, is_a
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
 from holotrain.models import building, saved
 from holotrain.models.building import bounded
 from holotrain.models.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
 from holotrain.models.layers.attention import order_by_head
-from holotrain.sizes import counted
+from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
 

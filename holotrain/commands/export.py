@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from holotrain.checks import naming_group
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
 from holotrain.commands.run_folder import Run
@@ -13,7 +12,7 @@ from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
 from holotrain.config.commands import ExportConfig
 from holotrain.data import tokenizer_from_json
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
 from holotrain.models import saved
 from holotrain.models.adapters import merge_peft
 from holotrain.models.foreign import Foreign

@@ -23,11 +23,11 @@ from holotrain.commands.checkpoint import (
     tokenizer_for,
 )
 from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
-from holotrain.commands.files import write_whole
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
 from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_layout, log_start, results, tags
+from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_division, check_training_device, device_kind, device_name

@@ -7,18 +7,17 @@ from typing import cast
 
 import torch
 
-from holotrain.checks import naming_group
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
-from holotrain.commands.files import write_whole
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
+from holotrain.commands.writing import write_whole
 from holotrain.config.build_trainer import autocast_of, check_device, device_kind
 from holotrain.config.commands import GenerateConfig
 from holotrain.data import Tokenizer, tokenizer_from_json
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
+from holotrain.files import from_json
 from holotrain.models import Sampling, generate
-from holotrain.outside import from_json
 
 GENERATIONS = "generations.jsonl"
 

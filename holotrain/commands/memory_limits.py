@@ -17,8 +17,8 @@ from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import AUTO, OBJECT_GROUPS, PLAIN, reversible, takes
 from holotrain.config.plans import NO_OPTION, budget_of, planner_of, smallest_batch
 from holotrain.errors import UserError
+from holotrain.numeric import in_words
 from holotrain.planning import ALLOCATORS, Choice, Plan, TooSmall, Unplannable, choose_batch, choose_schedules, make_plan
-from holotrain.sizes import in_words
 
 
 def chosen(

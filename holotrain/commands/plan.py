@@ -9,20 +9,19 @@ from rich import box
 from rich.table import Table
 
 from holotrain.callbacks import GPUS, multiprocessors, peak_flops
-from holotrain.checks import one_of
 from holotrain.commands.checkpoint import tokenizer_for
 from holotrain.commands.console import console, plain
-from holotrain.commands.files import write_whole
 from holotrain.commands.memory_limits import chosen, described, remedies
 from holotrain.commands.run_folder import Run
+from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data
 from holotrain.config.commands import PlanConfig
 from holotrain.config.plans import budget_of, planner_of, smallest_batch
-from holotrain.errors import UserError
+from holotrain.errors import UserError, one_of
 from holotrain.models.division import divide
+from holotrain.numeric import counted, in_words, unit_of
 from holotrain.overlap import LINKS
 from holotrain.planning import Band, Gpu, Plan, Planner, Scaling, Unplannable, make_plan, make_scaling
-from holotrain.sizes import counted, in_words, unit_of
 
 PLAN = "plan.json"
 

@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8, load_weights
 from holotrain.commands.evaluation import lightning_refusals, prepared
-from holotrain.commands.files import write_table
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
+from holotrain.commands.writing import write_table
 from holotrain.config.build import build_files_loader, description, task_of
 from holotrain.config.build_trainer import build_trainer, check_device
 from holotrain.config.commands import PredictConfig

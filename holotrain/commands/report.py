@@ -8,14 +8,14 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from holotrain.commands import summary
 from holotrain.commands.console import plain
-from holotrain.commands.files import write_whole
+from holotrain.commands.writing import write_whole
 from holotrain.config.commands import ReportConfig
 from holotrain.dashboard.logs import read_events, read_images, read_scalars, read_texts
 from holotrain.dashboard.page import page
 from holotrain.dashboard.table import Reported
 from holotrain.errors import UserError
-from holotrain.outside import require_shallow
-from holotrain.sizes import counted
+from holotrain.files import require_shallow
+from holotrain.numeric import counted
 
 LARGEST = 2**20
 """Bytes of a config.yaml. Those of a run have some thousand; PyYAML reads about 100 KiB a second."""

@@ -15,8 +15,8 @@ from holotrain.config.commands import RunConfig
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import ERROR_DIFFUSION, FIT, is_a
 from holotrain.data import TextDataModule
+from holotrain.numeric import counted
 from holotrain.parallel.rank import ProcessRank
-from holotrain.sizes import counted
 
 PROFILES = {
     "profile": "fit-profile.txt",

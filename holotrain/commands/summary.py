@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holotrain.annotations import read_fields
-from holotrain.commands.files import write_whole
+from holotrain.commands.writing import write_whole
+from holotrain.config.annotations import read_fields
 from holotrain.config.objects import ObjectConfig
 
 if TYPE_CHECKING:  # reading a summary does not import torch and Lightning

@@ -8,13 +8,13 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from holotrain.annotations import read_fields
 from holotrain.commands import summary
 from holotrain.commands.console import console, plain
-from holotrain.commands.files import write_table
 from holotrain.commands.plan import PLAN
+from holotrain.commands.writing import write_table
+from holotrain.config.annotations import read_fields
 from holotrain.config.jobs import Job
-from holotrain.sizes import counted
+from holotrain.numeric import counted
 
 FIGURES = {
     "samples_per_second": "samples/s",

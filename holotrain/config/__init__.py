@@ -2,6 +2,7 @@
 
 command_line     the words of a command line, its help, and its mistakes in one line each
 composition      what is asked of Hydra, and the folders of runs
+annotations      values that people and files give, checked against annotations
 signatures       options, types and help texts of a class, read from its source
 objects          a class or function that a group names, with its arguments
 given            objects that Python code gives to a run

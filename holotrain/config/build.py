@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from holotrain import data as datasets
 from holotrain.callbacks import SynthesisCallback
-from holotrain.checks import naming_group
 from holotrain.config.commands import PlanConfig, RunConfig
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import ObjectConfig
@@ -36,7 +35,7 @@ from holotrain.config.option_groups import (
 )
 from holotrain.config.signatures import REQUIRED
 from holotrain.data import ByteTokenizer, tokenizer_from_json
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
 from holotrain.models import compile_blocks
 from holotrain.models.adapters import add_adapters, add_peft, freeze
 from holotrain.models.block_schedules import schedule_blocks, set_backward

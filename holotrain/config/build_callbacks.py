@@ -20,7 +20,6 @@ from holotrain.callbacks import (
     peak_flops,
     training_flops,
 )
-from holotrain.checks import one_of
 from holotrain.config.build import build_model, facts_of, synthesis_of
 from holotrain.config.build_trainer import device_name
 from holotrain.config.commands import RunConfig
@@ -29,7 +28,7 @@ from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, BackwardConfig, is_a, takes
 from holotrain.config.signatures import REQUIRED, signature
 from holotrain.data import TextDataModule
-from holotrain.errors import UserError
+from holotrain.errors import UserError, one_of
 from holotrain.tasks.task import monitored_by
 
 

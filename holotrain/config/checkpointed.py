@@ -16,15 +16,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from holotrain.annotations import checked
-from holotrain.checks import naming_group
+from holotrain.config.annotations import checked
 from holotrain.config.commands import RunConfig
 from holotrain.config.composition import config_folder
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
 from holotrain.config.signatures import is_defined_in, signature
 from holotrain.config.structured import structured, to_container
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
 from holotrain.targets import TARGET, first_line, missing_package, targets
 
 KEY = "holotrain"

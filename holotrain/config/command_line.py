@@ -16,13 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from holotrain.checks import did_you_mean, one_of
 from holotrain.config.commands import COMMANDS, WORD_COMMANDS, options_of
 from holotrain.config.composition import composed, key_of, literal, option_names, register, to_plain
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, BackwardConfig
 from holotrain.config.signatures import Option, signature
 from holotrain.config.structured import with_defaults
-from holotrain.errors import UserError
+from holotrain.errors import UserError, did_you_mean, one_of
 from holotrain.targets import TARGET, first_line
 
 # Flags of Hydra, with and without a value. --experimental-rerun is missing on purpose: it unpickles a file.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
-from holotrain.checks import naming_group
 from holotrain.config.objects import ObjectConfig
 from holotrain.config.option_groups import (
     AUTO,
@@ -33,9 +32,8 @@ from holotrain.config.option_groups import (
     takes,
 )
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import UserError
-from holotrain.ranges import require_at_least, require_within
-from holotrain.sizes import parse_bytes
+from holotrain.errors import UserError, naming_group
+from holotrain.numeric import parse_bytes, require_at_least, require_within
 
 
 class Composed:

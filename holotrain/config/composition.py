@@ -17,8 +17,8 @@ from holotrain.config.commands import COMMANDS, options_of
 from holotrain.config.option_groups import GROUPS
 from holotrain.config.signatures import defaults_of
 from holotrain.errors import UserError
-from holotrain.outside import read_json
-from holotrain.sizes import counted
+from holotrain.files import read_json
+from holotrain.numeric import counted
 
 
 def config_folder() -> str:

@@ -18,11 +18,11 @@ from typing import Any
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 
-from holotrain.annotations import read_fields
-from holotrain.atomic_files import replacing
+from holotrain.config.annotations import read_fields
 from holotrain.config.command_line import CONFIGURATION_ERRORS
 from holotrain.config.composition import relative_to_cwd
 from holotrain.errors import UserError
+from holotrain.files import replacing
 from holotrain.targets import first_line
 
 JOB = "job.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holotrain.checks import naming_group
 from holotrain.config.signatures import Option, signature
+from holotrain.errors import naming_group
 from holotrain.targets import TARGET, call, instantiate
 
 

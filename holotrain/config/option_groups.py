@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeGuard, TypeVar
 
-from holotrain.checks import one_of
 from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.signatures import Option, signature
-from holotrain.errors import UserError
-from holotrain.ranges import require_at_least, require_within
+from holotrain.errors import UserError, one_of
+from holotrain.numeric import require_at_least, require_within
 from holotrain.targets import TARGET
 
 PLAIN = ("autograd", "checkpoint")

@@ -21,9 +21,9 @@ from holotrain.data.example import batch_unit, example_batch, first_batch, sampl
 from holotrain.errors import UserError
 from holotrain.models.block_schedules import listed_blocks, sequences, set_backward
 from holotrain.models.layers.blocks import ResidualSequence
+from holotrain.numeric import parse_bytes
 from holotrain.planning import Backward, Planner, Size, TrainingStep, free_memory
 from holotrain.planning.training_step import Blocks
-from holotrain.sizes import parse_bytes
 from holotrain.tasks.task import model_of, optimizer_of, training_loss
 
 NO_OPTION = "batch"

@@ -21,7 +21,7 @@ from typing import Any
 
 import griffe
 
-from holotrain.checks import did_you_mean
+from holotrain.errors import did_you_mean
 from holotrain.targets import is_of, is_public_name
 
 REQUIRED = object()

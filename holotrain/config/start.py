@@ -15,7 +15,6 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from holotrain.checks import did_you_mean
 from holotrain.config.checkpointed import KEY, load, require_trusted, undamaged
 from holotrain.config.command_line import CONFIGURATION_ERRORS, Arguments, explained, explaining, parse
 from holotrain.config.commands import RunConfig
@@ -35,7 +34,7 @@ from holotrain.config.composition import (
 )
 from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
 from holotrain.config.structured import structured, with_defaults, with_replaced_classes
-from holotrain.errors import UserError
+from holotrain.errors import UserError, did_you_mean
 from holotrain.targets import TARGET
 
 LOCAL_LOGGERS = ("tensorboard", "csv", "none")

@@ -6,15 +6,14 @@ from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-from holotrain.annotations import checked
-from holotrain.checks import did_you_mean, naming_group
+from holotrain.config.annotations import checked
 from holotrain.config.commands import COMMANDS, RunConfig, options_of
 from holotrain.config.composition import key_of
 from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, OF_THE_TASK, BackwardConfig, default_backward, takes
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
-from holotrain.errors import UserError
+from holotrain.errors import UserError, did_you_mean, naming_group
 from holotrain.targets import TARGET
 
 

@@ -2,6 +2,7 @@
 
 charts  which scalars each chart shows
 logs    reads the scalars, images and texts of a run
+curves  downsampling and smoothing of long curves
 table   differing options and results of the runs
 page    the HTML page; uPlot and page.js draw its charts
 """

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 
 from holotrain.dashboard.charts import CHARTS, Chart
+from holotrain.dashboard.curves import smoothed, thinned
 from holotrain.dashboard.logs import Curve, Medium
 from holotrain.dashboard.table import Column, Reported, columns, different_options, labels, shown
 from holotrain.errors import UserError
-from holotrain.sizes import counted
-from holotrain.thinning import smoothed, thinned
+from holotrain.numeric import counted
 
 POINTS = 1000
 """Maximum number of points per curve, about the width of a chart in pixels."""

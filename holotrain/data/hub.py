@@ -14,8 +14,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from holotrain.checks import did_you_mean, one_of
-from holotrain.errors import UserError
+from holotrain.errors import UserError, did_you_mean, one_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from holotrain.data.hub import FromHub, class_names, column
 from holotrain.data.images import Labelled, OfClasses, SizedImages, chosen_classes, held_out
 from holotrain.errors import UserError
-from holotrain.ranges import require_within
+from holotrain.numeric import require_within
 
 if TYPE_CHECKING:
     from datasets import Dataset as Rows

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from holotrain.data.images import SizedImages, Statistics, chosen_classes, normalised, resized
 from holotrain.data.loader import Loader
 from holotrain.errors import UserError
-from holotrain.ranges import require_one_of
+from holotrain.numeric import require_one_of
 
 EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
 

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from holotrain.data.images import ImageDataModule, OfClasses, chosen_classes, cropped_at_random, held_out
 from holotrain.data.sampler import mixed_seed
 from holotrain.errors import UserError
-from holotrain.ranges import require_at_least, require_within
+from holotrain.numeric import require_at_least, require_within
 
 
 class Digits(ImageDataModule):

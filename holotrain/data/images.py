@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from holotrain.checks import one_of
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, SeededDataset, TransformedDataset
-from holotrain.errors import UserError
-from holotrain.outside import read_json
-from holotrain.ranges import require_at_least, require_within
+from holotrain.errors import UserError, one_of
+from holotrain.files import read_json
+from holotrain.numeric import require_at_least, require_within
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of each channel, for values in [0, 1]."""

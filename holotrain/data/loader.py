@@ -21,7 +21,7 @@ from holotrain.data.sampler import (
     mixed_seed,
 )
 from holotrain.errors import UserError
-from holotrain.ranges import require_at_least
+from holotrain.numeric import require_at_least
 
 
 class OwnGenerator(DataLoader):

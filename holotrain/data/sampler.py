@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from holotrain.errors import UserError
-from holotrain.seeds import mixed_seed
+from holotrain.numeric import mixed_seed
 
 _set: tuple[int, int] | None = None
 

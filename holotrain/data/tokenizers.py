@@ -15,9 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from holotrain.checks import one_of
-from holotrain.errors import UserError
-from holotrain.outside import from_json
+from holotrain.errors import UserError, one_of
+from holotrain.files import from_json
 
 ROLES = ("pad", "start", "end", "mask")
 """The special tokens that tasks need: padding, the start of a document (bos, cls), its end (eos, sep), a masked position."""

@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from holotrain.error_diffusion.rules import BACKPROPAGATION, PUBLISHED, RULES, contract, slope
-from holotrain.ranges import require_at_least, require_one_of
+from holotrain.numeric import require_at_least, require_one_of
 
 
 def input_cells(x: Tensor, outputs: int) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from holotrain.optimizers.shards import is_sharded, local
 from holotrain.optimizers.stepping import standing_in
-from holotrain.shards import is_sharded, local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

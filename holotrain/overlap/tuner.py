@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.utils._python_dispatch import _disable_current_modes
 
-from holotrain.atomic_files import replacing
-from holotrain.outside import read_json
+from holotrain.files import read_json, replacing
 from holotrain.overlap.collectives import Collectives
 from holotrain.overlap.functions import (
     AllToAllLinear,

@@ -34,9 +34,8 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
-from holotrain.atomic_files import replacing
-from holotrain.checks import naming_group
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
+from holotrain.files import replacing
 from holotrain.models.checkpoint_files import (
     CHECKPOINT,
     CHECKSUMS,

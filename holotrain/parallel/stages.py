@@ -28,10 +28,10 @@ from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path
 from holotrain.models.gpt import GPT
 from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.models.vit import ViT
+from holotrain.numeric import mixed_seed
 from holotrain.optimizers import CombinedOptimizer
 from holotrain.parallel.strategies import TaskWithModel, average, gradients_of, parameters_of, set_timeouts
 from holotrain.reversible import ReversibleSequence
-from holotrain.seeds import mixed_seed
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 

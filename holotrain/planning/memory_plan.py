@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from holotrain.numeric import counted
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.tracker import Footprint
-from holotrain.sizes import counted
 
 
 def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:

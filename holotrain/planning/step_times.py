@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from holotrain.numeric import counted
 from holotrain.overlap import Job
 from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.clock import clock_of, waited_seconds
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.scaling import TensorParallelWork, Times, Unit, Unsharded
 from holotrain.planning.training_step import TrainingStep, simulate_step
-from holotrain.sizes import counted
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from holotrain.shards import local
+from holotrain.optimizers.shards import local
 from holotrain.synthesis.delayed import Delayed
 from holotrain.synthesis.keys import Covers, Keys, as_one, layers_of, shares_of, working_dtype
 from holotrain.synthesis.options import SynthesisOptions

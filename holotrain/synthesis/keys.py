@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
-from holotrain.shards import is_sharded
+from holotrain.optimizers.shards import is_sharded
 from holotrain.synthesis.binding import folded
 
 Covers = Callable[[str, nn.Parameter], bool]

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from holotrain.shards import local
+from holotrain.optimizers.shards import local
 from holotrain.synthesis.keys import Layer
 
 Numbered = list[tuple[int, Layer]]

@@ -9,7 +9,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from holotrain.models.image_error_diffusion import ImageErrorDiffusion
-from holotrain.ranges import require_within
+from holotrain.numeric import require_within
 from holotrain.tasks.language import attended
 from holotrain.tasks.task import Task
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection, SumMetric
 
 from holotrain.models.layers.text import IGNORED
-from holotrain.ranges import require_within
+from holotrain.numeric import require_within
 from holotrain.tasks.task import Task
 
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from holotrain.models.layers.blocks import ResidualBlock
+from holotrain.numeric import require_within
 from holotrain.optimizers import CombinedOptimizer, low_bit
-from holotrain.ranges import require_within
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.sharded_optimizers import ShardedAdafactor, ShardedMuon
 

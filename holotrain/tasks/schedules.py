@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from holotrain.ranges import require_at_least, require_within
+from holotrain.numeric import require_at_least, require_within
 
 
 def cosine(optimizer: Optimizer, steps: int, warmup: float = 0.0, final: float = 0.0) -> LambdaLR:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon, Optimizer
 
+from holotrain.optimizers.shards import is_sharded
 from holotrain.optimizers.stepping import standing_in
-from holotrain.shards import is_sharded
 
 
 class _EachWhole(Optimizer):

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from holotrain.commands.files import write_table
 from holotrain.commands.run_folder import alone_in
+from holotrain.commands.writing import write_table
 from holotrain.errors import UserError
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from holotrain.annotations import checked
 from holotrain.config import option_groups
+from holotrain.config.annotations import checked
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature
 
 CONSTRUCTORS = [

@@ -17,7 +17,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
-from holotrain.checks import naming_group
 from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
@@ -26,7 +25,7 @@ from holotrain.config.composition import composed, config_folder, option_names, 
 from holotrain.config.option_groups import SEQUENCE_CLASSIFIER, is_a
 from holotrain.config.structured import structured, to_container, with_replaced_classes
 from holotrain.data import HubImages, TextDataModule
-from holotrain.errors import UserError
+from holotrain.errors import UserError, naming_group
 from holotrain.synthesis import SynthesisOptions
 
 GROUPS = option_names()

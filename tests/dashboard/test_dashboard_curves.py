@@ -7,9 +7,9 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from holotrain.dashboard.charts import CHARTS, tensorboard_layout
+from holotrain.dashboard.curves import smoothed, thinned
 from holotrain.dashboard.logs import read_scalars
 from holotrain.errors import UserError
-from holotrain.thinning import smoothed, thinned
 
 
 def logged(folder: Path, points: list[tuple[int, float]], tag: str = "train/loss") -> Path:

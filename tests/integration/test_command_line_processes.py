@@ -24,7 +24,7 @@ from holotrain.callbacks import ExactResume
 from holotrain.config.composition import LAST_CHECKPOINT as LAST
 from holotrain.models.checkpoint_files import load, read_weights
 from holotrain.models.layers.blocks import MLPBranch
-from holotrain.seeds import mixed_seed
+from holotrain.numeric import mixed_seed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked_memory import TrackedMemory
 
+from holotrain.optimizers.shards import local
 from holotrain.overlap import LINKS, Job, Link
 from holotrain.overlap.groups import ALL_REDUCE
 from holotrain.planning import Footprint, TrainingStep, fake_tensors
@@ -32,7 +33,6 @@ from holotrain.planning.scaling import (
 )
 from holotrain.planning.training_step import simulate_update
 from holotrain.reversible import ReversibleBlock
-from holotrain.shards import local
 from holotrain.tasks.optimizers import adafactor, muon
 
 MIB = 2**20

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from holotrain.atomic_files import replacing
 from holotrain.data.hub import writing
 from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, StreamLoader
 from holotrain.data.sampler import FixedBatches
@@ -18,7 +17,8 @@ from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream
 from holotrain.data.text.tokenise import PARTS, Batch, Corpus, Reading, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
-from holotrain.ranges import require_at_least, require_one_of, require_within
+from holotrain.files import replacing
+from holotrain.numeric import require_at_least, require_one_of, require_within
 
 
 class TextDataModule(LoadingModule):

@@ -13,8 +13,7 @@ from holotrain.data.text.module import TextDataModule
 from holotrain.data.text.sources import TextFile, matches, readable, rows_of
 from holotrain.data.text.tokenise import Rows
 from holotrain.errors import UserError
-from holotrain.ranges import require_at_least, require_one_of
-from holotrain.sizes import counted
+from holotrain.numeric import counted, require_at_least, require_one_of
 
 
 class StdlibText(TextDataModule):

@@ -16,14 +16,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from holotrain.atomic_files import replacing
 from holotrain.data import hub
 from holotrain.data.hub import KINDS, files_read, stamp_of
 from holotrain.data.loader import Loader
 from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
-from holotrain.outside import read_json
+from holotrain.files import read_json, replacing
 
 FEW = 20
 """With fewer files than this, documents are held out instead, if files hold several."""

@@ -1,6 +1,9 @@
-"""Plain values that come from outside: from files that anybody may have written."""
+"""Files: written so that they are complete whenever they can be seen, and read as data that anybody may have written."""
 
 import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -63,3 +66,21 @@ def require_shallow(value: Any) -> None:
             within.pop()
         if len(within) > DEEPEST or seen > MOST:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep, or holds more than {MOST} values")
+
+
+@contextmanager
+def replacing(path: Path, ending: str | None = None) -> Generator[Path]:
+    """Yields a name beside ``path`` to write to. The file there is renamed to ``path`` at the end, or removed after an error.
+
+    Args:
+        ending: of that name; None: the number of this process, so that several processes may write at once. With a fixed one,
+            what a killed process has left is overwritten.
+    """
+    temporary = path.with_name(f".{path.name}.{ending or os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):  # the folder may not exist
+            temporary.unlink()
+        raise

@@ -7,9 +7,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Never, Union, get_args, get_origin
 
-from holotrain.checks import did_you_mean
-from holotrain.errors import UserError
-from holotrain.outside import read_json
+from holotrain.errors import UserError, did_you_mean
+from holotrain.files import read_json
 
 KINDS: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, bool, str, Path)},

@@ -5,8 +5,8 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from holotrain.atomic_files import replacing
 from holotrain.errors import UserError
+from holotrain.files import replacing
 
 
 def write_table(path: Path, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> None:
