@@ -2,7 +2,7 @@
 
 linear              linear layers as functions of local tensors: the public functions
 styles              the same as styles for parallelize_module
-functions           autograd Functions of row parallel, column parallel and all-to-all layers
+functions           autograd Functions of layers that send their result or their input, and the ways to communicate
 overlapped_product  products whose results are communicated in groups
 signals             one product that signals its finished groups; kernel: its Triton kernel
 groups              rows or columns split into groups

@@ -1,9 +1,9 @@
-"""The autograd Functions of linear layers that overlap communication with computation.
+"""The autograd Functions of linear layers that overlap communication with computation, and the ways to communicate.
 
-Row parallel: input features are sharded, so the output is a sum over ranks; the sum of a group overlaps the next group's
-product. Column parallel: output features are sharded, so the input gradient is a sum over ranks; in the backward the sum of a
-group overlaps the next group, and the last sums overlap the weight gradient. All-to-all: rows (tokens) or features change ranks
-before or after the product; groups are groups of the product's rows, and at the other end each rank's rows are in one piece.
+A layer sends its result (row parallel, or an all-to-all after the product) or its input (column parallel, or an all-to-all
+before it). A way to communicate can be a sum over ranks, whole or in shares of the sequence, or an all-to-all: rows (tokens) or
+features change ranks. Groups are groups of the product's rows, and at the other end of an all-to-all each rank's rows are in
+one piece.
 
 Shape letters: R rows (tokens) of this rank's product, Q rows at the other end of an exchange, P ranks, L rows of one rank's
 shard of the sequence, K input features, N output features.
@@ -24,17 +24,19 @@ from holotrain.overlap.groups import ALL_GATHER, ALL_TO_ALL, Columns, Job, group
 from holotrain.overlap.overlapped_product import Overlap, product, products, weight_gradients
 
 
-class RowAllReduce(torch.autograd.Function):
-    """x [R, K], weight [N, K], bias [N] or None to y [R, N], whole on every rank.
+class SendResult(torch.autograd.Function):
+    """x [.., K], weight [N, K], bias [N] or None to what the way sends of their product.
 
-    Forward: one all-reduce per group. Backward: no communication; dx = dy W is this rank's own.
+    Forward: a group is sent while the next is computed. Backward: dy comes back in groups, all launched at once; dx of a group
+    is computed while the next ones travel.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, way: AllReduce) -> Tensor:
         ctx.save_for_backward(x, weight)
-        y = x.new_empty(len(x), len(weight))
-        wait_for(overlap.all_reduce(x, weight.t(), bias, y))
+        ctx.way = way
+        y, works = way.send(x, weight.t(), bias)
+        wait_for(works)
         return y
 
     @staticmethod
@@ -42,113 +44,96 @@ class RowAllReduce(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad @ weight if needs_x else None
-        return grad_x, *weight_gradients(grad, x, needs_weight, needs_bias), None
+        whole, grad_x = ctx.way.receive(grad, weight if needs_x else None, None, weight.shape[1])
+        return grad_x, *weight_gradients(whole.flatten(0, -2), x.flatten(0, -2), needs_weight, needs_bias), None
 
 
-class RowReduceScatter(torch.autograd.Function):
-    """x [P, L, K], weight [N, K], bias [N] or None to this rank's share y [L, N].
+class SendInput(torch.autograd.Function):
+    """x, weight [N, K], bias [N] or None to the product [.., N] of what the way receives of x.
 
-    Forward: one reduce-scatter per group. Backward: one all-gather of dy per group, all launched at once; dx of a group is
-    computed while the next ones are gathered.
+    Forward: all groups are launched at once; a group is computed while the next ones travel. Backward: a group of dx is sent
+    while the next is computed, and the last ones travel while the weight gradient is computed.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.overlap = overlap
-        y = x.new_empty(x.shape[1], len(weight))
-        wait_for(overlap.reduce_scatter(x, weight.t(), bias, y))
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, way: AllReduce) -> Tensor:
+        kept, y = way.receive(x, weight.t(), bias, len(weight), again=True)
+        ctx.save_for_backward(kept, weight)
+        ctx.way = way
+        assert y is not None  # with a matrix there is a product
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
+        kept, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        collectives = ctx.overlap.collectives
         grad = grad.contiguous()
-        rows, inputs = grad.shape
-        job = Job(rows, inputs, weight.shape[1], ALL_GATHER, collectives.ranks, grad.dtype, grad.device)
-        whole = grad.new_empty(collectives.ranks, *grad.shape)
-        under_way = [(rows, collectives.all_gather(whole[:, rows], grad[rows])) for rows in ctx.overlap.spans(job)]
-        grad_x = x.new_empty(x.shape) if needs_x else None
-        for rows, work in under_way:
-            work.wait()
-            if grad_x is not None:
-                products(whole[:, rows], weight, out=grad_x[:, rows])
-        return grad_x, *weight_gradients(whole.flatten(0, 1), x.flatten(0, 1), needs_weight, needs_bias), None
-
-
-class ColumnAllReduce(torch.autograd.Function):
-    """x [R, K], whole on every rank, weight [N, K], bias [N] or None to y [R, N].
-
-    Forward: no communication. Backward: one all-reduce of dx per group.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.overlap = overlap
-        return product(x, weight.t(), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x, works = None, []
-        if needs_x:
-            grad_x = x.new_empty(x.shape)
-            works = ctx.overlap.all_reduce(grad, weight, None, grad_x, covered=needs_weight)
-        rest = weight_gradients(grad, x, needs_weight, needs_bias)
+        x, gathering = ctx.way.again(kept) if needs_weight else (None, [])
+        grad_x, works = ctx.way.send(grad, weight, None, covered=needs_weight) if needs_x else (None, [])
+        wait_for(gathering)
+        rest = weight_gradients(grad.flatten(0, -2), None if x is None else x.flatten(0, -2), needs_weight, needs_bias)
         wait_for(works)
         return grad_x, *rest, None
 
 
-class ColumnReduceScatter(torch.autograd.Function):
-    """x [L, K], this rank's share of the sequence, weight [N, K], bias [N] or None to y [P, L, N].
+@dataclass
+class AllReduce:
+    """Rows [R, ..] are whole on every rank: what is sent is a sum over ranks, and there is nothing to receive."""
 
-    Forward: one all-gather of x per group, all launched at once; a group is computed while the next ones are gathered.
-    Backward: x is gathered again (only the share was kept) while dx is computed; one reduce-scatter of dx per group.
+    overlap: Overlap
+
+    def send(self, x: Tensor, matrix: Tensor, bias: Tensor | None, covered: bool = False) -> tuple[Tensor, list[Work]]:
+        """x [R, K] times matrix [K, N] (+ bias [N]): returns the sum over ranks [R, N], and what to wait for."""
+        out = x.new_empty(len(x), matrix.shape[1])
+        return out, self.overlap.all_reduce(x, matrix, bias, out, covered)
+
+    def receive(
+        self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int, again: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows of all ranks, and their product with matrix [K, ``outputs``] (+ bias), if there is one.
+
+        Args:
+            again: the rows are needed later on; what is returned in their place is to be given to :meth:`again` then.
+        """
+        return x, None if matrix is None else product(x, matrix, bias)
+
+    def again(self, kept: Tensor) -> tuple[Tensor, list[Work]]:
+        """The rows that :meth:`receive` has received, and what to wait for before they are read."""
+        return kept, []
+
+
+class ReduceScatter(AllReduce):
+    """Each rank has a share [L, ..] of the sequence: a sum is scattered, and shares are gathered to [P, L, ..].
+
+    The rows that are gathered are not kept: only the share is, and is gathered again.
     """
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap) -> Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x, weight)
-        ctx.overlap = overlap
-        collectives = overlap.collectives
+    def send(self, x: Tensor, matrix: Tensor, bias: Tensor | None, covered: bool = False) -> tuple[Tensor, list[Work]]:
+        out = x.new_empty(x.shape[1], matrix.shape[1])
+        return out, self.overlap.reduce_scatter(x, matrix, bias, out, covered)
+
+    def receive(
+        self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int, again: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        x, collectives = x.contiguous(), self.overlap.collectives
         rows, inputs = x.shape
-        job = Job(rows, inputs, len(weight), ALL_GATHER, collectives.ranks, x.dtype, x.device)
+        job = Job(rows, inputs, outputs, ALL_GATHER, collectives.ranks, x.dtype, x.device)
+        whole = None if again else x.new_empty(collectives.ranks, *x.shape)
         under_way = []
-        for rows in overlap.spans(job):
-            parts = x.new_empty(collectives.ranks, *x[rows].shape)
+        for rows in self.overlap.spans(job):
+            parts = x.new_empty(collectives.ranks, *x[rows].shape) if whole is None else whole[:, rows]
             under_way.append((rows, parts, collectives.all_gather(parts, x[rows])))
-        y = x.new_empty(collectives.ranks, len(x), len(weight))
+        out = None if matrix is None else x.new_empty(collectives.ranks, len(x), outputs)
         for rows, parts, work in under_way:
             work.wait()
-            products(parts, weight.t(), bias, out=y[:, rows])
-        return y
+            if matrix is not None and out is not None:
+                products(parts, matrix, bias, out=out[:, rows])
+        return x if whole is None else whole, out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        collectives = ctx.overlap.collectives
-        grad = grad.contiguous()
-        whole = x.new_empty(collectives.ranks, *x.shape) if needs_weight else None
-        gathering = [collectives.all_gather(whole, x)] if whole is not None and len(x) else []
-        grad_x, works = None, []
-        if needs_x:
-            grad_x = x.new_empty(x.shape)
-            works = ctx.overlap.reduce_scatter(grad, weight, None, grad_x, covered=needs_weight)
-        wait_for(gathering)
-        inputs = None if whole is None else whole.flatten(0, 1)
-        rest = weight_gradients(grad.flatten(0, 1), inputs, needs_weight, needs_bias)
-        wait_for(works)
-        return grad_x, *rest, None
+    def again(self, kept: Tensor) -> tuple[Tensor, list[Work]]:
+        whole = kept.new_empty(self.overlap.collectives.ranks, *kept.shape)
+        return whole, [self.overlap.collectives.all_gather(whole, kept)] if len(kept) else []
 
 
 class Rows:
@@ -207,8 +192,8 @@ class Features:
 
 
 @dataclass
-class Exchange:
-    """How a product and the rows at the other end belong to ranks.
+class AllToAll(AllReduce):
+    """Rows or features change ranks: how a product and the rows at the other end belong to ranks.
 
     Args:
         overlap: the collectives and groups.
@@ -217,7 +202,6 @@ class Exchange:
         rows: that are cut into groups, the same number on all ranks; None: the most that a rank has.
     """
 
-    overlap: Overlap
     near: Sequence[int] | None
     far: Sequence[int]
     rows: int | None
@@ -237,7 +221,9 @@ class Exchange:
 
         return out, self.overlap.send(near.arranged(x), matrix, bias, near.cut, launch)
 
-    def receive(self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int) -> tuple[Tensor, Tensor | None]:
+    def receive(
+        self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int, again: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the rows [R, K] of the other end x [Q, K / shared], and their product with matrix [K, N], if there is one.
 
         All groups are sent at once; a group is multiplied while the next ones travel.
@@ -268,55 +254,3 @@ class Exchange:
         sizes, _ = group_sizes(overlap.groups, job, overlap.collectives)
         near = Features(overlap.collectives.ranks, self.far[0], sizes) if self.near is None else Rows(self.near, sizes)
         return near, Rows(self.far, sizes)
-
-
-class LinearAllToAll(torch.autograd.Function):
-    """x [R, K], weight [N, K], bias [N] or None to y [Q, N], or [Q, N / P] if features are exchanged.
-
-    Forward: the all-to-all of a group overlaps the product of the next. Backward: dy is exchanged back in groups, all launched
-    at once; dx of a group is computed while the next ones travel.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.exchange = exchange
-        y, works = exchange.send(x, weight.t(), bias)
-        wait_for(works)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        whole, grad_x = ctx.exchange.receive(grad, weight if needs_x else None, None, weight.shape[1])
-        return grad_x, *weight_gradients(whole, x, needs_weight, needs_bias), None
-
-
-class AllToAllLinear(torch.autograd.Function):
-    """x [Q, K], or [Q, K / P] if features are exchanged, weight [N, K], bias [N] or None to y [R, N].
-
-    Forward: all groups are launched at once; a group is computed while the next ones travel. Backward: the all-to-all of a
-    group of dx overlaps the product of the next, and the last ones travel while the weight gradient is computed.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
-        whole, y = exchange.receive(x, weight.t(), bias, len(weight))
-        ctx.save_for_backward(whole, weight)
-        ctx.exchange = exchange
-        assert y is not None  # with a matrix there is a product
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        whole, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x, works = None, []
-        if needs_x:
-            grad_x, works = ctx.exchange.send(grad, weight, None, covered=needs_weight)
-        rest = weight_gradients(grad, whole, needs_weight, needs_bias)
-        wait_for(works)
-        return grad_x, *rest, None

@@ -12,15 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from holotrain.overlap.collectives import Collectives, collectives_of
-from holotrain.overlap.functions import (
-    AllToAllLinear,
-    ColumnAllReduce,
-    ColumnReduceScatter,
-    Exchange,
-    LinearAllToAll,
-    RowAllReduce,
-    RowReduceScatter,
-)
+from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
 from holotrain.overlap.groups import Grouping
 from holotrain.overlap.overlapped_product import Overlap
 
@@ -118,9 +110,9 @@ def row_parallel_linear(
     overlap = Overlap(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
     if sequence_dim is None:
-        return _apply(RowAllReduce, rows_of(x), weight, bias, overlap).view(*x.shape[:-1], len(weight))
+        return _apply(SendResult, rows_of(x), weight, bias, AllReduce(overlap)).view(*x.shape[:-1], len(weight))
     shares = SequenceShards(_dimension(sequence_dim, x), x.shape[sequence_dim], overlap.collectives.ranks)
-    rows = _apply(RowReduceScatter, shares.side_by_side(x), weight, bias, overlap)
+    rows = _apply(SendResult, shares.side_by_side(x), weight, bias, ReduceScatter(overlap))
     return shares.share_of_rows(rows, overlap.collectives.rank, like=x)
 
 
@@ -157,9 +149,9 @@ def column_parallel_linear(
     overlap = Overlap(collectives_of(group), groups, signals)
     x, weight, bias = _as_autocast_would(x, weight, bias)
     if sequence_dim is None:
-        return _apply(ColumnAllReduce, rows_of(x), weight, bias, overlap).view(*x.shape[:-1], len(weight))
+        return _apply(SendInput, rows_of(x), weight, bias, AllReduce(overlap)).view(*x.shape[:-1], len(weight))
     shares = _shares_of(x, sequence_dim, length, overlap.collectives)
-    rows = _apply(ColumnReduceScatter, shares.rows_of_share(x), weight, bias, overlap)
+    rows = _apply(SendInput, shares.rows_of_share(x), weight, bias, ReduceScatter(overlap))
     return shares.end_to_end(rows, like=x)
 
 
@@ -203,11 +195,11 @@ def linear_all_to_all(
     x, weight, bias = _as_autocast_would(x, weight, bias)
     ranks = overlap.collectives.ranks
     if sequence_dim is None:
-        return _rows_exchanged(LinearAllToAll, x, weight, bias, overlap, output_split_sizes, input_split_sizes)
+        return _rows_exchanged(SendResult, x, weight, bias, overlap, output_split_sizes, input_split_sizes)
     _require_features(len(weight), ranks, output_split_sizes, input_split_sizes)
     shares = _shares_of(x, sequence_dim, length, overlap.collectives)
     share = shares.rows_of_share(x)
-    y = _apply(LinearAllToAll, share, weight, bias, Exchange(overlap, None, [len(share)] * ranks, len(share)))
+    y = _apply(SendResult, share, weight, bias, AllToAll(overlap, None, [len(share)] * ranks, len(share)))
     return shares.end_to_end(y.unflatten(0, (ranks, len(share))), like=x)
 
 
@@ -245,17 +237,17 @@ def all_to_all_linear(
     x, weight, bias = _as_autocast_would(x, weight, bias)
     ranks = overlap.collectives.ranks
     if sequence_dim is None:
-        return _rows_exchanged(AllToAllLinear, x, weight, bias, overlap, output_split_sizes, input_split_sizes)
+        return _rows_exchanged(SendInput, x, weight, bias, overlap, output_split_sizes, input_split_sizes)
     _require_features(weight.shape[1], ranks, output_split_sizes, input_split_sizes)
     shares = SequenceShards(_dimension(sequence_dim, x), x.shape[sequence_dim], ranks)
     parts = shares.side_by_side(x)
     rows = parts.shape[1]
-    y = _apply(AllToAllLinear, parts.flatten(0, 1), weight, bias, Exchange(overlap, None, [rows] * ranks, rows))
+    y = _apply(SendInput, parts.flatten(0, 1), weight, bias, AllToAll(overlap, None, [rows] * ranks, rows))
     return shares.share_of_rows(y, overlap.collectives.rank, like=x)
 
 
 def _rows_exchanged(
-    function: type[LinearAllToAll] | type[AllToAllLinear],
+    function: type[SendResult] | type[SendInput],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -272,8 +264,8 @@ def _rows_exchanged(
     if not len(input_sizes) == len(output_sizes) == ranks or sum(input_sizes) != len(x):
         raise ValueError(f"{len(x)} rows cannot be split into {list(input_sizes)} for {ranks} ranks")
     here, there = ([inner * size for size in sizes] for sizes in (input_sizes, output_sizes))
-    near, far = (here, there) if function is LinearAllToAll else (there, here)
-    y = _apply(function, rows_of(x), weight, bias, Exchange(overlap, near, far, rows))
+    near, far = (here, there) if function is SendResult else (there, here)
+    y = _apply(function, rows_of(x), weight, bias, AllToAll(overlap, near, far, rows))
     return y.view(sum(output_sizes), *x.shape[1:-1], len(weight))
 
 

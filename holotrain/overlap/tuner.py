@@ -21,15 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from holotrain.files import read_json, replacing
 from holotrain.overlap.collectives import Collectives
-from holotrain.overlap.functions import (
-    AllToAllLinear,
-    ColumnAllReduce,
-    ColumnReduceScatter,
-    Exchange,
-    LinearAllToAll,
-    RowAllReduce,
-    RowReduceScatter,
-)
+from holotrain.overlap.functions import AllReduce, AllToAll, ReduceScatter, SendInput, SendResult
 from holotrain.overlap.groups import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -47,17 +39,6 @@ from holotrain.overlap.overlapped_product import Overlap, product, products
 from holotrain.overlap.predictor import Predictor
 
 Run = Callable[[], object]
-
-SENDS_RESULT = {ALL_REDUCE: RowAllReduce, REDUCE_SCATTER: RowReduceScatter, ALL_TO_ALL: LinearAllToAll}
-"""Layers that communicate their result, in the forward."""
-
-SENDS_INPUT = {
-    ALL_REDUCE: ColumnAllReduce,
-    REDUCE_SCATTER: ColumnReduceScatter,
-    ALL_GATHER: ColumnReduceScatter,
-    ALL_TO_ALL: AllToAllLinear,
-}
-"""Layers that communicate their input in the forward, and its gradient in the backward."""
 
 REPEATS = 7
 MOST_PLACES = 8
@@ -138,18 +119,19 @@ def job_seconds(job: Job, sizes: Sizes, collectives: Collectives, repeats: int =
 
 def one_run(job: Job, groups: Grouping, collectives: Collectives, signals: bool = False) -> Run:
     """Returns a function that runs the job once: the forward of a layer, or the backward if the weight gradient follows."""
-    functions = SENDS_INPUT if job.arrives or job.covered else SENDS_RESULT
-    how: Overlap | Exchange = Overlap(collectives, groups, signals)
-    shape = (job.rows,) if job.arrives or job.covered else _leading(job)
+    function = SendInput if job.arrives or job.covered else SendResult
+    overlap = Overlap(collectives, groups, signals)
+    way = (ReduceScatter if job.of_a_share else AllReduce)(overlap)
+    shape = (job.rows,) if function is SendInput else _leading(job)
     if job.collective == ALL_TO_ALL:
         each = [math.ceil(job.rows / job.ranks)] * job.ranks
-        how, shape = Exchange(how, each, each, job.rows), (sum(each),)
+        way, shape = AllToAll(overlap, each, each, job.rows), (sum(each),)
     if not job.covered:
         x, weight = _filled(job, *shape, job.inputs), _filled(job, job.outputs, job.inputs)
-        return lambda: functions[job.collective].apply(x, weight, None, how)
+        return lambda: function.apply(x, weight, None, way)
     x = _filled(job, *shape, job.outputs).requires_grad_()
     weight = _filled(job, job.inputs, job.outputs).requires_grad_()
-    y = functions[job.collective].apply(x, weight, None, how)
+    y = function.apply(x, weight, None, way)
     grad = torch.ones_like(y)
     return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
 
