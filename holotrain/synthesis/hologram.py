@@ -18,27 +18,56 @@ HALF_RANGE = 1024.0
 
 
 class Hologram:
-    """Rows of spectra, initially zero.
+    """``M <- decay * M + sum_p G_p conj(K_p)``, read back as ``K_p M`` (an associative memory, Plate 1995). Initially zero.
+
+    With one gradient row per hologram row the read-out is the running sum of gradients, each rotated by the difference of the
+    layer's input then and now. If inputs stay alike, this is momentum.
+
+    With P gradient rows per hologram row, binding followed by read-out, divided by P, is the orthogonal projection onto a
+    subspace with 1/P of the dimensions. In this subspace the hologram is exactly momentum. The part of a gradient outside it
+    cannot be held and goes into the update directly: ``feedback * (g - projection of g)``. The spectral part is added here; the
+    caller adds ``feedback * g``.
 
     Args:
-        rows, bins: the shape.
+        rows, bins: S and F.
         dtype: of the spectra, real or complex.
         half: ``torch.bfloat16`` or ``torch.float16``: the dtype in which their parts are stored; None: ``dtype``.
+        slots, feedback: P, and the factor above.
     """
 
-    def __init__(self, rows: int, bins: int, dtype: torch.dtype, half: torch.dtype | None, device: torch.device) -> None:
-        self._dtype, self._half = dtype, half
+    def __init__(
+        self,
+        rows: int,
+        bins: int,
+        dtype: torch.dtype,
+        half: torch.dtype | None,
+        slots: int,
+        feedback: float,
+        device: torch.device,
+    ) -> None:
+        self._dtype, self._half, self._slots, self._feedback = dtype, half, slots, feedback
         self._stored = narrowed(torch.zeros(rows, bins, dtype=dtype, device=device), half)
 
-    def load(self, part: slice) -> Tensor:
-        """Returns rows to change in place and pass to :meth:`keep`."""
-        return widened([tensor[part] for tensor in self._stored], self._dtype)
-
-    def keep(self, part: slice, rows: Tensor) -> None:
-        """Stores rows that :meth:`load` returned."""
-        if self._half is not None:  # otherwise load returned the memory itself
-            for stored, new in zip(self._stored, narrowed(rows, self._half), strict=True):
+    def recall(self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor) -> Tensor:
+        """Adds the spectra of gradients to a part of the rows, and returns what is read back."""
+        memory = widened([tensor[part] for tensor in self._stored], self._dtype)  # in full precision the memory itself
+        if keys.ndim == 2:  # the keys of layers, so that they need not be copied to rows
+            memory.mul_(decay)
+            read = spectrum
+            for layer, rows in layers:
+                memory[rows].addcmul_(spectrum[0, rows], keys[layer].conj())
+                torch.mul(memory[rows], keys[layer], out=read[0, rows])
+        elif self._slots == 1:
+            memory.mul_(decay).addcmul_(spectrum[0], keys[0].conj())
+            read = memory * keys
+        else:
+            bound = (spectrum * keys.conj()).sum(0)
+            memory.mul_(decay).add_(bound)
+            read = (memory - self._feedback * bound) * keys / self._slots
+        if self._half is not None:
+            for stored, new in zip(self._stored, narrowed(memory, self._half), strict=True):
                 stored[part] = new
+        return read
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -66,47 +95,3 @@ def widened(stored: list[Tensor], dtype: torch.dtype) -> Tensor:
     wide = memory.to(dtype.to_real())
     wide = wide * scales[0] if scales else wide
     return torch.view_as_complex(wide) if dtype.is_complex else wide
-
-
-class Association:
-    """``M <- decay * M + sum_p G_p conj(K_p)``, read back as ``K_p M`` (an associative memory, Plate 1995).
-
-    With one gradient row per hologram row the read-out is the running sum of gradients, each rotated by the difference of the
-    layer's input then and now. If inputs stay alike, this is momentum.
-
-    With P gradient rows per hologram row, binding followed by read-out, divided by P, is the orthogonal projection onto a
-    subspace with 1/P of the dimensions. In this subspace the hologram is exactly momentum. The part of a gradient outside it
-    cannot be held and goes into the update directly: ``feedback * (g - projection of g)``. The spectral part is added here; the
-    caller adds ``feedback * g``.
-
-    Args:
-        hologram: S rows of F bins.
-        slots, feedback: P, and the factor above.
-    """
-
-    def __init__(self, hologram: Hologram, slots: int, feedback: float) -> None:
-        self.hologram = hologram
-        self._slots, self._feedback = slots, feedback
-
-    def __call__(self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor) -> Tensor:
-        memory = self.hologram.load(part)
-        if keys.ndim == 2:
-            read = _recalled_by_layers(memory, spectrum[0], keys, layers, decay)[None]
-        elif self._slots == 1:
-            memory.mul_(decay).addcmul_(spectrum[0], keys[0].conj())
-            read = memory * keys
-        else:
-            bound = (spectrum * keys.conj()).sum(0)
-            memory.mul_(decay).add_(bound)
-            read = (memory - self._feedback * bound) * keys / self._slots
-        self.hologram.keep(part, memory)
-        return read
-
-
-def _recalled_by_layers(memory: Tensor, spectrum: Tensor, keys: Tensor, layers: Stretches, decay: Tensor) -> Tensor:
-    """The same with the keys of layers, (layers, F), so that keys need not be copied to rows."""
-    memory.mul_(decay)
-    for layer, rows in layers:
-        memory[rows].addcmul_(spectrum[rows], keys[layer].conj())
-        torch.mul(memory[rows], keys[layer], out=spectrum[rows])
-    return spectrum

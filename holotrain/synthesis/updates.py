@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.linalg import vecdot as dot
 
 from holotrain.synthesis.binding import Fourier, Hadamard, folded, next_power_of_two, units
-from holotrain.synthesis.hologram import HALVES, Association, Hologram, narrowed, widened
+from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
 from holotrain.synthesis.keys import KEY_LENGTH, Layer, shares_of
 from holotrain.synthesis.options import BLOCK_LENGTH, SynthesisOptions
 from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose, size_of
@@ -50,11 +50,11 @@ class RowGroup:
         if slots > 1:
             marks = torch.randn(slots, 1, length, generator=generator).to(like)
             self._marks = units(self.transform.forward(marks), empty=1)
-        self.hologram = self._associate = None
+        self.hologram = None
         if options.mode != "bind":
             dtype = like.dtype.to_complex() if options.transform == "fft" else like.dtype
-            self.hologram = Hologram(rows.count, self.transform.bins, dtype, HALVES.get(options.dtype), like.device)
-            self._associate = Association(self.hologram, slots, options.feedback)
+            shape, half = (rows.count, self.transform.bins), HALVES.get(options.dtype)
+            self.hologram = Hologram(*shape, dtype, half, slots, options.feedback, like.device)
         # On a GPU one launch per layer would cost more than copying the keys to rows.
         self._by_layers = options.mode == "associative" and like.device.type == "cpu"
         self.mean = like.new_zeros(slots, rows.count, length) if options.ema else None
@@ -96,10 +96,10 @@ class RowGroup:
             spectrum = units(spectrum, empty=0) / self.rows.length**0.5
         if self._options.phase_only:
             spectrum = spectrum * torch.linalg.vector_norm(content, dim=-1, keepdim=True)
-        if self._associate is None:
+        if self.hologram is None:
             read = spectrum * keys.conj()
         else:
-            read = self._associate(spectrum, keys, part.rows, part.stretches, scalars["decay"])
+            read = self.hologram.recall(spectrum, keys, part.rows, part.stretches, scalars["decay"])
         if self._slots == 1 and not measure and gradient.is_contiguous():
             self.transform.inverse(read, out=gradient)
             return None
