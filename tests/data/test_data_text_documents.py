@@ -1,6 +1,7 @@
 """Documents in batches of about one length: each once an epoch, little padding, the same wherever it is resumed."""
 
 import json
+import warnings
 
 import lightning.pytorch as pl
 import numpy as np
@@ -215,12 +216,29 @@ class Reads(pl.LightningModule):
     def predict_step(self, batch, _):
         return batch
 
+    def validation_step(self, batch, _):
+        self.log("size", float(len(batch["tokens"])))
+
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+def test_lightning_finds_the_size_of_a_batch(folder, tmp_path):
+    """In a task of others, which logs without ``batch_size``: a mean over documents, and no warning."""
+    data = documents(folder, label="kind", batch_size=5)
+    sizes = [len(batch["tokens"]) for batch in data.val_dataloader()]
+    assert len(set(sizes)) > 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (found,) = pl.Trainer(default_root_dir=tmp_path, **QUIET).validate(Reads(), data, verbose=False)
+    assert found["size"] == pytest.approx(sum(size**2 for size in sizes) / sum(sizes))
+    assert not any("batch_size" in str(warning.message) for warning in caught)
+
 
 def test_loose_files_keep_order_and_name_under_lightning(tmp_path):
     for name, text in (("b.txt", "y" * 50), ("a.txt", "x"), ("c.jsonl", '{"text": "z"}\n{"text": "zz"}')):
         (tmp_path / name).write_text(text)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    batches = pl.Trainer(default_root_dir=tmp_path, **quiet).predict(
+    batches = pl.Trainer(default_root_dir=tmp_path, **QUIET).predict(
         Reads(), text_files(tmp_path, ByteTokenizer(), 32, packed=False, batch_size=2)
     )
     names = [name for batch in batches for name in batch["names"]]

@@ -14,7 +14,7 @@ from holotrain.data.loader import Loader, LoadingModule, ResumableLoader, Stream
 from holotrain.data.sampler import FixedBatches
 from holotrain.data.text.documents import BucketBatchSampler, Pieces, by_length, padded, padding
 from holotrain.data.text.packed import PackedBlocks, PackedInOrder, PackedStream, held_out_of
-from holotrain.data.text.tokenise import PARTS, Batch, Corpus, Reading, Rows, as_it_is
+from holotrain.data.text.tokenise import PARTS, Batch, Corpus, OnCPU, Reading, Rows, as_it_is
 from holotrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, known_tokenizer, tokenizer_from_json
 from holotrain.errors import UserError
 from holotrain.files import replacing
@@ -206,9 +206,9 @@ class TextDataModule(LoadingModule):
         return int(padded(self._pieces("train").lengths, self.multiple).max())
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Keeps the lengths on the CPU, too, as a list, which DDP does not move: to read them on a GPU is to wait for it."""
+        """Keeps the lengths on the CPU, too: to read them on a GPU is to wait for it."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return moved | {"cpu_lengths": batch["lengths"].tolist()} if "lengths" in batch else moved
+        return moved | {"cpu_lengths": OnCPU(batch["lengths"])} if "lengths" in batch else moved
 
     def train_dataloader(self) -> ResumableLoader | StreamLoader:
         if self.streaming:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from torch import Tensor
 
 from holotrain.data.hub import class_names, column, reading
 from holotrain.data.tokenizers import Tokenizer, utf8
@@ -22,6 +23,14 @@ PARTS = ("train", "val", "test")
 
 Batch = dict[str, Any]
 """``tokens`` (B, T) int64, and the other entries of the layout. Data sets of text gather one in ``__getitems__``."""
+
+
+@dataclass(frozen=True)
+class OnCPU:
+    """A tensor of a batch, ``(B, ...)``, in a shell that DDP does not move, and in which Lightning finds the batch size."""
+
+    tensor: Tensor
+
 
 FORMAT = 2
 """Version of the tokens' files. Increase it whenever the same settings would write something else."""
