@@ -210,13 +210,13 @@ class Launch:
         try:
             with files_named():
                 typed = self.start.structured(config, overrides)
+                choices = self.start.choices(typed, hydra.runtime.choices, overrides)
                 from holotrain.commands.console import quieten
                 from holotrain.commands.run_folder import Run
 
                 runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()
                 check_values(typed)
-                choices = self.start.choices(typed, hydra.runtime.choices, overrides)
                 varied, given = self._varied(overrides), self.arguments.config_dir
                 run = Run(self.arguments.command, folder, overrides, choices, varied, direction(hydra), given)
                 left.exit_status = runner.run(self.arguments.command, typed, run)
@@ -272,7 +272,9 @@ class Launch:
         return [key for key in keys if key not in given or given[key].is_sweep_override()]
 
     def _check(self, overrides: list[str]) -> None:
-        self.start.structured(composed(self.arguments.primary, overrides, self.arguments.config_dir), overrides)
+        with explaining(self.arguments):
+            config = composed(self.arguments.primary, overrides, self.arguments.config_dir)
+        self.start.structured(config, overrides)
 
     def show(self) -> int:
         """``--cfg job``: prints the configuration."""

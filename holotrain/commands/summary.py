@@ -109,7 +109,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     kinds = {each.name: str(each.type) if each.name in REQUIRED else f"{each.type} | None" for each in fields(Summary)}
-    return read_fields(path, kinds | {"metrics": "dict[str, float | None]"}, "summary")  # null is what is not finite
+    return read_fields(path, kinds | {"metrics": "dict[str, float | None]"}, "summary", kinds)  # null is what is not finite
 
 
 def best_value(found: dict[str, Any]) -> float | None:

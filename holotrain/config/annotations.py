@@ -3,6 +3,7 @@
 import ast
 import math
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Never, Union, get_args, get_origin
@@ -54,12 +55,13 @@ def checked(where: str, annotation: str, value: Any) -> Any:
     raise UserError(f"{where}: {said} is not {words}")
 
 
-def read_fields(path: Path, kinds: dict[str, str], what: str) -> dict[str, Any]:
+def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collection[str] = ()) -> dict[str, Any]:
     """The fields of a JSON file that anybody may have written, as their types take them. Other fields are passed over.
 
     Args:
-        kinds: the type of each field, as an annotation. A field that lacks is None, so it must allow that.
+        kinds: the type of each field, as an annotation.
         what: what the file is, for messages.
+        lacking: fields that the file need not have, which are None then.
 
     Raises:
         UserError: the file cannot be read, or is another.
@@ -71,7 +73,10 @@ def read_fields(path: Path, kinds: dict[str, str], what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} is not the {what} of a run: it holds no mapping")
     try:
-        return {name: checked(name, kind, found.get(name)) for name, kind in kinds.items()}
+        fields = {name: checked(name, kind, found.get(name)) for name, kind in kinds.items()}
+        if missing := [name for name in kinds if name not in found and name not in lacking]:
+            raise UserError(f"it has no {missing[0]!r}")
+        return fields
     except UserError as error:
         raise UserError(f"{path} is not the {what} of a run: {error!s:.200}") from error
 

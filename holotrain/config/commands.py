@@ -18,6 +18,7 @@ from holotrain.config.option_groups import (
     HUGGING_FACE,
     IMAGES,
     IN_BACKWARD,
+    LOW_BIT,
     MASKED_LM,
     MODEL_OPTIONS,
     PLAIN,
@@ -192,7 +193,7 @@ class RunConfig(Composed):
             raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
         if getattr(self.synthesis, "split", "none") != "none":
             raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
-        if strategy != "fsdp" and getattr(self.optimizer, "target", None) == "holotrain.tasks.optimizers.adamw_low_bit":
+        if strategy != "fsdp" and getattr(self.optimizer, "target", None) == LOW_BIT:
             name = f"adamw_{getattr(self.optimizer, 'bits', 8)}"
             raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
 

@@ -65,7 +65,7 @@ class Job:
     def read(cls, path: Path) -> "Job | None":
         """A job from its ``job.json``; None if the file is not one of ours."""
         try:
-            return cls(**read_fields(path, KEPT, "job"), folder=path.parent)
+            return cls(**read_fields(path, KEPT, "job", ("error", "value")), folder=path.parent)
         except UserError:
             return None
 
@@ -75,7 +75,7 @@ class Sweep:
     """The jobs that a sweeper launched.
 
     Args:
-        check: called with the overrides of a job before any is launched, if all jobs are known; raises what is wrong with them.
+        check: called with the overrides of each job before any is launched, if all jobs are known; raises a UserError.
         folder: folder of the sweep; None: nothing was launched.
         launched: the overrides of each job, by its number.
         lost: why a job left no result, by its number.
@@ -85,6 +85,25 @@ class Sweep:
     folder: Path | None = None
     launched: dict[int, list[str]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
+
+    def _check_all(self, launched: dict[int, list[str]]) -> None:
+        """
+        Raises:
+            UserError: there is a mistake in the overrides of a job.
+        """
+        wrong: dict[int, UserError] = {}
+        for number, overrides in launched.items():
+            try:
+                self.check(overrides)
+            except UserError as error:
+                wrong[number] = error
+        if not wrong:
+            return
+        number, error = next(iter(wrong.items()))
+        if len(wrong) == len(launched) and len({*map(str, wrong.values())}) == 1:  # nothing that jobs differ in
+            raise error
+        varied = [word for word in launched[number] if any(word not in others for others in launched.values())]
+        raise UserError(f"job {number} ({' '.join(varied)}): {error}; no job was started") from error
 
     def ended(self) -> list[Job]:
         """The jobs that ended, in order. A signal that ends a sweep may leave some unstarted."""
@@ -102,9 +121,9 @@ class Sweep:
         self.folder = relative_to_cwd(Path(str(launcher.config.hydra.sweep.dir)))
         launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
         self.launched |= launched
-        if str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper"):  # others may find that some values fail
-            for overrides in launched.values():
-                self.check(overrides)
+        basic = str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper")  # others may find that some values fail
+        if basic and not initial_job_idx:
+            self._check_all(launched)
         for number, job in self.left().items():
             if number in launched and job.folder is not None:  # the sweep is resumed
                 (job.folder / JOB).unlink()

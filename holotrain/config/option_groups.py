@@ -92,6 +92,8 @@ MASKED_LM = "holotrain.tasks.language.MaskedLM"
 TIMM = "holotrain.models.foreign.Timm"
 HUGGING_FACE = "holotrain.models.huggingface.HuggingFace"
 
+LOW_BIT = "holotrain.tasks.optimizers.adamw_low_bit"
+
 AVERAGE = "lightning.pytorch.callbacks.weight_averaging.WeightAveraging"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 

@@ -6,6 +6,7 @@ argument, an override, the name of a group or an interpolation, and it does not 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from holotrain.config.composition import (
     run_folder,
     to_plain,
 )
-from holotrain.config.option_groups import GROUPS, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
+from holotrain.config.option_groups import GROUPS, LOW_BIT, NAMED_GROUPS, OBJECT_GROUPS, PROCESS_OPTIONS, default_backward
 from holotrain.config.structured import structured, with_defaults, with_replaced_classes
 from holotrain.errors import UserError, did_you_mean
 from holotrain.targets import TARGET
@@ -226,12 +227,20 @@ class Start:
 
         Args:
             chosen: those of Hydra.
+
+        Raises:
+            UserError: the number of bits is not that of the optimizer's name.
         """
         options = {group: option for group, option in chosen.items() if option and "/" not in group}
         found = {"backward": config.backward.name} | (self.checkpoint.choices if self.checkpoint else {}) | options
         for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)
+        if config.optimizer is not None and config.optimizer.target == LOW_BIT:
+            bits, name = config.optimizer.bits, found.get("optimizer") or ""
+            said = "optimizer" in options or "optimizer.bits" in map(key_of, overrides)  # not by an earlier run alone
+            if said and re.fullmatch("adamw_(8bit|4bit|fp8)", name) and name != f"adamw_{bits}":
+                raise UserError(f"optimizer.bits={bits}: not those of optimizer={name}; use optimizer=adamw_{bits}")
         return found
 
 
@@ -273,8 +282,8 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
         with open_dict(composition):
             del composition["hydra"]
         config = start.structured(composition, words)
-    check_values(config)
     config.overrides, config.choices = words, start.choices(config, chosen, words)
+    check_values(config)
     config.folder = arguments.value("hydra.run.dir")
     if config.folder is None and arguments.resume:
         config.folder = run_folder(command, config.output_dir, True)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from holotrain.models.layers.blocks import ResidualBlock
-from holotrain.numeric import require_within
+from holotrain.numeric import require_at_least, require_within
 from holotrain.optimizers import CombinedOptimizer, low_bit
 from holotrain.reversible import ReversibleBlock
 from holotrain.tasks.sharded_optimizers import ShardedAdafactor, ShardedMuon
@@ -16,7 +16,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Returns two parameter groups: weight decay applies to weight matrices and kernels, not to norms, biases and positions.
 
     Frozen parameters are in neither group.
+
+    Raises:
+        ValueError: ``weight_decay`` is below 0, which torch does not check in groups.
     """
+    require_at_least(0, weight_decay=weight_decay)
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -105,6 +109,7 @@ def muon(
     Raises:
         ValueError: a value out of range.
     """
+    require_at_least(0, lr=lr, others=others)
     require_within(0, 1, momentum=momentum)
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
     inner = {id(layer.weight) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}

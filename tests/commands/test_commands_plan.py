@@ -1,10 +1,13 @@
 """The picture of a plan against its figures."""
 
+import json
 from xml.etree import ElementTree
 
 import pytest
 
-from holotrain.commands.plan import LEFT, picture
+from holotrain.commands.plan import LEFT, PLAN, picture
+from holotrain.commands.sweep import read_plan
+from holotrain.errors import UserError
 from holotrain.planning import Plan
 from holotrain.planning.tracker import LASTING, Footprint
 
@@ -24,3 +27,14 @@ def test_a_bar_ends_at_the_bound_which_may_lie_beyond_the_budget():
     assert not plan.fits and start < line < end
     assert (end - LEFT) / (line - LEFT) == pytest.approx(12 / 10, rel=1e-3)  # the file has one decimal
     assert {"12.00 MiB", "scratch"} <= {text.text for text in drawn.iter(f"{SVG}text")}
+
+
+def test_a_plan_that_does_not_say_whether_it_fits_is_refused(tmp_path):
+    """What is null fits nowhere in particular: the memory is not known."""
+    found = {"backward": "reversible", "fits": None, "peak_bytes": 5, "largest": {}}
+    (tmp_path / PLAN).write_text(json.dumps(found))
+    assert read_plan(tmp_path)["fits"] == ""
+    del found["fits"]
+    (tmp_path / PLAN).write_text(json.dumps(found))
+    with pytest.raises(UserError, match=f"{PLAN} is not the plan of a run: it has no 'fits'"):
+        read_plan(tmp_path)

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Stochast
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 
+import holotrain
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
 from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
@@ -307,8 +308,16 @@ WRONG = [
     ("optimizer.lr=inf", "optimizer.lr: inf is not finite"),
     ("optimizer.model=1", "optimizer.model: there is no 'model' in optimizer."),
     ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not a list of 2 values"),
-    ("optimizer.betas=[0.9,1.5]", "optimizer: Invalid beta parameter at index 1: 1.5"),
-    ("optimizer.lr=-1", "optimizer: Invalid learning rate: -1.0"),
+    ("optimizer.betas=[0.9,1.5]", "optimizer.betas=[0.9, 1.5]: Invalid beta parameter at index 1: 1.5"),
+    ("optimizer.lr=-0.5", "optimizer.lr=-0.5: Invalid learning rate: -0.5"),
+    ("optimizer.eps=-1", "optimizer.eps=-1.0: Invalid epsilon value: -1.0"),
+    ("optimizer=adafactor optimizer.d=0.5", "optimizer.d=0.5: Clipping threshold d should be >= 1 but is: 0.5"),
+    ("optimizer=adafactor optimizer.eps=[null,-1]", "optimizer.eps=[None, -1.0]: epsilon2 should be >= 0 but is: -1.0"),
+    ("optimizer=sgd optimizer.momentum=-1", "optimizer.momentum=-1.0: Invalid momentum value: -1.0"),
+    ("optimizer=muon optimizer.lr=-1", "optimizer.lr: must be at least 0, not -1.0"),
+    ("optimizer=muon optimizer.others=-1", "optimizer.others: must be at least 0, not -1.0"),
+    ("optimizer.weight_decay=-1", "optimizer.weight_decay: must be at least 0, not -1.0"),
+    ("optimizer._target_=torch.optim.NAdam optimizer.weight_decay=-1", "optimizer.weight_decay: must be at least 0, not -1"),
     ("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", "optimizer: Nesterov momentum requires a momentum"),
     ("optimizer=muon optimizer.momentum=1", "optimizer.momentum: must be in [0, 1), not 1.0"),
     ("scheduler.warmup=1", "scheduler.warmup: must be in [0, 1), not 1.0"),
@@ -351,6 +360,17 @@ def test_a_wrong_value_is_named(overrides, words, tmp_path):
         check_values(config)
         built(tmp_path, config)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit", "fp8"])
+def test_the_name_of_an_optimizer_says_its_bits(bits):
+    assert holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={bits}"]).optimizer.bits == bits
+    other = "4bit" if bits == "8bit" else "8bit"
+    words = f"optimizer.bits={other}: not those of optimizer=adamw_{bits}; use optimizer=adamw_{other}"
+    with pytest.raises(UserError, match=words):
+        holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={other}"])
+    named = ["optimizer._target_=holotrain.tasks.optimizers.adamw_low_bit", f"optimizer.bits={bits}"]
+    assert holotrain.compose("fit", named).optimizer.bits == bits
 
 
 def one(made, kind):

@@ -1,0 +1,26 @@
+"""A mistake in the values of a sweep is found before a job is started."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model.depth=1,two seed=1,2", "job 2 (model.depth=two seed=1): model.depth: 'two' is not a whole number; no job was"),
+        ("data.batch_size=8,auto backward=reversible,auto", "job 3 (data.batch_size=auto backward=auto): data.batch_size=auto"),
+        ("seed=1,2 optimizer.lrr=1", "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),  # not of a job
+    ],
+)
+def test_the_job_and_its_values_are_named_before_any_job_starts(holotrain, words, said):
+    status, out, err = holotrain("fit", "-m", *words.split())
+    assert (status, out) == (2, "") and err.startswith(f"holotrain: {said}") and err.count("\n") == 1
+    assert not [path for path in Path("runs").rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+
+
+@pytest.mark.slow
+def test_a_value_that_its_class_refuses_fails_its_job_alone(holotrain):
+    words = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "test=false", "logger=none"]
+    status, out, err = holotrain("fit", "-m", "optimizer.lr=-1,1e-3", *words)
+    assert status == 2 and err.startswith("holotrain: optimizer.lr=-1.0: Invalid learning rate") and "completed" in out
