@@ -6,6 +6,7 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 TARGET, PARTIAL = "_target_", "_partial_"
@@ -73,6 +74,18 @@ def missing_package(target: str) -> str:
     if not is_public_name(target) or importlib.util.find_spec(package) is not None:
         return ""
     return f"there is no package {package!r} here; install it, or start in the folder that holds it"
+
+
+def needed(module: str, by: str, extra: str) -> ModuleType:
+    """A module of a package that comes with an extra of holotrain.
+
+    Raises:
+        ValueError: it is not installed; says ``by`` what it is needed, and how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{by}: pip install 'holotrain[{extra}]'") from error
 
 
 def is_defined_in(target: str, packages: Iterable[str]) -> bool:

@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.reversible import ReversibleBlock
+from holotrain.targets import first_line, needed
+
+PEFT = ("these adapters need peft", "peft")
 
 
 class Adapted(nn.Module):
@@ -83,7 +86,7 @@ def add_peft(model: nn.Module, config: Any) -> None:
     Raises:
         ValueError: peft is not installed, the configuration is none of peft's, or the model has no layer that it names.
     """
-    peft = _peft()
+    peft = needed("peft", *PEFT)
     if not isinstance(config, peft.PeftConfig):
         raise ValueError(f"adapters: a {type(config).__name__} is no configuration of peft, such as peft.LoraConfig")
     targets = getattr(config, "target_modules", None)
@@ -92,7 +95,7 @@ def add_peft(model: nn.Module, config: Any) -> None:
     try:
         peft.inject_adapter_in_model(config, model)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"adapters: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"adapters: {first_line(error)}") from error
     head = getattr(model, "head", None)
     if head is not None:
         head.requires_grad_()
@@ -102,22 +105,12 @@ def merge_peft(model: nn.Module) -> None:
     """Adds what peft's layers have learned to the layers that they stand beside, and takes them away, in place."""
     if not any(hasattr(module, "base_layer") for module in model.modules()):
         return
-    _peft()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    layers = needed("peft.tuners.tuners_utils", *PEFT)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, BaseTunerLayer):
+            if isinstance(child, layers.BaseTunerLayer):
                 child.merge()
                 setattr(module, name, child.get_base_layer())
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError("these adapters need peft: pip install 'holotrain[peft]'") from error
-    return peft
 
 
 def freeze(model: nn.Module, trained: str = "all") -> None:

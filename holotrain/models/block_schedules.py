@@ -68,26 +68,23 @@ def set_backward(model: nn.Module, backward: str, store: int | Collection[int] =
         ValueError: the model has no blocks, or they cannot have this schedule.
     """
     runs = sequences(model)
+    name = type(model).__name__
     if not runs:
-        return _checkpoint_lists(model, backward, bool(store or keep))
+        if backward not in ("autograd", "checkpoint") or store or keep:
+            raise ValueError(f"{name} has no reversible blocks; only autograd and checkpoint are possible")
+        blocks = listed_blocks(model)
+        if not blocks and backward == "checkpoint":
+            raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to checkpoint")
+        for block in blocks:
+            _schedule_listed(model, block, backward)
+        return
     stored = stored_by_stage(store, [len(run.blocks) for run in runs])
     for run, indices in zip(runs, stored, strict=True):
         run.backward = backward
         if isinstance(run, ReversibleSequence | ReversibleStack):
             run.store, run.keep = indices, tuple(keep)
         elif indices or keep:
-            raise ValueError(f"the blocks of {type(model).__name__} are not reversible, so they take no store and keep")
-
-
-def _checkpoint_lists(model: nn.Module, backward: str, more: bool) -> None:
-    name = type(model).__name__
-    if backward not in ("autograd", "checkpoint") or more:
-        raise ValueError(f"{name} has no reversible blocks; only autograd and checkpoint are possible")
-    blocks = listed_blocks(model)
-    if not blocks and backward == "checkpoint":
-        raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to checkpoint")
-    for block in blocks:
-        _schedule_listed(model, block, backward)
+            raise ValueError(f"the blocks of {name} are not reversible, so they take no store and keep")
 
 
 def _schedule_listed(model: nn.Module, block: nn.Module, backward: str) -> None:

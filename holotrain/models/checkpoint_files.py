@@ -35,8 +35,8 @@ TENSORS = "tensors"
 CHECKSUMS = "checksums"
 """Key of the CRC-32 of each file of tensors, by its name. Checkpoints of earlier versions do not have it."""
 
-INDEX = "model.safetensors.index.json"
-IN_A_FOLDER = ("model.safetensors", INDEX, "pytorch_model.bin")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin")
 CONFIG, CHECKSUM = "config.json", "crc32"
 """Where a file beside model.safetensors may hold its checksum, eight hexadecimal digits. Other programs write none."""
 WITHIN = ("state_dict", "model")
@@ -139,15 +139,6 @@ def load(path: str | Path) -> Any:
         except OSError as error:
             raise ValueError(f"cannot read {path / str(folder)} ({error.strerror or error})") from error
     return held
-
-
-def check_records(file: Path) -> None:
-    """
-    Raises:
-        ValueError: the checksum of a record in a file of torch.save differs.
-    """
-    if zipfile.is_zipfile(file) and (flaw := _unchanged(_flaw, file)):
-        raise damaged(file, flaw)
 
 
 def damaged(file: Path, flaw: str = "its checksum differs") -> ValueError:
@@ -316,10 +307,30 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     return weights
 
 
+def save_tensors(
+    weights: dict[str, Tensor], path: Path, to: Path | None = None, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file.
+
+    Args:
+        to: where it is written; None: to ``path``, which messages name.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, to or path, metadata)
+    except SafetensorError as error:  # which is no OSError, whatever the system said
+        raise ValueError(f"cannot write {path} ({error})") from error
+
+
 def _recorded_checksum(path: Path) -> Any:
     """The checksum of the weights in a folder; None: there is none."""
     try:
-        config = read_json(path.parent / CONFIG) if path.name == IN_A_FOLDER[0] else None
+        config = read_json(path.parent / CONFIG) if path.name == WEIGHTS else None
     except (OSError, ValueError):  # not there, or no configuration
         return None
     return config.get(CHECKSUM) if isinstance(config, dict) else None
@@ -341,7 +352,8 @@ def _sharded(path: Path) -> dict[str, Tensor]:
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
     try:
-        check_records(path)
+        if zipfile.is_zipfile(path) and (flaw := _unchanged(_flaw, path)):
+            raise damaged(path, flaw)
         held = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zipfile and torch raise many kinds of exceptions for damaged files
         raise ValueError(f"{path} cannot be read as weights: it is damaged, or holds more than tensors") from error

@@ -99,23 +99,27 @@ def divide(model: nn.Module, ranks: int) -> Sums:
     sums = Sums(ranks, found.whole)
     for layer in found.layers:
         if isinstance(layer, Attention):
-            width = layer.project.in_features // ranks
-            layer.query_key_value = _Columns(layer.query_key_value, 3 * width, sums)
-            layer.project = _Rows(layer.project, width, sums)
+            layer.query_key_value = _Columns(layer.query_key_value, sums, outputs=ranks)
+            layer.project = _Rows(layer.project, sums, inputs=ranks)
         else:
-            width = layer.widen.out_features // ranks
-            layer.widen = _Columns(layer.widen, width, sums)
-            layer.narrow = _Rows(layer.narrow, width, sums)
+            layer.widen = _Columns(layer.widen, sums, outputs=ranks)
+            layer.narrow = _Rows(layer.narrow, sums, inputs=ranks)
     return sums
 
 
-class _Columns(nn.Linear):
-    """Some of a Linear's outputs; the gradient of its input is one term of a sum over ranks."""
+class _Part(nn.Linear):
+    """A part of a Linear, trained if it is: ``1 / inputs`` of its inputs and ``1 / outputs`` of its outputs."""
 
-    def __init__(self, whole: nn.Linear, outputs: int, sums: Sums) -> None:
-        super().__init__(whole.in_features, outputs, whole.bias is not None, whole.weight.device, whole.weight.dtype)
-        _trained_as(self, whole)
+    def __init__(self, whole: nn.Linear, sums: Sums, inputs: int = 1, outputs: int = 1) -> None:
+        sizes = whole.in_features // inputs, whole.out_features // outputs
+        super().__init__(*sizes, whole.bias is not None, whole.weight.device, whole.weight.dtype)
+        for own, of_whole in zip(self.parameters(), whole.parameters(), strict=True):
+            own.requires_grad_(of_whole.requires_grad)
         self.sums = sums
+
+
+class _Columns(_Part):
+    """Some of a Linear's outputs; the gradient of its input is one term of a sum over ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
@@ -125,13 +129,8 @@ class _Columns(nn.Linear):
         return F.linear(_NoteGradient.apply(x, self.out_features, self.sums), self.weight, self.bias)
 
 
-class _Rows(nn.Linear):
+class _Rows(_Part):
     """Some of a Linear's inputs; its output is one term of a sum over ranks."""
-
-    def __init__(self, whole: nn.Linear, inputs: int, sums: Sums) -> None:
-        super().__init__(inputs, whole.out_features, whole.bias is not None, whole.weight.device, whole.weight.dtype)
-        _trained_as(self, whole)
-        self.sums = sums
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
@@ -149,8 +148,3 @@ class _NoteGradient(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # ty: ignore[incompatible-method-override]
         ctx.sums.note(grad, ctx.outputs, grad.shape[-1], covered=True)
         return grad, None, None
-
-
-def _trained_as(part: nn.Linear, whole: nn.Linear) -> None:
-    for own, of_whole in zip(part.parameters(), whole.parameters(), strict=True):
-        own.requires_grad_(of_whole.requires_grad)

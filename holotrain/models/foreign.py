@@ -11,14 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from holotrain.models.checkpoint_files import read_weights
+from holotrain.models.checkpoint_files import CONFIG, WEIGHTS, read_weights, save_tensors
 from holotrain.models.pretrained import Loaded
 from holotrain.reversible import make_reversible
+from holotrain.targets import first_line, needed
 
 OURS = "model.model."
 """Before the names of the weights in a checkpoint of holotrain: the task's model, and the adapter's."""
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+TIMM = ("timm", "this model needs timm", "timm")
 
 NOT_OURS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 """Arguments of ``timm.create_model`` that load something."""
@@ -141,20 +142,6 @@ def take_over(model: nn.Module, given: dict[str, Tensor], source: str, head: Col
     return Loaded(source, tuple(fitting), tuple(missing), unexpected, tuple(sorted(left_out)), ())
 
 
-def save_tensors(weights: dict[str, Tensor], path: Path) -> None:
-    """
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
-    except SafetensorError as error:  # which is no OSError, whatever the system said
-        raise ValueError(f"cannot write {path} ({error})") from error
-
-
 class Timm(Foreign):
     """An image classifier of timm: images (B, channels, image_size, image_size) -> logits (B, classes).
 
@@ -184,7 +171,7 @@ class Timm(Foreign):
         blocks: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        timm, arguments = _timm(), dict(arguments or {})
+        timm, arguments = needed(*TIMM), dict(arguments or {})
         if not timm.is_model(name.partition(".")[0]):
             near = timm.list_models(f"*{name.partition('_')[0]}*")[:3]
             raise ValueError(
@@ -220,14 +207,14 @@ class Timm(Foreign):
         return head if isinstance(head, nn.Module) else None
 
     def start_from(self, pretrained: str | None) -> str | None:
-        timm, source = _timm(), pretrained or f"timm's {self.name}"
+        timm, source = needed(*TIMM), pretrained or f"timm's {self.name}"
         if pretrained is not None:
             weights = foreign_weights(pretrained)
         elif self.download:
             try:
                 weights = timm.create_model(self.name, pretrained=True).state_dict()
             except Exception as error:  # whatever the network says
-                raise ValueError(f"cannot download {source} ({str(error).splitlines()[0]})") from error
+                raise ValueError(f"cannot download {source} ({first_line(error)})") from error
         else:
             return None
         # What timm itself does to published weights: new names, positions of another number of patches.
@@ -266,14 +253,6 @@ class Timm(Foreign):
         }
         if class_names is not None:
             config["label_names"] = list(class_names)
-        save_tensors(self.model.state_dict(), folder / WEIGHTS)
+        save_tensors(self.model.state_dict(), folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return [WEIGHTS, CONFIG]
-
-
-def _timm() -> ModuleType:
-    try:
-        import timm
-    except ImportError as error:
-        raise ValueError("this model needs timm: pip install 'holotrain[timm]'") from error
-    return timm

@@ -167,15 +167,12 @@ class Reader:
 
     def read(self, tokens: Tensor | None = None) -> Tensor:
         """The logits (B, V) of the token after ``tokens`` (B,); None: after the prompts."""
-        if tokens is None:
-            return self._read_prompts()
-        self._end += 1
-        end = self._cache.length if self._compiled else self._end
-        logits = self._step(self._model, tokens[:, None], self._cache, self._positions[:, None], end)
-        self._positions = self._positions + 1
-        return logits
-
-    def _read_prompts(self) -> Tensor:
+        if tokens is not None:
+            self._end += 1
+            end = self._cache.length if self._compiled else self._end
+            logits = self._step(self._model, tokens[:, None], self._cache, self._positions[:, None], end)
+            self._positions = self._positions + 1
+            return logits
         device = self._positions.device
         tokens = torch.zeros(len(self._prompts), self._end, dtype=torch.long, device=device)
         for row, prompt in enumerate(self._prompts):

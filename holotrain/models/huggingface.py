@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.files import read_json
+from holotrain.models.checkpoint_files import CONFIG, IN_A_FOLDER
 from holotrain.models.foreign import Foreign, foreign_weights, take_over
 from holotrain.models.pretrained import image_positions
-from holotrain.targets import targets
+from holotrain.targets import first_line, needed, targets
 
 HEADS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -37,8 +38,8 @@ SAVED = ("config.", "generation_config.", "model.", "model-", "preprocessor_conf
 POSITIONS = "embeddings.position_embeddings"
 """The end of the name of a vision transformer's learned positions."""
 
-CONFIG = "config.json"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+TRANSFORMERS = ("transformers", "this model needs transformers", "huggingface")
+
 FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
 """What is downloaded of a repository: no code, and no pickled weights."""
 
@@ -87,7 +88,7 @@ class HuggingFace(Foreign):
         blocks: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        transformers = _transformers()
+        transformers = needed(*TRANSFORMERS)
         if head not in HEADS:
             raise ValueError(f"head must be {', '.join(HEADS)}, not {head!r}")
         self.name, self.kind, self.download, self.words = name, head, download, vocab
@@ -137,7 +138,8 @@ class HuggingFace(Foreign):
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
             folder = folder_of(self.name, self.download)
-            loaded = self._from_folder(folder, self.name) if has_weights(folder) else None
+            if any((folder / name).is_file() for name in (*IN_A_FOLDER, "pytorch_model.bin.index.json")):
+                loaded = self._from_folder(folder, self.name)
         said = [] if loaded is None else [loaded]
         if self.words is not None and self.theirs is not None and self.words != self.theirs:
             grown = f"; {self.words - self.theirs} rows are added to its embedding" if self.words > self.theirs else ""
@@ -156,7 +158,7 @@ class HuggingFace(Foreign):
         for name in ("vocab_size", "image_size"):
             if name in theirs and hasattr(network, name):
                 setattr(network, name, theirs[name])
-        with quiet(_transformers()):
+        with quiet(needed(*TRANSFORMERS)):
             try:
                 model, report = self._auto.from_pretrained(
                     folder,
@@ -169,7 +171,7 @@ class HuggingFace(Foreign):
                     output_loading_info=True,
                 )
             except (OSError, RuntimeError, ValueError) as error:
-                raise ValueError(f"{source}: {str(error).strip().splitlines()[0]}") from error
+                raise ValueError(f"{source}: {first_line(error)}") from error
             if (rows := getattr(own, "vocab_size", None)) != getattr(network, "vocab_size", None):
                 model.resize_token_embeddings(rows, mean_resizing=False)
         new = {*report["missing_keys"], *(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])}
@@ -211,7 +213,7 @@ class HuggingFace(Foreign):
         if class_names is not None:
             self.model.config.id2label = dict(enumerate(class_names))
             self.model.config.label2id = {name: index for index, name in enumerate(class_names)}
-        with quiet(_transformers()):
+        with quiet(needed(*TRANSFORMERS)):
             self.model.save_pretrained(folder)
         if tokenizer is not None:
             _save_tokenizer(folder, tokenizer, self.context)
@@ -276,10 +278,10 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
     if not any((folder / name).is_file() for name in ("vocab.txt", "vocab.json", "tokenizer.model", "tokenizer_config.json")):
         return None
     try:
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = needed(*TRANSFORMERS).AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return tokenizer.backend_tokenizer.to_str()
     except Exception as error:  # tokenizers raise many kinds
-        raise ValueError(f"{folder} has a tokenizer that cannot be read ({str(error).strip().splitlines()[0]})") from error
+        raise ValueError(f"{folder} has a tokenizer that cannot be read ({first_line(error)})") from error
 
 
 def _network(transformers: ModuleType, plain: dict[str, Any]) -> Any:
@@ -290,7 +292,7 @@ def _network(transformers: ModuleType, plain: dict[str, Any]) -> Any:
     try:
         return transformers.AutoConfig.for_model(kind, **plain)
     except Exception as error:  # of many kinds
-        raise ValueError(f"config: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"config: {first_line(error)}") from error
 
 
 def _fit_to_data(
@@ -356,15 +358,7 @@ def _save_tokenizer(folder: Path, text: str, context: int | None) -> None:
     found = {role: next((name for name in names if name in known), None) for role, names in roles.items()}
     tokens = {role: name for role, name in found.items() if name is not None}
     limit = {} if context is None else {"model_max_length": context}
-    _transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **limit).save_pretrained(folder)
-
-
-def _transformers() -> ModuleType:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError("this model needs transformers: pip install 'holotrain[huggingface]'") from error
-    return transformers
+    needed(*TRANSFORMERS).PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, **limit).save_pretrained(folder)
 
 
 @contextmanager
@@ -399,24 +393,17 @@ def folder_of(name: str, download: bool = False) -> Path:
         return path
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"there is no folder {name}")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError("this model needs transformers: pip install 'holotrain[huggingface]'") from error
+    hub = needed("huggingface_hub", *TRANSFORMERS[1:])
     try:
         wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": ["*/*"]}
-        return Path(snapshot_download(name, local_files_only=not download, **wanted))
+        return Path(hub.snapshot_download(name, local_files_only=not download, **wanted))
     except Exception as error:  # whatever the network says
         if not download:
             raise ValueError(
                 f"there is no folder {name}, and no model of this name in the cache of Hugging Face; "
                 "download=true downloads one from the Hub"
             ) from error
-        raise ValueError(f"cannot download {name} ({str(error).strip().splitlines()[0]})") from error
-
-
-def has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in WEIGHTS)
+        raise ValueError(f"cannot download {name} ({first_line(error)})") from error
 
 
 def network_of(name: str, given: dict[str, Any] | None = None, download: bool = False) -> dict[str, Any]:

@@ -5,11 +5,14 @@ not change. Linear layers and word embeddings are quantised; norms, biases, posi
 are small, are not.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from holotrain.targets import needed
+
+TORCHAO = ("torchao.quantization", "int8 needs torchao", "int8")
 
 SCALE = "_scale"
 """Suffix for the name of a tensor's scales in a file."""
@@ -23,7 +26,7 @@ def quantise(model: nn.Module) -> None:
     Raises:
         ValueError: torchao is not installed, or the model is int8 already or has no layer to quantise.
     """
-    torchao = _torchao()
+    torchao = needed(*TORCHAO)
     if is_quantised(model):
         raise ValueError(f"this {type(model).__name__} is already int8")
     if not any(isinstance(module, nn.Linear | nn.Embedding) for module in model.modules()):
@@ -81,17 +84,9 @@ def packed(plain: dict[str, Tensor]) -> dict[str, Tensor]:
         numbers, scale = plain[name], plain[name + SCALE]
         rows = [1, numbers.shape[1]]  # each row has its own scale
         zero = torch.zeros_like(scale, dtype=torch.int8)
-        weights[name] = _torchao().Int8Tensor(numbers, scale, rows, torch.float32, zero_point=zero)
+        weights[name] = needed(*TORCHAO).Int8Tensor(numbers, scale, rows, torch.float32, zero_point=zero)
     return weights
 
 
 def _is_int8(tensor: Tensor) -> bool:
     return hasattr(tensor, "qdata")
-
-
-def _torchao() -> ModuleType:
-    try:
-        import torchao.quantization
-    except ImportError as error:
-        raise ValueError("int8 needs torchao: pip install 'holotrain[int8]'") from error
-    return torchao.quantization

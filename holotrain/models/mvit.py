@@ -33,7 +33,7 @@ from holotrain.models.layers.blocks import (
     Reversible,
     Transformer,
 )
-from holotrain.models.layers.patches import OverlappingPatches
+from holotrain.models.layers.patches import OverlappingPatches, initialise
 from holotrain.numeric import require_at_least, require_one_of, require_within
 from holotrain.reversible import checkpointed
 from holotrain.reversible.backward_schedules import stores_everything
@@ -130,7 +130,7 @@ class MViT(Transformer):
         dim = 2 * dim if fuses else dim
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
-        _initialise(self)
+        initialise(self, nn.Linear)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.embedding(images)
@@ -212,19 +212,6 @@ class Stage(nn.Module):
         else:
             x = self.transition(x)
         return self.blocks(x)
-
-
-def _initialise(model: nn.Module) -> None:
-    """Truncated normal of 0.02 for Linear weights and relative positions, zero for biases; PyTorch's own for convolutions."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.02)
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, PoolingAttention) and module.relative:
-            nn.init.trunc_normal_(module.height_position, std=0.02)
-            nn.init.trunc_normal_(module.width_position, std=0.02)
-        elif isinstance(module, OverlappingPatches) and module.position is not None:
-            nn.init.trunc_normal_(module.position, std=0.02)
 
 
 class Pool(nn.Module):

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from holotrain.files import read_json
+from holotrain.files import read_json, replacing
 from holotrain.models.adapters import adapter_width, add_adapters
 from holotrain.models.building import bounded, build
-from holotrain.models.checkpoint_files import CHECKSUM, CONFIG, checksum, read_weights
+from holotrain.models.checkpoint_files import CHECKSUM, CONFIG, WEIGHTS, checksum, read_weights, save_tensors
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
 from holotrain.models.layers.attention import order_by_head
 from holotrain.reversible import ReversibleSequence
@@ -30,7 +29,7 @@ FORMAT = 2
 PARTS = {"target": str, "arguments": dict, "int8": bool, "adapters": int | None}
 """What ``config.json`` holds of every model, with the types."""
 
-WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 
 
 def save(
@@ -60,19 +59,16 @@ def save(
         "adapters": adapter_width(model),
     }
     json.dumps(config := (extra or {}) | says)  # before anything is written
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in unpacked(model.state_dict()).items()}
-    try:
-        save_file(tensors, _partial(folder / WEIGHTS))
-    except SafetensorError as error:  # which is no OSError, whatever the system said
-        raise ValueError(f"cannot write {folder / WEIGHTS} ({error})") from error
-    config[CHECKSUM] = f"{checksum(_partial(folder / WEIGHTS)):08x}"
-    texts = {CONFIG: json.dumps(config, indent=2) + "\n"} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
-    for name, text in texts.items():
-        _partial(folder / name).write_text(text, encoding="utf-8")
-    _partial(folder / WEIGHTS).chmod(_partial(folder / CONFIG).stat().st_mode)  # safetensors would keep it from other users
-    (folder / TOKENIZER).unlink(missing_ok=True)
-    for name in (WEIGHTS, *texts):
-        _partial(folder / name).replace(folder / name)
+    with ExitStack() as files:  # which puts all in their places at the end
+        at = {name: files.enter_context(replacing(folder / name, "partial")) for name in (CONFIG, WEIGHTS)}
+        save_tensors(unpacked(model.state_dict()), folder / WEIGHTS, at[WEIGHTS])
+        config[CHECKSUM] = f"{checksum(at[WEIGHTS]):08x}"
+        at[CONFIG].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        at[WEIGHTS].chmod(at[CONFIG].stat().st_mode)  # safetensors would keep it from other users
+        if tokenizer is None:
+            (folder / TOKENIZER).unlink(missing_ok=True)
+        else:
+            files.enter_context(replacing(folder / TOKENIZER, "partial")).write_text(tokenizer, encoding="utf-8")
 
 
 def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tuple[str, str]] = ()) -> nn.Module:
@@ -137,11 +133,6 @@ def _kind(tensor: Tensor | None) -> str:
     if tensor is None:
         return "missing"
     return f"{tuple(tensor.shape)}{' in int8' if tensor.dtype == torch.int8 else ''}"
-
-
-def _partial(path: Path) -> Path:
-    """Where a file is written before it takes the place of another."""
-    return path.with_name(f".{path.name}.partial")
 
 
 def export_program(model: nn.Module, example: Tensor, path: str | Path | None = None) -> torch.export.ExportedProgram:

@@ -24,7 +24,7 @@ from holotrain.models.layers.blocks import (
     Transformer,
     TwoStreamFusion,
 )
-from holotrain.models.layers.patches import PatchMap, PatchMerging
+from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
 from holotrain.numeric import require_at_least, require_within
 
 # Tiny to large as published, for 224 pixels and patches of 4; nano suits 32 pixels and patches of 2.
@@ -98,7 +98,10 @@ class Swin(Transformer):
             branches.append(_stage_branches(width, islice(rates, depth), int(width * mlp_ratio), dropout, attention))
             size = -(-size // 2)
         self._add_stages(self._assemble(branches, backward), widths, classes)
-        self.apply(_initialise)
+        initialise(self, nn.Linear)
+        for module in self.modules():
+            if isinstance(module, LearnedFusion):
+                module.become_the_average()
 
     def _add_stages(self, sequences: list[Any], widths: list[int], classes: int) -> None:
         self.stages = nn.Sequential(*map(Stage, _mergings(widths), sequences))
@@ -165,21 +168,6 @@ def _stage_branches(dim: int, rates: Iterable[float], hidden: int, dropout: floa
         )
         for block, rate in enumerate(rates)
     ]
-
-
-def _initialise(module: nn.Module) -> None:
-    """As published: truncated normal of 0.02 for weights and relative positions, zero for biases, PyTorch's own for patches.
-
-    Apply it to children first, so that a fusion initialises its Linear last.
-    """
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, RelativePositionBias):
-        nn.init.trunc_normal_(module.position, std=0.02)
-    elif isinstance(module, LearnedFusion):
-        module.become_the_average()
 
 
 def into_windows(x: Tensor, window: int, heads: int) -> Tensor:

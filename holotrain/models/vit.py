@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from holotrain.models.layers.blocks import LayerScale, Reversible, Transformer, TwoStreamFusion, transformer_branches
-from holotrain.models.layers.patches import PatchEmbedding
+from holotrain.models.layers.patches import PatchEmbedding, initialise
 from holotrain.numeric import require_at_least, require_one_of, require_within
 
 # Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.
@@ -82,7 +82,7 @@ class ViT(Transformer):
                 branch.scale = LayerScale(dim, layer_scale)
         (self.blocks,) = self._assemble([branches], backward)
         self._add_head(dim, classes)
-        _initialise(self)
+        initialise(self, nn.Linear, nn.Conv2d)  # Dosovitskiy et al., 2021
 
     def _add_head(self, dim: int, classes: int) -> None:
         self.norm = nn.LayerNorm(dim, eps=1e-6)
@@ -135,14 +135,3 @@ class RevViT(Reversible, ViT):
     def leave(self, streams: tuple[Tensor, ...]) -> Tensor:
         y1, y2 = streams
         return self.head(self.fusion(y1[:, self.pooled], y2[:, self.pooled]))
-
-
-def _initialise(model: nn.Module) -> None:
-    """Truncated normal of 0.02 for weights and positions, zero for biases (Dosovitskiy et al., 2021)."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.init.trunc_normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, PatchEmbedding):
-            nn.init.trunc_normal_(module.position, std=0.02)

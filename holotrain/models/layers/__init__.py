@@ -3,6 +3,6 @@
 attention  multi-head self-attention, rotary positions, the cache of keys and values
 packing    padded batches without their padding
 blocks     the two branches of a block, plain and reversible sequences of blocks, options and streams of reversible models
-patches    from images to tokens, and merging of tokens
+patches    from images to tokens, merging of tokens, first values
 text       from tokens to embeddings, first values, the loss over a long vocabulary in pieces
 """

@@ -1,4 +1,6 @@
-"""From images to tokens."""
+"""From images to tokens, and the first values of models of images."""
+
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,19 @@ class OverlappingPatches(nn.Module):
         _require_size(images, self.image_size)
         patches = self.project(images).permute(0, 2, 3, 1).contiguous()  # as in PatchEmbedding
         return patches if self.position is None else patches + self.position
+
+
+def initialise(model: nn.Module, *layers: type[nn.Module]) -> None:
+    """Truncated normal of 0.02 for the weights of these kinds of layers and for learned positions, zero for biases. Other
+    layers keep PyTorch's own values."""
+    for module in model.modules():
+        if isinstance(module, layers):
+            nn.init.trunc_normal_(cast(Tensor, module.weight), std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(cast(Tensor, module.bias))
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("position"):
+                nn.init.trunc_normal_(parameter, std=0.02)
 
 
 def _require_size(images: Tensor, size: int) -> None:
