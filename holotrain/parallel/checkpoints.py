@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
@@ -97,7 +96,6 @@ class ShardedCheckpoints(ModelParallelStrategy):
         return get_model_state_dict(self._module, options=self._saved())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not optimizer.state:  # torch would initialise it, with a step that counts
             return optimizer.state_dict()
         return state_of(optimizer, self._module, self._saved())

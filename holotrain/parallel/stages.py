@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from holotrain.models.layers.blocks import ResidualSequence
 from holotrain.models.vit import ViT
 from holotrain.numeric import mixed_seed
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.parallel.strategies import TaskWithModel, average, gradients_of, parameters_of, set_timeouts
+from holotrain.parallel.strategies import TaskWithModel, average, clip, gradients_of, parameters_of, set_timeouts
 from holotrain.reversible import ReversibleSequence
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -272,30 +271,15 @@ class Pipeline(DDPStrategy):
         return {name: math.hypot(*(each.get(name, 0.0) for each in told)) for name in names}
 
     def settle_gradients(self, optimizer: Optimizer, largest: float | None, algorithm: str | None) -> None:
-        """Clips gradients.
-
-        Args:
-            largest: maximum norm or value, if any.
-            algorithm: ``"norm"`` or ``"value"``.
-        """
+        """Clips gradients, see :func:`~holotrain.parallel.strategies.clip`."""
         trained = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        if not largest or largest <= 0:
-            return
-        if algorithm == "value":
-            nn.utils.clip_grad_value_(trained, largest)
-            return
-        before = self.tied_to_first
-        counted = gradients_of(parameter for parameter in trained if parameter not in before)
-        square = nn.utils.get_total_norm(counted).square()
-        dist.all_reduce(square, group=self._mesh["stages"].get_group())
-        nn.utils.clip_grads_with_norm_(trained, largest, square.sqrt())
+        clip(trained, largest, algorithm, self.tied_to_first, self._mesh["stages"].get_group())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._collected(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self._collected(optimizer.state_dict())
+        return self._collected(super().optimizer_state(optimizer))
 
     def _collected(self, own: dict[str, Any]) -> dict[str, Any]:
         if self._mesh["data"].get_local_rank():  # another group does it

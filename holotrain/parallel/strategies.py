@@ -6,8 +6,7 @@ section 3): the first matrix is sharded by columns (attention: heads), the secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
@@ -71,23 +70,14 @@ class DataParallel(DDPStrategy):
             cast(DistributedDataParallel, self.model).register_comm_hook(None, self._ddp_comm_hook)
 
 
-@dataclass(frozen=True)
-class Styles:
-    """How Linears are sharded: factories of a ``ParallelStyle`` for ``parallelize_module``.
-
-    Attributes:
-        column: for the first Linear of a branch; replicated input, column-sharded output.
-        row: for the last Linear of a branch; column-sharded input, replicated output.
-    """
-
-    column: Callable[[], ParallelStyle] = ColwiseParallel
-    row: Callable[[], ParallelStyle] = RowwiseParallel
+Styles = tuple[Callable[[], ParallelStyle], Callable[[], ParallelStyle]]
+"""What makes the style of the first Linear of a branch, sharded by columns, and that of the last one, sharded by rows."""
 
 
 def overlapped(groups: Grouping, signals: bool = False) -> Styles:
     """Styles that overlap the all-reduce of row groups with computation (:mod:`holotrain.overlap`)."""
     options = {"groups": groups, "signals": signals}
-    return Styles(partial(OverlappedColwise, **options), partial(OverlappedRowwise, **options))
+    return partial(OverlappedColwise, **options), partial(OverlappedRowwise, **options)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = None) -> None:
@@ -101,10 +91,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = 
     Raises:
         Indivisible: no matrix can be sharded.
     """
-    styles = styles or Styles()
+    column, row = styles or (ColwiseParallel, RowwiseParallel)
     for layer in division(model, mesh.size()).layers:
         first, last = ("query_key_value", "project") if isinstance(layer, Attention) else ("widen", "narrow")
-        parallelize_module(layer, mesh, {first: styles.column(), last: styles.row()})
+        parallelize_module(layer, mesh, {first: column(), last: row()})
 
 
 set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
@@ -185,20 +175,11 @@ class Sharding(ShardedCheckpoints):
             algorithm: ``"norm"`` or ``"value"``.
         """
         layers = self.device_mesh["tensor_parallel"]
-        kinds = by_mesh(parameter for parameter in parameters_of(optimizer) if parameter.grad is not None)
+        trained = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if layers.size() > 1:
-            for parameters in kinds.values():
+            for parameters in by_mesh(trained).values():
                 average(gradients_of(filter(_whole_in_its_group, parameters)), layers)
-        if largest is None or largest <= 0:
-            return
-        if algorithm == "value":
-            for parameters in kinds.values():
-                nn.utils.clip_grad_value_(parameters, largest)
-            return
-        norms = [nn.utils.get_total_norm(gradients_of(parameters)) for parameters in kinds.values()]
-        norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
-        for parameters in kinds.values():
-            nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+        clip(trained, largest, algorithm)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -232,6 +213,38 @@ def _whole_in_its_group(parameter: Tensor) -> bool:
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
     return "tensor_parallel" not in names or parameter.placements[names.index("tensor_parallel")].is_replicate()
+
+
+def clip(
+    trained: list[Tensor],
+    largest: float | None,
+    algorithm: str | None,
+    elsewhere: Collection[Tensor] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Clips gradients. The norm of sharded ones is that of the whole.
+
+    Args:
+        trained: parameters with a gradient. They are clipped by their mesh: torch takes no parameters of several at once.
+        largest, algorithm: see :meth:`Sharding.settle_gradients`.
+        elsewhere: parameters that another process of the group counts.
+        group: processes that have other parameters.
+    """
+    if largest is None or largest <= 0:
+        return
+    kinds = by_mesh(trained).values()
+    if algorithm == "value":
+        for parameters in kinds:
+            nn.utils.clip_grad_value_(parameters, largest)
+        return
+    counted = ([each for each in parameters if each not in elsewhere] for parameters in kinds)
+    norms = [nn.utils.get_total_norm(gradients_of(parameters)) for parameters in counted] or [torch.zeros(())]
+    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    if group is not None:
+        dist.all_reduce(norm.square_(), group=group)
+        norm.sqrt_()
+    for parameters in kinds:
+        nn.utils.clip_grads_with_norm_(parameters, largest, norm)
 
 
 def by_mesh(parameters: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
