@@ -66,8 +66,14 @@ def float32_products(precision: str) -> Generator[None]:
     """
     backends: Any = torch.backends  # whose stubs lack fp32_precision
     convolutions = backends.cudnn.conv, backends.cudnn.rnn
-    parts = (backends.cuda.matmul, backends.mkldnn.matmul, *convolutions)
-    kept = [part.fp32_precision for part in parts]
+    kept, wholes = [], (backends, backends.cudnn)
+    parts = (*wholes, backends.cuda.matmul, backends.mkldnn.matmul, *convolutions)
+    for part in parts:  # a part that says "none" reads as the whole does, so the wholes are "none" while parts are read
+        kept.append(part.fp32_precision)
+        if part in wholes:
+            part.fp32_precision = "none"
+    for whole, was in zip(wholes, kept, strict=False):
+        whole.fp32_precision = was
     try:
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError:  # after a use of fp32_precision torch refuses to read these

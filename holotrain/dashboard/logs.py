@@ -80,17 +80,11 @@ def read_scalars(folder: Path, events: EventAccumulator | None = None) -> dict[s
     Raises:
         UserError: a file cannot be read.
     """
-    return {**_csv(folder / "csv"), **_tensorboard(events or read_events(folder))}
-
-
-def _tensorboard(events: EventAccumulator | None) -> dict[str, Curve]:
-    if events is None:
-        return {}
-    rows = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    return {
-        tag: _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
-        for tag, points in rows.items()
-    }
+    found, events = _csv(folder / "csv"), events or read_events(folder)
+    for tag in events.Tags()["scalars"] if events else ():
+        points = events.Scalars(tag)
+        found[tag] = _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
+    return found
 
 
 def _csv(folder: Path) -> dict[str, Curve]:

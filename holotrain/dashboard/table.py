@@ -129,21 +129,21 @@ def columns(runs: list[Reported]) -> list[Column]:
         ("steps", "steps", None, 1),
         ("seconds", "time, s", None, 1),
     ):
-        values = [run.summary.get(name) for run in runs]
-        if any(value is not None for value in values):
-            scaled = [None if value is None else value * factor for value in values]
-            found.append(_figures(heading, scaled, better))
+        values = [None if (value := run.summary.get(name)) is None else value * factor for run in runs]
+        if values != [None] * len(runs):
+            found.append(_figures(heading, values, better))
     found.append(Column("status", [run.summary.get("status", "unfinished") for run in runs]))
     found.append(Column("folder", [str(run.folder) for run in runs]))
     return found
 
 
 def _figures(name: str, values: list[float | None], better: str | None) -> Column:
-    return Column(name, ["" if value is None else _number(value) for value in values], better, values)
+    def text(value: float | None) -> str:
+        if value is None:
+            return ""
+        return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+    return Column(name, [text(value) for value in values], better, values)
 
 
 def _metric_names(runs: list[Reported]) -> list[str]:

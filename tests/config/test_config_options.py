@@ -561,3 +561,27 @@ def test_float32_is_as_asked_for_whichever_of_torchs_names_the_caller_has_used(p
     finally:
         for one, was in zip(each, usual, strict=True):
             one.fp32_precision = was
+
+
+@pytest.mark.parametrize("whole", ["", "cudnn"])
+def test_after_a_run_what_followed_torchs_other_settings_of_float32_follows_them_again(whole):
+    backends = torch.backends
+    whole = attrgetter(whole)(backends) if whole else backends
+    parts = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    each = [backends, backends.cudnn, *parts]
+    usual = [one.fp32_precision for one in each]
+    seen = []
+    try:
+        for one in each:
+            one.fp32_precision = "none"
+        whole.fp32_precision = "tf32"
+        for _ in range(2):
+            for precision in ("tf32", "ieee"):
+                whole.fp32_precision = precision
+                seen.append([one.fp32_precision for one in each])
+            with float32_products("high"):
+                pass
+    finally:
+        for one, was in zip(each, usual, strict=True):
+            one.fp32_precision = was
+    assert seen[:2] == seen[2:] and seen[0].count("tf32") == seen[1].count("ieee") > 1
