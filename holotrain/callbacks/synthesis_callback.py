@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.optimizers import InBackward
-from holotrain.planning.clock import Clock, clock_of
+from holotrain.planning.clock import Clock
 from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
 
 
@@ -160,7 +160,7 @@ class SynthesisCallback(Monitor):
                 stacklevel=2,
             )
         self.synthesis = self.applied_to(pl_module)
-        self._clock = clock_of(pl_module.device)
+        self._clock = Clock(pl_module.device)
         state, self._to_load = self._to_load, {}
         if state:
             try:

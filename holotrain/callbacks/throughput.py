@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.callbacks.monitor import Monitor, log_scalars, shard_of
-from holotrain.planning.clock import Clock, clock_of
+from holotrain.planning.clock import Clock
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ThroughputMonitor(Monitor):
         self._ranks = 1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.clock = self.clock or clock_of(pl_module.device)
+        self.clock = self.clock or Clock(pl_module.device)
         _, self._ranks = shard_of(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

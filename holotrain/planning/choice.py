@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.optimizers import InBackward
 from holotrain.planning.allocators import ALLOCATORS, Allocator
-from holotrain.planning.clock import clock_of, waited_seconds
+from holotrain.planning.clock import Clock
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import Blocks, TrainingStep
 
@@ -265,7 +265,7 @@ def seconds(
     """Seconds of one block's forward and backward on the device of the visit's tensors, as medians."""
     device = visit.args[0].device
     sequences = {name: copy.deepcopy(visit.sequence.again(BLOCKS, name)) for name in names}
-    clock = clock_of(device)
+    clock = Clock(device)
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(1 + REPEATS):
@@ -274,7 +274,7 @@ def seconds(
                 _run(sequence, visit, autocast)
                 marks[name].append((begun, clock.mark()))
     return {
-        name: statistics.median(waited_seconds(clock, *pair) for pair in pairs[1:]) / BLOCKS for name, pairs in marks.items()
+        name: statistics.median(clock.waited_seconds(*pair) for pair in pairs[1:]) / BLOCKS for name, pairs in marks.items()
     }
 
 

@@ -1,55 +1,41 @@
-"""Two clocks: CUDA events, which do not make the host wait, and the host's monotonic clock.
-
-``mark()`` records a time; ``seconds(earlier, later)`` returns the difference, or None if the GPU has not reached ``later`` yet.
-"""
+"""Time on a device: marks on it, and the seconds between two of them."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Clock(Protocol):
-    def mark(self) -> Any: ...
+class Clock:
+    """The host's monotonic clock, or CUDA events on the current stream, which do not make the host wait.
 
-    def seconds(self, earlier: Any, later: Any, wait: bool = False) -> float | None: ...
+    Args:
+        device: of the work that is timed.
+    """
 
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
 
-class HostClock:
-    """The host's monotonic clock."""
-
-    def mark(self) -> float:
-        return time.monotonic()
-
-    def seconds(self, earlier: float, later: float, wait: bool = False) -> float:
-        return later - earlier
-
-
-class CudaClock:
-    """CUDA events on the current stream: the time when the GPU reaches them, not the time of the launch."""
-
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
+        """Records a time: that when the GPU reaches the mark, not that of the launch."""
+        if not self._on_cuda:
+            return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event, wait: bool = False) -> float | None:
+    def seconds(self, earlier: Any, later: Any, wait: bool = False) -> float | None:
+        """The seconds between two marks; None if the GPU has not reached the later one yet."""
+        if not self._on_cuda:
+            return later - earlier
         if wait:
             later.synchronize()
-        if not later.query():
-            return None
-        return earlier.elapsed_time(later) / 1e3
+        return earlier.elapsed_time(later) / 1e3 if later.query() else None
 
-
-def waited_seconds(clock: Clock, earlier: Any, later: Any) -> float:
-    """The seconds between two marks, after waiting for the later one."""
-    seconds = clock.seconds(earlier, later, wait=True)
-    assert seconds is not None
-    return seconds
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock for work on a device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    def waited_seconds(self, earlier: Any, later: Any) -> float:
+        """The seconds between two marks, after waiting for the later one."""
+        seconds = self.seconds(earlier, later, wait=True)
+        assert seconds is not None
+        return seconds

@@ -6,6 +6,7 @@ needs a GPU, and kills the process on a CPU. The plan has none of these limits.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -158,16 +159,11 @@ def _choose_checkpointed(planner: Planner, budget: int) -> Choice:
     def blocks(count: int) -> list[str]:
         return ["checkpoint"] * count + ["autograd"] * (planner.listed - count)
 
-    fewest, most = 0, planner.listed  # with `most` it fits
-    while fewest < most:
-        count = (fewest + most) // 2
-        if planner.footprint(blocks(count)).bound <= budget * (1 - MARGIN):
-            most = count
-        else:
-            fewest = count + 1
+    room = budget * (1 - MARGIN)
+    fewest = bisect_left(range(planner.listed), True, key=lambda count: planner.footprint(blocks(count)).bound <= room)
     # A forward is a third of a block's computation, and checkpointing runs it twice.
-    cost = 3 * planner.listed + most
-    return Choice(blocks(most), planner.footprint(blocks(most)).bound, cost, 4 * planner.listed)
+    cost = 3 * planner.listed + fewest
+    return Choice(blocks(fewest), planner.footprint(blocks(fewest)).bound, cost, 4 * planner.listed)
 
 
 def choose_batch(planner: Planner, budget: int, least: int = 1, most: int | None = None) -> int:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from holotrain.numeric import counted
 from holotrain.overlap import Job
 from holotrain.planning.allocators import ALLOCATORS
-from holotrain.planning.clock import clock_of, waited_seconds
+from holotrain.planning.clock import Clock
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.scaling import TensorParallelWork, Times, Unit, Unsharded
 from holotrain.planning.training_step import TrainingStep, simulate_step
@@ -258,12 +258,12 @@ def measured(planner: Planner, backward: Backward, begin: Callable[[str], object
 
 
 def _timed(step: TrainingStep, place: torch.device) -> Times:
-    clock = clock_of(place)
+    clock = Clock(place)
     step.begin()
     marks = []
     step.differentiate(lambda phase: marks.append(clock.mark()))
     marks.append(clock.mark())
     step.update()
     marks.append(clock.mark())
-    forward, backward, update = (waited_seconds(clock, one, other) for one, other in pairwise(marks))
+    forward, backward, update = (clock.waited_seconds(one, other) for one, other in pairwise(marks))
     return Times(forward, backward, update)

@@ -104,7 +104,7 @@ class AllocationTracker:
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in this phase, is not a view, and is held by autograd's engine once."""
         made_here = self.count(tensor).kind == self.phase and not tensor._is_view()
-        return made_here and tensor._use_count() <= _references_when_held_once()
+        return made_here and tensor._use_count() <= _references_when_held_once()  # ty: ignore[missing-attribute]
 
     def _note(self, allocation: Allocation, made: bool) -> None:
         self.alive += allocation.bytes if made else -allocation.bytes
