@@ -38,6 +38,20 @@ def differentiate(model, x) -> torch.Tensor:
     return flat(model)
 
 
+def stepped(synthesis, model, x, scale=1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step on ``scale`` times the gradient: that gradient and its update."""
+    gradient = scale * differentiate(model, x)
+    for parameter in model.parameters():
+        parameter.grad *= scale
+    assert synthesis.step()
+    return gradient, flat(model)
+
+
+def figures_of(gradient, update) -> torch.Tensor:
+    """Cosine and norm, as a synthesis measures them."""
+    return torch.stack((torch.cosine_similarity(update, gradient, 0), update.norm()))
+
+
 def state_bytes(synthesis: HolographicSynthesis) -> int:
     return sum(tensor.nbytes for tensor in synthesis.state_tensors)
 
@@ -48,9 +62,7 @@ def updates(count=4, precision=F64, learn=True, **options):
     synthesis = HolographicSynthesis(model, **options)
     result = []
     for x in batches(count, precision):
-        gradient = differentiate(model, x)
-        assert synthesis.step()
-        result.append((gradient, flat(model)))
+        result.append(stepped(synthesis, model, x))
         if learn:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -135,11 +147,9 @@ def test_with_one_key_associative_is_momentum(block_length, transform):
     synthesis = HolographicSynthesis(model, transform=transform, block_length=block_length, decay=0.8)
     velocity, x = 0, batches(1)[0]
     for scale in (1.0, -0.5, 2.0):
-        velocity = 0.8 * velocity + scale * differentiate(model, x)
-        for parameter in model.parameters():
-            parameter.grad *= scale
-        synthesis.step()
-        assert_close(flat(model), velocity, rtol=1e-9, atol=1e-9 * velocity.abs().max().item())
+        gradient, update = stepped(synthesis, model, x, scale)
+        velocity = 0.8 * velocity + gradient
+        assert_close(update, velocity, rtol=1e-9, atol=1e-9 * velocity.abs().max().item())
 
 
 @pytest.mark.parametrize("block_length", [None, 32])
@@ -147,13 +157,11 @@ def test_bind_is_algorithm_1_on_the_whole_model(block_length):
     model = network()
     synthesis = HolographicSynthesis(model, "bind", block_length=block_length)
     x = batches(1)[0]
-    gradient = differentiate(model, x)
     synthesis.measuring = True
-    synthesis.step()
+    gradient, update = stepped(synthesis, model, x)
     expected = phasor_bind(gradient, model(x).mean(0).detach(), block_length=block_length)
-    assert_close(flat(model), expected[: len(gradient)], atol=1e-12)
-    figures = torch.cosine_similarity(flat(model), gradient, 0), flat(model).norm()
-    assert_close(synthesis.measured, torch.stack(figures))
+    assert_close(update, expected[: len(gradient)], atol=1e-12)
+    assert_close(synthesis.measured, figures_of(gradient, update))
 
 
 def algorithm_1(gradient: list[float], representation: list[float]) -> list[float]:
@@ -219,10 +227,9 @@ def test_with_a_split_the_same_updates_come_a_step_late(options):
     model, synthesis, late = updates(4, learn=False, split="cpu", **options)
     assert_equal([update for _, update in late], [torch.zeros_like(at_once[0]), *at_once[:-1]])
     synthesis.measuring = True
-    gradient = differentiate(model, batches(1)[0])
-    synthesis.step()
-    assert_equal(flat(model), at_once[-1])
-    assert_close(synthesis.measured, torch.stack((torch.cosine_similarity(flat(model), gradient, 0), flat(model).norm())))
+    gradient, update = stepped(synthesis, model, batches(1)[0])
+    assert_equal(update, at_once[-1])
+    assert_close(synthesis.measured, figures_of(gradient, update))
 
 
 def test_with_a_split_a_gradient_that_is_not_there_is_missing_a_step_late():
@@ -287,9 +294,7 @@ def test_margins_are_no_gradients():
         synthesis = HolographicSynthesis(model, block_length=16, **options)
         norms = []
         for _ in range(200):
-            differentiate(model, x)
-            synthesis.step()
-            norms.append(flat(model).norm().item())
+            norms.append(stepped(synthesis, model, x)[1].norm().item())
         assert norms[-1] == pytest.approx(norms[-50], rel=1e-3)  # it has settled: nothing feeds on itself
         synthesis.remove()
 
@@ -306,12 +311,8 @@ def test_mix_adds_a_share_of_the_gradient():
     model, x = network(), batches(1)[0]
     pure, mixed = HolographicSynthesis(model, decay=0.5), HolographicSynthesis(model, decay=0.5, mix=0.25)
     for _ in range(2):
-        gradient = differentiate(model, x)
-        pure.step()
-        expected = 0.75 * flat(model) + 0.25 * gradient
-        differentiate(model, x)
-        mixed.step()
-        assert_close(flat(model), expected)
+        gradient, update = stepped(pure, model, x)
+        assert_close(stepped(mixed, model, x)[1], 0.75 * update + 0.25 * gradient)
 
 
 @pytest.mark.parametrize("mode", ["bind", "associative", "shared"])
@@ -330,9 +331,7 @@ def test_measured_figures_are_those_of_what_was_written():
         synthesis = HolographicSynthesis(model, block_length=32, **options)
         synthesis.measuring = True
         for x in batches(3):
-            gradient = differentiate(model, x)
-            synthesis.step()
-            expected = torch.stack((torch.cosine_similarity(flat(model), gradient, 0), flat(model).norm()))
+            expected = figures_of(*stepped(synthesis, model, x))
             assert_close(synthesis.measured, expected)
         synthesis.remove()
 
@@ -342,12 +341,9 @@ def test_a_running_mean_takes_the_gradients_place():
     synthesis = HolographicSynthesis(model, decay=0.0, ema=0.75)
     mean = 0
     for step, scale in enumerate((1.0, -3.0, 2.0)):
-        gradient = scale * differentiate(model, x)
-        for parameter in model.parameters():
-            parameter.grad *= scale
+        gradient, update = stepped(synthesis, model, x, scale)
         mean = 0.75 * mean + 0.25 * gradient
-        synthesis.step()
-        assert_close(flat(model), mean / (1 - 0.75 ** (step + 1)))
+        assert_close(update, mean / (1 - 0.75 ** (step + 1)))
 
 
 def test_a_subsample_leaves_the_other_entries_their_gradient():
@@ -355,11 +351,9 @@ def test_a_subsample_leaves_the_other_entries_their_gradient():
     model = nn.Linear(64, 64).double()
     synthesis = HolographicSynthesis(model, subsample=0.25, block_length=256, key_ema=0)
     x = torch.randn(4, 64, dtype=F64)
-    differentiate(model, x)
-    synthesis.step()
-    gradient = differentiate(model, 2 * x)
-    synthesis.step()
-    changed = (flat(model) != gradient).view(-1, 64)
+    stepped(synthesis, model, x)
+    gradient, update = stepped(synthesis, model, 2 * x)
+    changed = (update != gradient).view(-1, 64)
     assert changed.any(1).sum().item() == changed.all(1).sum().item() == 16  # a quarter of 64 runs; none of the bias's one
     assert state_bytes(synthesis) == pytest.approx(model.weight.nbytes / 4, rel=0.02)
 
@@ -376,9 +370,8 @@ def test_without_memory_the_read_out_of_a_subsample_is_the_gradient(options):
     """In whole layers of different lengths, and in any mixture."""
     model = nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 300), nn.Linear(300, 1)).double()
     synthesis = HolographicSynthesis(model, subsample=0.5, decay=0.0, **options)
-    gradient = differentiate(model, batches(1)[0])
-    synthesis.step()
-    assert_close(flat(model), gradient)
+    gradient, update = stepped(synthesis, model, batches(1)[0])
+    assert_close(update, gradient)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bf16", 2e-2), ("fp16", 2e-3)])
@@ -392,11 +385,8 @@ def test_a_hologram_in_half_precision_is_near(dtype, error, scale):
     for kind in ("fp32", dtype):
         synthesis = HolographicSynthesis(model, dtype=kind, block_length=32)
         for x in batches(6, torch.float32):
-            differentiate(model, x)
-            for parameter in model.parameters():
-                parameter.grad *= scale
-            synthesis.step()
-        kept.append(flat(model))
+            _, update = stepped(synthesis, model, x, scale)
+        kept.append(update)
     assert (kept[1] - kept[0]).norm() <= error * kept[0].norm()
 
 
@@ -405,11 +395,9 @@ def test_a_hologram_of_which_nothing_remains_stays_finite(dtype):
     model = network(torch.float32)
     synthesis = HolographicSynthesis(model, dtype=dtype, block_length=32, decay=0.5)
     for step in range(300):
-        differentiate(model, batches(1, torch.float32)[0])
-        for parameter in model.parameters():
-            parameter.grad *= float(step == 0)
-        assert synthesis.step() and flat(model).isfinite().all()
-    assert not flat(model).any()
+        _, update = stepped(synthesis, model, batches(1, torch.float32)[0], float(step == 0))
+        assert update.isfinite().all()
+    assert not update.any()
 
 
 def test_rows_of_one_layer_are_told_apart():
@@ -442,16 +430,14 @@ def test_bins_in_which_a_key_has_but_rounding_count_as_empty():
 def test_figures_leave_out_what_is_written_nowhere():
     model = network()
     synthesis = HolographicSynthesis(model, block_length=32)
-    differentiate(model, batches(1)[0])
-    synthesis.step()
+    stepped(synthesis, model, batches(1)[0])
     gradient = differentiate(model, batches(1)[0])
     model[3].weight.grad = None
     model[3].bias.grad = None
     synthesis.measuring = True
     synthesis.step()
     written = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert_close(synthesis.measured[1], written.norm())
-    assert_close(synthesis.measured[0], torch.cosine_similarity(written, gradient[: len(written)], 0))
+    assert_close(synthesis.measured, figures_of(gradient[: len(written)], written))
 
 
 def test_chunks_make_no_difference(monkeypatch):
@@ -475,9 +461,9 @@ def test_a_decay_that_changes():
     synthesis = HolographicSynthesis(model, decay=decay)
     velocity = 0
     for step in range(3):
-        velocity = 0.4 * step * velocity + differentiate(model, x)
-        synthesis.step()
-        assert_close(flat(model), velocity)
+        gradient, update = stepped(synthesis, model, x)
+        velocity = 0.4 * step * velocity + gradient
+        assert_close(update, velocity)
     assert set(asked) == {0, 1, 2}
 
 
