@@ -1,4 +1,7 @@
-"""Arguments of a model of each family that takes milliseconds."""
+"""Arguments of a model of each family that takes milliseconds, and what it reads."""
+
+import torch
+from torch import Tensor
 
 IMAGE = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 5, "dim": 16, "depth": 2, "heads": 2}
 WINDOWS = {
@@ -20,3 +23,11 @@ FAMILIES = {"ViT": IMAGE, "Swin": WINDOWS, "MViT": POOLED, "GPT": TEXT, "RoBERTa
 """Arguments of the smallest model of each family of transformers; the reversible one takes the same."""
 
 TRANSFORMERS = [f"{prefix}{family}" for family in FAMILIES for prefix in ("", "Rev")]
+
+
+def text_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens below 50, a mask with padding, and targets of some of the tokens, (4, 12) each. Always the same."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(50, (4, 12), generator=generator)
+    mask = torch.arange(12) < torch.tensor([12, 7, 3, 9])[:, None]
+    return tokens, mask, tokens.where((torch.rand(4, 12, generator=generator) < 0.4) & mask, -100)

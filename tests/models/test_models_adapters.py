@@ -118,12 +118,6 @@ def test_gradients_of_every_schedule_are_equal(name, trained):
             assert error <= 1e-10, (backward, key)
 
 
-def awake_and_adapted(name):
-    model = model_of(name).eval()
-    add_adapters(model, 3)
-    return awake(model)
-
-
 def test_adapters_are_made_where_and_as_the_model_is():
     model = model_of("rev_vit").to("meta", torch.bfloat16)
     add_adapters(model, 3)
@@ -135,7 +129,8 @@ def test_adapted_blocks_compile(monkeypatch):
     """Each branch, adapter and all, in one piece."""
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, *rest, **options: compiled.append(module))
-    model = awake_and_adapted("rev_vit")
+    model = model_of("rev_vit")
+    add_adapters(model, 3)
     compile_blocks(model)
     assert compiled == [branch for block in model.blocks.blocks for branch in (block.f, block.g)]
     assert all(isinstance(branch, Adapted) for branch in compiled)

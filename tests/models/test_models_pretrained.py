@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import timm
@@ -9,12 +10,13 @@ import torch
 import transformers
 from compared import assert_close, assert_equal
 from safetensors.torch import save_file
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
 
-from holotrain.models import GPT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, ViT
+from holotrain.models import GPT, MVIT_SIZES, SWIN_SIZES, MViT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.adapters import add_adapters
 from holotrain.models.checkpoint_files import read_weights
 from holotrain.models.pretrained import load_pretrained
@@ -33,7 +35,7 @@ def randomised(model):
     """None is left at a value, such as zero or one, that would hide that it is not used."""
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
-        scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+        scale = 0.5 if parameter.ndim == 1 or "table" in name else parameter[0].numel() ** -0.5
         nn.init.normal_(parameter, 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, scale)
     return model.eval()
 
@@ -101,6 +103,83 @@ def test_a_vit_with_layer_scale_is_timms():
     model = ViT(**IMAGE, pool="class", layer_scale=0.1).eval()
     assert load_pretrained(model, reference.state_dict()).missing == ()
     assert_same(model(images(8)), reference(images(8)))
+
+
+def as_the_authors_name_them(weights):
+    """A merging counts with the stage before it, the head is no module of several, and derived buffers are saved."""
+    renamed = {
+        re.sub(r"(?<=layers\.)\d+(?=\.downsample)", lambda stage: str(int(stage[0]) - 1), name).replace("head.fc.", "head."): x
+        for name, x in weights.items()
+    }
+    derived = {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(1), "layers.0.blocks.1.attn_mask": torch.zeros(1)}
+    return renamed | derived
+
+
+@torch.no_grad()
+def test_swin_tiny_as_the_authors_name_it_is_timms():
+    reference = randomised(timm.create_model("swin_tiny_patch4_window7_224"))
+    model = Swin(**SWIN_SIZES["tiny"]).eval()
+    loaded = load_pretrained(model, as_the_authors_name_them(reference.state_dict()))
+    assert loaded.missing == loaded.unexpected == loaded.head == ()
+    assert_same(model(images(224)), reference(images(224)))
+
+
+def windows(image_size, window, depths):
+    """Swin and timm's."""
+    shared = {"patch_size": 2, "depths": depths}
+    theirs = SwinTransformer(image_size, embed_dim=8, num_heads=(1, 2, 4), num_classes=5, window_size=window, **shared)
+    return Swin(image_size, dim=8, heads=(1, 2, 4), classes=5, window=window, **shared), theirs
+
+
+def pooled(image_size, depths, heads, kv_stride):
+    """MViT and timm's."""
+    cfg = MultiScaleVitCfg(
+        depths=depths, embed_dim=8, num_heads=heads, mlp_ratio=2.0, stride_kv_adaptive=(kv_stride,) * 2,
+        stride_q=((1, 1), *((2, 2),) * (len(depths) - 1)),
+    )  # fmt: skip
+    sizes = {"dim": 8, "depths": depths, "heads": heads, "mlp_ratio": 2.0, "kv_stride": kv_stride}
+    return MViT(image_size, classes=5, **sizes), MultiScaleVit(cfg, img_size=(image_size, image_size), num_classes=5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("both", "size"),
+    [
+        pytest.param(lambda: windows(32, 4, (2, 2, 2)), 32, id="swin, windows fill maps"),
+        pytest.param(lambda: windows(36, 5, (2, 3, 1)), 36, id="swin, maps of 18, 9 and 5"),
+        pytest.param(lambda: windows(28, 4, (3, 2, 2)), 28, id="swin, maps of 14, 7 and 4"),
+        pytest.param(lambda: windows(8, 16, (1, 2, 2)), 8, id="swin, windows larger than maps"),
+        pytest.param(lambda: pooled(64, (1, 2, 3), 2, 4), 64, id="mvit, three stages"),
+        pytest.param(lambda: pooled(32, (2, 1, 1, 2), 1, 2), 32, id="mvit, four stages"),
+        pytest.param(
+            lambda: (MViT(classes=10, **MVIT_SIZES["tiny"]), timm.create_model("mvitv2_tiny", num_classes=10)),
+            224,
+            id="mvit, a published size",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_swin_and_mvit_are_timms_in_float64(both, size):
+    model, reference = (each.double().eval() for each in both())
+    loaded = load_pretrained(model, randomised(reference).state_dict())
+    assert loaded.missing == loaded.unexpected == loaded.head == ()
+    ours, theirs = model(images(size).double()), reference(images(size).double())
+    assert_close(ours, theirs, rtol=0, atol=1e-10 * min(1, theirs.abs().max().item()))
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("mvitv2_small_cls", "cls_token"), ("mvitv2_large", "shortcut_proj_mlp")])
+def test_weights_with_tensors_that_ours_lack_are_refused(name, tensor):
+    with torch.device("meta"), pytest.raises(ValueError, match=f"no place for .*{tensor}"):
+        load_pretrained(MViT(**MVIT_SIZES["small"]), timm.create_model(name).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("vit_tiny_patch16_224", "a timm ViT"), ("swinv2_tiny_window8_256", "no known model"), ("mvitv2_tiny", "a timm MViTv2")],
+)
+def test_weights_of_other_models_are_told_apart(name, said):
+    with torch.device("meta"), pytest.raises(ValueError, match=f"these weights are (for|of) {said}"):
+        load_pretrained(Swin(), timm.create_model(name).state_dict())
 
 
 @torch.no_grad()

@@ -29,6 +29,13 @@ def model_of(name, **options):
     return model, arguments
 
 
+def saved_in(folder, name, **options):
+    """A model, saved."""
+    model, arguments = model_of(name, **options)
+    save(folder, f"holotrain.models.{name}", arguments, model)
+    return model
+
+
 def inputs_of(model, batch=3):
     generator = torch.Generator().manual_seed(1)
     if hasattr(model, "embedding") and not hasattr(model.embedding, "image_size"):
@@ -102,15 +109,13 @@ def test_files_hold_plain_numbers_and_texts(tmp_path):
 def test_a_model_takes_the_place_of_another_whole(tmp_path):
     model, arguments = model_of("GPT")
     save(tmp_path, "holotrain.models.GPT", arguments, model, tokenizer="{}")
-    model, arguments = model_of("ViT")
-    save(tmp_path, "holotrain.models.ViT", arguments, model)
+    model = saved_in(tmp_path, "ViT")
     assert_equal(load(tmp_path).head.weight, model.head.weight)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    model, arguments = model_of("ViT")
-    save(tmp_path, "holotrain.models.ViT", arguments, model)
+    model = saved_in(tmp_path, "ViT")
     with pytest.raises(TypeError, match="not JSON serializable"):
         save(tmp_path, "GPT", {"vocab": object()}, model_of("GPT")[0])
     monkeypatch.setattr("pathlib.Path.write_text", lambda *given, **options: (_ for _ in ()).throw(OSError("disk full")))
@@ -153,8 +158,7 @@ def cut(name, length):
     ],
 )
 def test_damage_is_refused_in_one_line(tmp_path, change, message):
-    model, arguments = model_of("RevViT")
-    save(tmp_path, "holotrain.models.RevViT", arguments, model)
+    saved_in(tmp_path, "RevViT")
     change(tmp_path)
     with pytest.raises(ValueError, match=message) as refusal:
         load(tmp_path)
@@ -162,8 +166,7 @@ def test_damage_is_refused_in_one_line(tmp_path, change, message):
 
 
 def test_a_flipped_bit_in_the_weights_is_refused(tmp_path):
-    model, arguments = model_of("RevViT")
-    save(tmp_path, "holotrain.models.RevViT", arguments, model)
+    saved_in(tmp_path, "RevViT")
     sound = (tmp_path / "model.safetensors").read_bytes()
     for bit in random.Random(0).sample(range(8 * len(sound)), 20):
         content = bytearray(sound)
@@ -176,8 +179,7 @@ def test_a_flipped_bit_in_the_weights_is_refused(tmp_path):
 
 def test_weights_without_a_checksum_are_read(tmp_path):
     """As those of an earlier version, or of another program."""
-    model, arguments = model_of("RevViT")
-    save(tmp_path, "holotrain.models.RevViT", arguments, model)
+    model = saved_in(tmp_path, "RevViT")
     config = json.loads((tmp_path / "config.json").read_text())
     del config["crc32"]
     (tmp_path / "config.json").write_text(json.dumps(config))

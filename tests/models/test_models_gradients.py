@@ -1,0 +1,144 @@
+"""Gradients of every family with every schedule, against those of plain autograd."""
+
+from functools import cache
+
+import pytest
+import torch
+from compared import assert_equal
+from small_models import FAMILIES, text_batch
+
+from holotrain import models
+from holotrain.models import RevMViT, RevSwin, RevViT
+
+VIT = {"classes": 7, "dim": 24, "depth": 5, "heads": 3, "attention_dropout": 0.1, "drop_path": 0.2}
+PIXELS = {"image_size": 8, "patch_size": 2, "channels": 1} | VIT
+COLORS = {"image_size": 32, "patch_size": 4, "channels": 3} | VIT
+# Five blocks in two stages, of odd and even depth, on maps of 6 and 3 tokens: shifted windows, windows that do not fill the
+# map, a window as large as the map.
+WINDOWS = {
+    "image_size": 12, "patch_size": 2, "channels": 1, "classes": 5, "dim": 8, "depths": (3, 2), "heads": (1, 2), "window": 4,
+}  # fmt: skip
+POOLED = {"image_size": 32, "channels": 3, "classes": 7, "dim": 8, "heads": 2}
+TEXT = {"vocab": 50, "context": 12, "dim": 16, "heads": 2, "attention_dropout": 0.1}
+
+MODELS = {
+    **{f"vit {pool}": ("RevViT", PIXELS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
+    **{f"vit {pool}, colors": ("RevViT", COLORS | {"pool": pool}, 1, (0, 4)) for pool in ("mean", "class")},
+    "swin": ("RevSwin", WINDOWS | {"attention_dropout": 0.2, "drop_path": 0.3}, 3, (0, 4)),
+    # Reversible blocks: 1, 1, 4, 1 and 2, 2, 3 and 1, 1, 4.
+    "mvit, 4 stages": ("RevMViT", POOLED | {"depths": (1, 2, 5, 2), "drop_path": 0.3}, 2, (0, 3)),
+    "mvit, 3 stages": ("RevMViT", POOLED | {"depths": (2, 3, 4), "drop_path": 0.3}, 2, (0, 3)),
+    "rev_mvit": ("RevMViT", POOLED | {"depths": (1, 2, 5), "design": "rev_mvit", "drop_path": 0.3}, 2, (0, 3)),
+    **{
+        f"{name}, {depth}": (model, TEXT | {"depth": depth} | options, 1, (0, 2))
+        for depth in (3, 4)
+        for name, (model, options) in {
+            "gpt": ("RevGPT", {"drop_path": 0.2}),
+            "gpt-learned": ("RevGPT", {"positions": "learned", "drop_path": 0.2}),
+            "roberta, packed": ("RevRoBERTa", {}),
+            "roberta-classes": ("RevRoBERTa", {"classes": 5, "drop_path": 0.2}),
+        }.items()
+    },
+}
+"""Class, arguments, and two ways to say which blocks are stored: how many of the last, and which."""
+
+ENGINES = {
+    "checkpoint": lambda last, some: {"backward": "checkpoint"},
+    "reversible": lambda last, some: {"backward": "reversible"},
+    "pareprop": lambda last, some: {"backward": "pareprop"},
+    "the last stored": lambda last, some: {"backward": "reversible", "store": last},
+    "some stored": lambda last, some: {"backward": "pareprop", "store": some},
+    "attention kept": lambda last, some: {"backward": "reversible", "keep": ("attention",)},
+    "both": lambda last, some: {"backward": "pareprop", "store": some, "keep": ("attention",)},
+}
+
+
+def loss_of(model, arguments):
+    """With padding and targets for text."""
+    if "image_size" in arguments:
+        images = torch.randn(6, arguments["channels"], *2 * [arguments["image_size"]], dtype=torch.float64)
+        return model(images).logsumexp(-1).sum()
+    tokens, mask, targets = text_batch()
+    if isinstance(model, models.GPT):
+        return model(tokens, tokens.roll(-1, 1))
+    return model(tokens, mask, torch.arange(4) if arguments.get("classes") else targets)
+
+
+def gradients(name, **engine):
+    model_class, arguments, _, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(models, model_class)(**arguments, dropout=0.1, **engine).double()
+    loss_of(model, arguments).backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+reference = cache(lambda name, exact: gradients(name, backward="autograd", exact=exact))
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "exact"),
+    [(name, engine, False) for name in MODELS for engine in ENGINES]
+    + [(name, engine, True) for name in MODELS for engine in (ENGINES if name == "swin" else ["reversible"])],
+)
+def test_gradients_of_every_schedule_are_equal(name, engine, exact):
+    """In float64, with dropout and, but for packed sequences, drop-path."""
+    options, expected = ENGINES[engine](*MODELS[name][2:]), reference(name, exact)
+    found = gradients(name, exact=exact, **options)
+    assert found.keys() == expected.keys()
+    largest = max(grad.abs().max() for grad in expected.values())
+    assert largest > 0
+    for key, grad in found.items():
+        assert name != "swin" or expected[key].any(), key
+        assert ((grad - expected[key]).abs().max() / largest).item() <= 1e-10, key
+    if name.startswith(("gpt", "roberta")) and (engine == "checkpoint" or exact):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [*((family, {}) for family in FAMILIES), ("MViT", {"design": "rev_mvit"})], ids=str
+)
+def test_plain_checkpointing_changes_nothing(family, options):
+    grads = []
+    for backward in ("autograd", "checkpoint"):
+        torch.manual_seed(0)
+        options = options | {"dropout": 0.2, "drop_path": 0.3, "backward": backward}
+        model = getattr(models, family)(**FAMILIES[family] | options)
+        inputs = torch.randn(4, 1, 8, 8) if "image_size" in FAMILIES[family] else torch.randint(40, (4, 12))
+        model(inputs).logsumexp(-1).sum().backward()
+        grads.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert_equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "arguments"),
+    [
+        (RevSwin, WINDOWS | {"exact": True}),
+        (RevMViT, POOLED | {"depths": (2, 3, 4), "exact": False}),
+        (RevMViT, POOLED | {"depths": (2, 3, 4), "exact": True}),
+    ],
+)
+def test_the_forward_takes_the_attention_kernel_of_its_recomputation(model_class, arguments):
+    """Under autocast two kernels differ by the rounding of bf16, which would show as drift."""
+    grads = []
+    for backward in ("autograd", "reversible"):
+        torch.manual_seed(0)
+        model = model_class(**arguments, backward=backward)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(torch.randn(6, arguments["channels"], *2 * [arguments["image_size"]]))
+        logits.float().logsumexp(-1).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert ((grads[1] - grads[0]).abs().max() / grads[0].abs().max()).item() <= 1e-3
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reversible", "pareprop"])
+def test_scales_have_the_gradients_of_every_schedule(backward):
+    grads = []
+    for schedule in ("autograd", backward):
+        torch.manual_seed(0)
+        model = RevViT(**FAMILIES["ViT"] | {"depth": 3}, layer_scale=0.3, backward=schedule)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(2, 1, 8, 8)).float().square().sum().backward()
+        grads.append([parameter.grad for name, parameter in model.named_parameters() if ".scale." in name])
+    assert len(grads[0]) == 6 and all(grad.abs().sum() > 0 for grad in grads[0])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)

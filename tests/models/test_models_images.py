@@ -1,0 +1,227 @@
+"""Models of images: streams, windows, pools, scales and first values, beside sizes, gradients and published weights."""
+
+import pytest
+import torch
+from compared import assert_equal
+from small_models import IMAGE
+from torch import nn
+
+from holotrain.models import MViT, RevMViT, RevSwin, RevViT, Swin, ViT
+from holotrain.models.layers.blocks import AttentionBranch, MLPBranch, ResidualBlock
+from holotrain.models.mvit import Transition
+from holotrain.tasks.optimizers import decay_groups
+
+# Five blocks in two stages, on maps of 6 and 3 tokens.
+WINDOWS = {
+    "image_size": 12, "patch_size": 2, "channels": 1, "classes": 5, "dim": 8, "depths": (3, 2), "heads": (1, 2), "window": 4,
+}  # fmt: skip
+POOLED = {"image_size": 32, "channels": 3, "classes": 7, "dim": 8, "heads": 2}
+
+
+def scattered(model):
+    """Norms, biases and relative positions as training leaves them, so that none of them is without effect."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("network", [ViT, RevViT, Swin, RevSwin, MViT, RevMViT])
+def test_the_channels_of_streams_are_in_a_row(network):
+    """A norm copies what is not, in each branch, forward and recomputation."""
+    model, found = network(image_size=32, channels=3, classes=2), []
+    for branch in model.modules():
+        if isinstance(branch, AttentionBranch | MLPBranch):
+            branch.register_forward_pre_hook(lambda branch, given: found.append(given[0].is_contiguous()))
+    model(torch.ones(1, 3, 32, 32))
+    assert found and all(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "rates"),
+    [
+        (ViT(**IMAGE | {"depth": 4}, drop_path=0.3), [0, 0.1, 0.2, 0.3]),
+        (Swin(**WINDOWS, dropout=0.1, attention_dropout=0.2, drop_path=0.3), [0, 0.075, 0.15, 0.225, 0.3]),
+        (MViT(**POOLED, depths=(2, 3), drop_path=0.4), [0, 0.1, 0.2, 0.3, 0.4]),
+    ],
+    ids=["vit", "swin", "mvit"],
+)
+def test_drop_path_grows_through_all_blocks(model, rates):
+    blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | Transition)]
+    assert [block.f.drop_path.probability for block in blocks] == pytest.approx(rates)
+    assert [block.g.drop_path.probability for block in blocks] == pytest.approx(rates)
+    if isinstance(model, Swin):
+        assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.1}
+
+
+def test_drop_path_keeps_the_mean_and_drops_whole_samples():
+    model = ViT(image_size=8, patch_size=4, channels=1, dim=8, depth=4, heads=2, drop_path=0.4)
+    drop = model.blocks.blocks[-1].g.drop_path
+    assert drop.probability == pytest.approx(0.4)
+    assert model.blocks.blocks[0].g.drop_path.probability == 0
+    torch.manual_seed(0)
+    out = drop(torch.ones(4000, 3, 2))
+    assert set(out.unique().tolist()) == {0.0, out.max().item()}
+    assert (out.flatten(1).std(dim=1) == 0).all()
+    assert out.mean().item() == pytest.approx(1, abs=0.05)
+    assert_equal(drop.eval()(torch.ones(3, 2, 2)), torch.ones(3, 2, 2))
+
+
+@pytest.mark.parametrize("model_class", [ViT, RevViT])
+def test_a_class_token_alone_is_read_by_the_head(model_class):
+    """What the blocks give out for patches has no gradient."""
+    torch.manual_seed(0)
+    model = model_class(image_size=8, patch_size=4, channels=1, classes=3, dim=8, depth=2, heads=2, pool="class")
+    outputs = []
+    model.blocks.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    logits = model(torch.randn(2, 1, 8, 8))
+    for gradient in torch.autograd.grad(logits.sum(), outputs[0] if isinstance(outputs[0], tuple) else outputs):
+        assert gradient.shape == (2, 5, 8)
+        assert gradient[:, 0].abs().max() > 0 and not gradient[:, 1:].any()
+
+
+@pytest.mark.parametrize("model_class", [ViT, RevViT])
+def test_layer_scale_begins_with_its_value(model_class):
+    without, with_scales = model_class(**IMAGE).state_dict(), model_class(**IMAGE, layer_scale=0.5).state_dict()
+    added = {name: with_scales[name] for name in with_scales.keys() - without.keys()}
+    assert {*added} == {f"blocks.blocks.{block}.{branch}.scale.weight" for block in (0, 1) for branch in "fg"}
+    assert all(torch.equal(scale, torch.full((16,), 0.5)) for scale in added.values())
+    with pytest.raises(ValueError, match="layer_scale must be at least 0, not -1"):
+        model_class(**IMAGE, layer_scale=-1)
+
+
+def test_blocks_of_scale_zero_do_nothing():
+    model = ViT(**IMAGE, layer_scale=0)
+    tokens = torch.randn(2, 16, 16)
+    assert_equal(model.blocks(tokens), tokens)
+
+
+def test_options_of_the_engine_reach_every_stage_and_store_counts_through_them():
+    model = RevSwin(**WINDOWS, backward="pareprop", store=3, exact=12, keep=("attention",))
+    first, second = (stage.blocks for stage in model.stages)
+    assert (first.store, second.store) == ([2], [0, 1])
+    for blocks in (first, second):
+        assert (blocks.backward, blocks.exact, blocks.keep) == ("pareprop", 12, ("attention",))
+
+
+def test_the_reversible_blocks_are_counted_through_all_stages():
+    model = RevMViT(**POOLED, depths=(2, 3, 1, 3), store=3)
+    assert [len(stage.blocks.blocks) for stage in model.stages] == [2, 2, 0, 2]
+    assert [stage.blocks.store for stage in model.stages] == [[], [1], [], [0, 1]]
+    with pytest.raises(ValueError, match="blocks up to 6"):
+        RevMViT(**POOLED, depths=(2, 3, 1, 3), store=7)
+
+
+def test_each_stage_hands_on_the_average_of_its_streams_at_first():
+    y1, y2 = torch.randn(2, 3, 6, 6, 8)
+    torch.testing.assert_close(RevSwin(**WINDOWS).stages[0].fusion(y1, y2), (y1 + y2) / 2)
+
+
+def test_streams_start_as_one_and_end_as_their_average():
+    torch.manual_seed(0)
+    model = scattered(RevMViT(**POOLED, depths=(1, 2)))
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    x = model.embedding(images)
+    for stage in model.stages:
+        x = stage.transition(x)
+        y1 = x + stage.blocks.blocks[0].f(x)
+        y2 = x + stage.blocks.blocks[0].g(y1)
+        x = (y1 + y2) / 2
+    torch.testing.assert_close(model(images), model.head(model.norm(x).mean(dim=(1, 2))))
+
+
+def as_published(model, images):
+    """The output of a published Rev-MViT, from its weights: products and softmax written out, and one head after the other."""
+    weights = model.state_dict()
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def pool(x, name, stride):  # (B, S, S, D): the nine neighbours of every stride-th token, those outside zero
+        kernel, (_, size, _, _) = weights[f"{name}.conv.weight"], x.shape
+        x = nn.functional.pad(x, (0, 0, 1, 1, 1, 1))
+        shifted = ((kernel[:, 0, i, j], x[:, i : i + size : stride, j : j + size : stride]) for i in range(3) for j in range(3))
+        return norm(sum(factor * neighbours for factor, neighbours in shifted), f"{name}.norm")
+
+    def attention(x, name, heads, stride_q, stride_kv):
+        normed, name, found = norm(x, f"{name}.norm"), f"{name}.attention", []
+        of_heads = (part.chunk(heads, -1) for part in linear(normed, f"{name}.qkv").chunk(3, -1))
+        for q, k, v in zip(*of_heads, strict=True):
+            q = pool(q, f"{name}.pool_q", stride_q) if stride_q > 1 else q
+            k, v = pool(k, f"{name}.pool_k", stride_kv).flatten(1, 2), pool(v, f"{name}.pool_v", stride_kv).flatten(1, 2)
+            scores = q.flatten(1, 2) @ k.mT / q.shape[-1] ** 0.5
+            found.append((scores.softmax(-1) @ v).view_as(q))
+        return linear(torch.cat(found, -1), f"{name}.project")
+
+    def perceptron(x, widen, narrow):
+        return linear(nn.functional.gelu(linear(x, widen)), narrow)
+
+    def mlp(x, name):
+        return perceptron(norm(x, f"{name}.norm"), f"{name}.widen", f"{name}.narrow")
+
+    project = weights["embedding.project.weight"], weights["embedding.project.bias"]
+    x = nn.functional.conv2d(images, *project, stride=4, padding=3).permute(0, 2, 3, 1) + weights["embedding.position"]
+    heads, stride_kv = 1, 4
+    for number, stage in enumerate(model.stages):
+        if number > 0:
+            name = f"stages.{number}.transition"
+            heads, stride_kv = 2 * heads, max(stride_kv // 2, 1)
+            x = x + perceptron(x, f"{name}.fusion.0", f"{name}.fusion.2")
+            pooled = [pool(part, f"{name}.f.attention.pool_q", 2) for part in x.chunk(heads, -1)]
+            x = torch.cat(pooled, -1) + attention(x, f"{name}.f", heads, 2, stride_kv)
+            x = x + mlp(x, f"{name}.g")
+        y1 = y2 = x
+        for block in range(len(stage.blocks.blocks)):
+            name = f"stages.{number}.blocks.blocks.{block}"
+            y1 = y1 + attention(y2, f"{name}.f", heads, 1, stride_kv)
+            y2 = y2 + mlp(y1, f"{name}.g")
+        x = torch.cat((y1, y2), -1)
+    return linear(norm(x, "norm").mean((1, 2)), "head")
+
+
+def test_outputs_of_the_published_design_are_those_of_its_formulas():
+    torch.manual_seed(0)
+    sizes = {"image_size": 64, "classes": 5, "dim": 8, "depths": (1, 2, 3, 2), "kv_stride": 4}
+    model = scattered(RevMViT(**sizes, design="rev_mvit"))
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        ours, expected = model(images), as_published(model, images)
+    assert ((ours - expected).abs().max() / expected.abs().max()).item() <= 1e-10
+
+
+def test_initialisation_is_the_published_one():
+    torch.manual_seed(0)
+    for name, parameter in RevSwin(**WINDOWS | {"dim": 64, "heads": (8, 16), "window": 6}).named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any() or name == "embedding.project.bias", name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        elif "fusion" not in name and name != "embedding.project.weight":
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
+
+
+def test_relative_positions_do_not_start_from_zero():
+    torch.manual_seed(0)
+    attention = MViT(**POOLED | {"dim": 64, "heads": 1}, depths=(1,)).stages[0].blocks.blocks[0].f.attention
+    for table in (attention.height_position, attention.width_position):
+        assert table.shape == (15, 64)
+        assert table.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_relative_positions_do_not_decay():
+    model = RevSwin(**WINDOWS)
+    exempt = {id(p) for p in decay_groups(model, 0.05)[1]["params"]}
+    tables = [p for name, p in model.named_parameters() if ".attention.bias." in name]
+    assert len(tables) == 5 and all(id(table) in exempt for table in tables)
+
+
+def test_attention_weights_are_dropped_in_training_alone():
+    attention = Swin(**WINDOWS, attention_dropout=0.5).stages[1].blocks.blocks[1].f.attention
+    x = torch.randn(2, 3, 3, 16)
+    assert not torch.allclose(attention(x), attention(x))
+    attention.eval()
+    assert_equal(attention(x), attention(x))

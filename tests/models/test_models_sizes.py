@@ -1,0 +1,143 @@
+"""Published numbers of parameters and multiply-adds, and what tells a reversible model from its plain twin."""
+
+from unittest.mock import ANY
+
+import pytest
+import timm
+import torch
+from pytest import approx
+from small_models import FAMILIES
+from torch.utils.flop_counter import FlopCounterMode
+
+from holotrain import models
+from holotrain.models import GPT_SIZES, MVIT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevMViT, RoBERTa
+
+SIZES = {"ViT": VIT_SIZES, "Swin": SWIN_SIZES, "MViT": MVIT_SIZES, "GPT": GPT_SIZES, "RoBERTa": ROBERTA_SIZES}
+PIXELS, TOKENS = torch.empty(1, 3, 224, 224, device="meta"), torch.zeros(1, 512, dtype=torch.long, device="meta")
+
+
+def of_size(name, size):
+    with torch.device("meta"):
+        return getattr(models, name)(**SIZES[name.removeprefix("Rev")][size])
+
+
+def parameter_count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def multiply_adds(model):
+    """The products within attention are counted too, as in the published figures."""
+    with FlopCounterMode(display=False) as counter:
+        model(PIXELS if any(isinstance(module, torch.nn.Conv2d) for module in model.modules()) else TOKENS)
+    return counter.get_total_flops() / 2
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "parameters", "macs"),
+    [
+        # Mangalam et al. (CVPR 2022), tables 1 and 2. Parameters are in whole millions, so a small model's can only be held to
+        # half a million.
+        ("RevViT", "small", approx(22e6, abs=0.5e6), approx(4.6e9, rel=0.02)),
+        ("RevViT", "base", approx(87e6, abs=0.87e6), approx(17.6e9, rel=0.02)),
+        ("RevMViT", "paper_base", approx(39e6, rel=0.03), approx(8.7e9, rel=0.03)),
+        # Liu et al. (ICCV 2021), table 1; the large one's as timm and its authors give them for 224 pixels.
+        ("Swin", "tiny", approx(28.3e6, rel=0.01), approx(4.5e9, rel=0.02)),
+        slow("Swin", "small", approx(49.6e6, rel=0.01), approx(8.7e9, rel=0.02)),
+        slow("Swin", "base", approx(87.8e6, rel=0.01), approx(15.4e9, rel=0.02)),
+        slow("Swin", "large", approx(196.5e6, rel=0.01), approx(34.5e9, rel=0.02)),
+        # Li et al. (CVPR 2022), table 1: millions of parameters, in whole ones.
+        ("MViT", "tiny", approx(24e6, abs=0.74e6), approx(4.7e9, rel=0.02)),
+        ("RevMViT", "tiny", approx(24e6, abs=0.74e6), approx(4.7e9, rel=0.02)),
+        slow("MViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02)),
+        slow("RevMViT", "small", approx(35e6, abs=0.85e6), approx(7.0e9, rel=0.02)),
+        slow("MViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02)),
+        slow("RevMViT", "base", approx(52e6, abs=1.02e6), approx(10.2e9, rel=0.02)),
+        # Radford et al. (2019) and the released weights; Liu et al. (2019).
+        ("RevGPT", "small", approx(124.4e6, rel=0.01), ANY),
+        ("RevGPT", "medium", approx(354.8e6, rel=0.01), ANY),
+        ("RevRoBERTa", "base", approx(125e6, rel=0.01), ANY),
+        ("RevRoBERTa", "large", approx(355e6, rel=0.01), ANY),
+    ],
+)
+def test_sizes_are_the_published_ones(name, size, parameters, macs):
+    model = of_size(name, size)
+    assert parameter_count(model) == parameters
+    assert multiply_adds(model) == macs
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "theirs"),
+    [
+        *(("ViT", size, f"vit_{size}_patch16_224") for size in ("small", "base", "large")),
+        ("Swin", "tiny", "swin_tiny_patch4_window7_224"),
+        *(slow("Swin", size, f"swin_{size}_patch4_window7_224") for size in ("small", "base", "large")),
+        *((name, "tiny", "mvitv2_tiny") for name in ("MViT", "RevMViT")),
+        *(slow(name, size, f"mvitv2_{size}") for name in ("MViT", "RevMViT") for size in ("small", "base")),
+    ],
+)
+def test_sizes_are_timms(name, size, theirs):
+    options = {"class_token": False, "global_pool": "avg"} if name == "ViT" else {}
+    with torch.device("meta"):
+        model, reference = of_size(name, size), timm.create_model(theirs, **options)
+    assert parameter_count(model) == parameter_count(reference)
+    assert multiply_adds(model) == multiply_adds(reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("RevGPT", "small"), ("RevGPT", "medium"), ("RevRoBERTa", "base"), ("RevRoBERTa", "large")]
+)
+def test_sizes_are_nearly_transformers(name, size):
+    """Which learns the positions of GPT, and is post-norm."""
+    import transformers
+
+    model = of_size(name, size)
+    dim, depth, heads = SIZES[name.removeprefix("Rev")][size].values()
+    with torch.device("meta"):
+        if name == "RevGPT":
+            reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=dim, n_layer=depth, n_head=heads))
+        else:
+            config = transformers.RobertaConfig(
+                vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, hidden_size=dim,
+                num_hidden_layers=depth, num_attention_heads=heads, intermediate_size=4 * dim,
+            )  # fmt: skip
+            reference = transformers.RobertaForMaskedLM(config)
+    assert parameter_count(model) == approx(parameter_count(reference), rel=0.01)
+    assert multiply_adds(model) == approx(multiply_adds(reference), rel=0.02)
+
+
+def test_the_published_rev_mvit_has_its_transitions_in_place():
+    """As blocks 1, 3 and 14."""
+    model: RevMViT = of_size("RevMViT", "paper_base")
+    assert [len(stage.blocks.blocks) for stage in model.stages] == [1, 1, 10, 1]
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments"),
+    [
+        *(("ViT", arguments) for arguments in VIT_SIZES.values()),
+        *(("Swin", arguments) for arguments in SWIN_SIZES.values()),
+        *((family, FAMILIES[family]) for family in ("MViT", "GPT", "RoBERTa")),
+    ],
+)
+def test_the_twins_differ_in_what_two_streams_need(family, arguments):
+    with torch.device("meta"):
+        twins = [getattr(models, f"{prefix}{family}")(**arguments) for prefix in ("", "Rev")]
+    plain, reversible = ({name: p.shape for name, p in model.named_parameters()} for model in twins)
+    shared, fused = set(plain) & set(reversible), family in ("ViT", "Swin")
+    last = f"stages.{len(arguments['depths']) - 1}." if family == "Swin" else ""
+    fusions = {f"{last}fusion.norm.{kind}" for kind in ("weight", "bias") if fused}
+    for stage in range(len(arguments["depths"]) - 1 if family == "Swin" else 0):
+        fusions |= {f"stages.{stage}.fusion.project.{kind}" for kind in ("weight", "bias")}
+    assert {name for name in shared if plain[name] != reversible[name]} == ({"head.weight"} if fused else set())
+    assert set(plain) - shared == ({"norm.weight", "norm.bias"} if fused else set())
+    assert set(reversible) - shared == fusions
+
+
+def test_post_norm_has_the_parameters_of_pre_norm():
+    with torch.device("meta"):
+        pre, post = (RoBERTa(**FAMILIES["RoBERTa"], norm=norm) for norm in ("pre", "post"))
+    assert parameter_count(pre) == parameter_count(post)
