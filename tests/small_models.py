@@ -25,6 +25,17 @@ FAMILIES = {"ViT": IMAGE, "Swin": WINDOWS, "MViT": POOLED, "GPT": TEXT, "RoBERTa
 TRANSFORMERS = [f"{prefix}{family}" for family in FAMILIES for prefix in ("", "Rev")]
 
 
+def example(name: str, batch: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a model of FAMILIES, plain or reversible, or of CELLS reads: images (batch, 1, 8, 8), or tokens (batch, 12).
+
+    Always the same.
+    """
+    generator = torch.Generator().manual_seed(1)
+    if name.removeprefix("Rev") in ("GPT", "RoBERTa"):
+        return torch.randint(40, (batch, 12), generator=generator)
+    return torch.randn(batch, 1, 8, 8, generator=generator).to(dtype)
+
+
 def text_batch() -> tuple[Tensor, Tensor, Tensor]:
     """Tokens below 50, a mask with padding, and targets of some of the tokens, (4, 12) each. Always the same."""
     generator = torch.Generator().manual_seed(1)

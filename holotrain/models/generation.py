@@ -111,37 +111,29 @@ def generate(
     if max(lengths) >= context:
         raise ValueError(f"a prompt of {max(lengths)} tokens leaves no room in a context of {context}")
     room = min(max_tokens, context - max(lengths))
-    return _generated(model, prompts, room, sampling or Sampling(), end_id, generator, compiled)
+    sampling = sampling or Sampling()
 
+    def drawn() -> Iterator[Tensor]:  # never yields within inference mode
+        with torch.inference_mode():
+            own = getattr(model, "reader", None)  # of a model of another library
+            reader = Reader(model, prompts, room, compiled) if own is None else own(prompts)
+            logits = reader.read()
+            ended = torch.zeros(len(prompts), dtype=torch.bool, device=logits.device)
+        for count in range(1, room + 1):
+            with torch.inference_mode():
+                tokens = sampling.draw(logits, generator)
+                if end_id is not None:
+                    tokens = tokens.masked_fill(ended, end_id)
+                    ended |= tokens == end_id
+            with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
+                theirs = tokens.clone()
+            yield theirs
+            if count == room or (end_id is not None and bool(ended.all())):
+                return
+            with torch.inference_mode():
+                logits = reader.read(tokens)
 
-def _generated(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    room: int,
-    sampling: Sampling,
-    end_id: int | None,
-    generator: torch.Generator | None,
-    compiled: bool,
-) -> Iterator[Tensor]:
-    """Like :func:`generate`, for checked arguments and ``room`` new tokens. It never yields within inference mode."""
-    with torch.inference_mode():
-        own = getattr(model, "reader", None)  # of a model of another library
-        reader = Reader(model, prompts, room, compiled) if own is None else own(prompts)
-        logits = reader.read()
-        ended = torch.zeros(len(prompts), dtype=torch.bool, device=logits.device)
-    for count in range(1, room + 1):
-        with torch.inference_mode():
-            tokens = sampling.draw(logits, generator)
-            if end_id is not None:
-                tokens = tokens.masked_fill(ended, end_id)
-                ended |= tokens == end_id
-        with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
-            theirs = tokens.clone()
-        yield theirs
-        if count == room or (end_id is not None and bool(ended.all())):
-            return
-        with torch.inference_mode():
-            logits = reader.read(tokens)
+    return drawn()
 
 
 class Reader:

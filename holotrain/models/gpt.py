@@ -151,9 +151,8 @@ class GPT(Transformer):
     def cache(self, batch: int, length: int | None = None, static: bool = False) -> KVCache:
         """An empty cache for ``batch`` sequences of up to ``length`` tokens (None: the context), on the model's device."""
         width = self.embedding.word.embedding_dim // self.heads
-        like = self.norm.weight
         shape = (len(self.blocks.blocks), batch, self.heads, length or self.context, width)
-        return KVCache(*shape, device=like.device, dtype=like.dtype, static=static)
+        return KVCache(shape, self.norm.weight, static)
 
 
 class RevGPT(Reversible, GPT):

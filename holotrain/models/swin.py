@@ -6,7 +6,7 @@ halved and its channels are doubled. Halving cannot be inverted, so each stage i
 Shapes: B batch, S x S the feature map, N windows of T = window^2 tokens, C channels, H heads, D = C / H head width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from holotrain.models.layers.attention import with_one_kernel
 from holotrain.models.layers.blocks import (
     AttentionBranch,
-    Branches,
     LearnedFusion,
     MLPBranch,
     Reversible,
@@ -94,17 +93,30 @@ class Swin(Transformer):
         size = image_size // patch_size
         branches = []
         for width, depth, stage_heads in zip(widths, depths, heads, strict=True):
-            attention = {"heads": stage_heads, "size": size, "window": window, "attention_dropout": attention_dropout}
-            branches.append(_stage_branches(width, islice(rates, depth), int(width * mlp_ratio), dropout, attention))
+            branches.append(
+                [
+                    (
+                        AttentionBranch(
+                            nn.LayerNorm(width),
+                            WindowAttention(width, stage_heads, size, window, block % 2 == 1, dropout, attention_dropout),
+                            rate,
+                        ),
+                        MLPBranch(width, int(width * mlp_ratio), dropout, rate, eps=1e-5),
+                    )
+                    for block, rate in enumerate(islice(rates, depth))
+                ]
+            )
             size = -(-size // 2)
-        self._add_stages(self._assemble(branches, backward), widths, classes)
+        # The first stage takes the embedding unchanged.
+        mergings: list[nn.Module] = [nn.Identity(), *map(PatchMerging, widths[:-1])]
+        self._add_stages(mergings, self._assemble(branches, backward), widths, classes)
         initialise(self, nn.Linear)
         for module in self.modules():
             if isinstance(module, LearnedFusion):
                 module.become_the_average()
 
-    def _add_stages(self, sequences: list[Any], widths: list[int], classes: int) -> None:
-        self.stages = nn.Sequential(*map(Stage, _mergings(widths), sequences))
+    def _add_stages(self, mergings: list[nn.Module], sequences: list[Any], widths: list[int], classes: int) -> None:
+        self.stages = nn.Sequential(*map(Stage, mergings, sequences))
         self.norm = nn.LayerNorm(widths[-1])
         self.head = nn.Linear(widths[-1], classes)
 
@@ -125,9 +137,9 @@ class RevSwin(Reversible, Swin):
     Shapes: images (B, channels, image_size, image_size) -> logits (B, classes).
     """
 
-    def _add_stages(self, sequences: list[Any], widths: list[int], classes: int) -> None:
+    def _add_stages(self, mergings: list[nn.Module], sequences: list[Any], widths: list[int], classes: int) -> None:
         fusions = [*map(LearnedFusion, widths[:-1]), TwoStreamFusion(widths[-1])]
-        self.stages = nn.Sequential(*map(Stage, _mergings(widths), sequences, fusions))
+        self.stages = nn.Sequential(*map(Stage, mergings, sequences, fusions))
         self.head = nn.Linear(2 * widths[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -150,24 +162,6 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.merging(x)
         return self.blocks(x) if self.fusion is None else self.fusion(*self.blocks(x, x))
-
-
-def _mergings(widths: list[int]) -> list[nn.Module]:
-    """The layer before the blocks of each stage; the first stage takes the embedding unchanged."""
-    return [nn.Identity(), *map(PatchMerging, widths[:-1])]
-
-
-def _stage_branches(dim: int, rates: Iterable[float], hidden: int, dropout: float, attention: dict[str, Any]) -> Branches:
-    """The branches of a stage's blocks; every second block shifts its windows. ``rates`` are their drop-paths."""
-    return [
-        (
-            AttentionBranch(
-                nn.LayerNorm(dim), WindowAttention(dim, shifted=block % 2 == 1, dropout=dropout, **attention), rate
-            ),
-            MLPBranch(dim, hidden, dropout, rate, eps=1e-5),
-        )
-        for block, rate in enumerate(rates)
-    ]
 
 
 def into_windows(x: Tensor, window: int, heads: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import FAMILIES, TRANSFORMERS
+from small_models import FAMILIES, TRANSFORMERS, example
 from torch._dynamo.utils import counters
 
 from holotrain.models import compile_blocks
@@ -24,11 +24,7 @@ def test_gradients_are_those_of_the_model_as_it_is(name, options):
         model = build(f"holotrain.models.{name}", arguments).double()
         if compiled:
             compile_blocks(model, backend=lambda graph, inputs: traced.append(graph) or graph.forward)
-        if "image_size" in arguments:
-            inputs = torch.randn(3, 1, 8, 8, dtype=torch.float64)
-        else:
-            inputs = torch.randint(40, (3, 12))
-        model(inputs).square().sum().backward()
+        model(example(name, dtype=torch.float64)).square().sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert traced, "nothing was compiled"
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-12)
@@ -43,9 +39,8 @@ def test_twelve_blocks_share_the_codes_of_one(name, codes):
     arguments = FAMILIES[name.removeprefix("Rev")] | {"depth": 12, "dropout": 0.1, "drop_path": 0.2}
     model = build(f"holotrain.models.{name}", arguments)
     compile_blocks(model, backend="eager")
-    inputs = torch.randn(3, 1, 8, 8) if "image_size" in arguments else torch.randint(40, (3, 12))
     for _ in range(2):  # with the recomputations
-        model(inputs).square().sum().backward()
+        model(example(name)).square().sum().backward()
     assert counters["stats"]["unique_graphs"] == codes and not counters["graph_break"]
 
 

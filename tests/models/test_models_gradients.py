@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from compared import assert_equal
-from small_models import FAMILIES, text_batch
+from small_models import FAMILIES, example, text_batch
 
 from holotrain import models
 from holotrain.models import RevMViT, RevSwin, RevViT
@@ -103,8 +103,7 @@ def test_plain_checkpointing_changes_nothing(family, options):
         torch.manual_seed(0)
         options = options | {"dropout": 0.2, "drop_path": 0.3, "backward": backward}
         model = getattr(models, family)(**FAMILIES[family] | options)
-        inputs = torch.randn(4, 1, 8, 8) if "image_size" in FAMILIES[family] else torch.randint(40, (4, 12))
-        model(inputs).logsumexp(-1).sum().backward()
+        model(example(family, 4)).logsumexp(-1).sum().backward()
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
     assert_equal(*grads)
 

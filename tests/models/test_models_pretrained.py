@@ -77,15 +77,6 @@ def words():
 
 
 @torch.no_grad()
-def test_vit_small_is_timms():
-    reference = randomised(timm.create_model("vit_small_patch16_224"))
-    model = ViT(pool="class").eval()
-    loaded = load_pretrained(model, reference.state_dict())
-    assert loaded.missing == loaded.unexpected == loaded.head == loaded.resized == ()
-    assert_same(model(images(224)), reference(images(224)))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("size", [8, 12, 4])
 @pytest.mark.parametrize("pool", POOLS)
 def test_vit_is_timms_at_every_image_size(pool, size):
@@ -116,11 +107,17 @@ def as_the_authors_name_them(weights):
 
 
 @torch.no_grad()
-def test_swin_tiny_as_the_authors_name_it_is_timms():
-    reference = randomised(timm.create_model("swin_tiny_patch4_window7_224"))
-    model = Swin(**SWIN_SIZES["tiny"]).eval()
-    loaded = load_pretrained(model, as_the_authors_name_them(reference.state_dict()))
-    assert loaded.missing == loaded.unexpected == loaded.head == ()
+@pytest.mark.parametrize(
+    ("name", "model", "named"),
+    [
+        ("vit_small_patch16_224", lambda: ViT(pool="class"), dict),
+        ("swin_tiny_patch4_window7_224", lambda: Swin(**SWIN_SIZES["tiny"]), as_the_authors_name_them),
+    ],
+)
+def test_published_sizes_are_timms(name, model, named):
+    reference, model = randomised(timm.create_model(name)), model().eval()
+    loaded = load_pretrained(model, named(reference.state_dict()))
+    assert loaded.missing == loaded.unexpected == loaded.head == loaded.resized == ()
     assert_same(model(images(224)), reference(images(224)))
 
 

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from compared import assert_equal
-from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS
+from small_models import CELLS, FAMILIES, IMAGE, TRANSFORMERS, example
 from torch import nn
 
 import holotrain
@@ -36,13 +36,6 @@ def saved_in(folder, name, **options):
     return model
 
 
-def inputs_of(model, batch=3):
-    generator = torch.Generator().manual_seed(1)
-    if hasattr(model, "embedding") and not hasattr(model.embedding, "image_size"):
-        return torch.randint(40, (batch, 12), generator=generator)
-    return torch.randn(batch, 1, 8, 8, generator=generator)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "int8"), [*product(TRANSFORMERS, (False, True)), ("ImageErrorDiffusion", False)])
 def test_every_model_comes_back_bit_for_bit(tmp_path, name, int8):
@@ -52,7 +45,7 @@ def test_every_model_comes_back_bit_for_bit(tmp_path, name, int8):
     save(tmp_path / "a" / "b", f"holotrain.models.{name}", arguments, model)
     other = holotrain.load(tmp_path / "a" / "b")
     assert type(other).__name__ == name and not other.training and is_quantised(other) == int8
-    assert_equal(other(inputs_of(model)), model(inputs_of(model)))
+    assert_equal(other(example(name)), model(example(name)))
 
 
 @torch.no_grad()
@@ -68,7 +61,7 @@ def test_what_was_done_to_a_model_comes_back(tmp_path, int8):
     save(tmp_path, "holotrain.models.RevViT", arguments, model)
     other = load(tmp_path)
     assert (other.blocks.backward, other.blocks.store, other.blocks.exact) == ("pareprop", 1, 12)
-    assert_equal(other(inputs_of(model)), model(inputs_of(model)))
+    assert_equal(other(example("RevViT")), model(example("RevViT")))
 
 
 @pytest.mark.parametrize(
@@ -199,10 +192,10 @@ def test_weights_without_a_checksum_are_read(tmp_path):
 )
 def test_programs_give_the_same_outputs_for_any_batch(tmp_path, name, options):
     model, _ = model_of(name, **options)
-    export_program(model.train(), inputs_of(model, 1), tmp_path / "model.pt2")
+    export_program(model.train(), example(name, 1), tmp_path / "model.pt2")
     program = torch.export.load(tmp_path / "model.pt2").module()
     for batch in (1, 5):
-        torch.testing.assert_close(program(inputs_of(model, batch)), model.eval()(inputs_of(model, batch)))
+        torch.testing.assert_close(program(example(name, batch)), model.eval()(example(name, batch)))
 
 
 @torch.no_grad()
@@ -221,18 +214,18 @@ def test_onnx_gives_the_same_outputs_for_any_batch(tmp_path, name, options, int8
     model, _ = model_of(name, **options)
     if int8:
         quantise(model)
-    export_onnx(model, inputs_of(model, 2), tmp_path / "model.onnx")
+    export_onnx(model, example(name, 2), tmp_path / "model.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     for batch in (1, 5):
-        (logits,) = session.run(["logits"], {"images": inputs_of(model, batch).numpy()})
-        torch.testing.assert_close(torch.from_numpy(logits), model(inputs_of(model, batch)), rtol=1e-4, atol=1e-4)
+        (logits,) = session.run(["logits"], {"images": example(name, batch).numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(example(name, batch)), rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_export_is_refused(tmp_path, monkeypatch):
     model, _ = model_of("RevViT", exact=12)
     with pytest.raises(ValueError, match="an exact model cannot be exported as a program"):
-        export_program(model, inputs_of(model))
+        export_program(model, example("RevViT"))
     monkeypatch.setattr("holotrain.models.saved.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"ONNX needs onnx and onnxscript: pip install 'holotrain\[onnx\]'"):
         export_onnx(model_of("ViT")[0], torch.zeros(1, 1, 8, 8), tmp_path / "model.onnx")

@@ -16,22 +16,21 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class RotaryPositions(nn.Module):
-    """The angles of every position up to ``length``: position times base^(-2i / D) for the i-th pair of channels.
+    """The angles of every position up to ``length``: position times 10000^(-2i / D) for the i-th pair of channels.
 
     Args:
         length: the longest sequence, in tokens.
         width: D, of an attention head.
-        base: of the wavelengths.
 
     Raises:
         ValueError: an odd width.
     """
 
-    def __init__(self, length: int, width: int, base: float = 10_000.0) -> None:
+    def __init__(self, length: int, width: int) -> None:
         super().__init__()
         if width % 2:
             raise ValueError(f"rotary positions need an even width of a head (dim / heads), not {width}")
-        frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+        frequencies = 10_000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
         self.cosine: Tensor
         self.sine: Tensor
@@ -63,8 +62,8 @@ class KVCache:
     and so has its fastest kernel, while prompts are read, and for single tokens that all have the same position.
 
     Args:
-        layers, batch, heads, length, width: L, B, H, S (slots: tokens of prompt and answer together), D.
-        device, dtype: of the buffers; those of the keys.
+        shape: (L, B, H, S, D), of L layers, with S slots: tokens of prompt and answer together.
+        like: has the device and the dtype of the keys.
 
     Attributes:
         keys, values: (L, B, H, S, D).
@@ -72,23 +71,12 @@ class KVCache:
             code and graphs, which need constant shapes.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        batch: int,
-        heads: int,
-        length: int,
-        width: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        static: bool = False,
-    ) -> None:
-        shape = (layers, batch, heads, length, width)
-        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+    def __init__(self, shape: tuple[int, int, int, int, int], like: Tensor, static: bool = False) -> None:
+        self.keys, self.values = (torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2))
         self.static = static
-        self.end = length if static else 0
+        self.end = self.length if static else 0
         self._following = False
-        self._rows = torch.arange(batch, device=device)[:, None]
+        self._rows = torch.arange(shape[1], device=like.device)[:, None]
 
     @property
     def length(self) -> int:
