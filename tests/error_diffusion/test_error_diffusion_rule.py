@@ -25,6 +25,14 @@ def half_squares(network, x, targets):
     return 0.5 * (network(x) - targets).square().sum(1).mean()
 
 
+def gradients(network, x, targets):
+    """Of the weights, which then have none."""
+    half_squares(network, x, targets).backward()
+    found = [parameter.grad.clone() for parameter in network.parameters()]
+    network.zero_grad()
+    return found
+
+
 PUBLISHED = {
     "kaneko": {"constants": (0.8, 0.8), "constant_signs": (1, -1), "output_rate": 1.0},
     "article": {"constants": (1.0,), "constant_signs": (1,), "output_rate": 1.0 / 0.8},
@@ -146,14 +154,9 @@ def test_backpropagation_differentiates_the_same_network():
 def test_alignment_is_the_cosine_of_the_two_gradients():
     network, x, targets = example()
 
-    def gradient():
-        network.zero_grad()
-        half_squares(network, x, targets).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
-
-    by_rule = gradient()
+    by_rule = torch.cat([gradient.flatten() for gradient in gradients(network, x, targets)])
     with network.ruled_by(BACKPROPAGATION):
-        true = gradient()
+        true = torch.cat([gradient.flatten() for gradient in gradients(network, x, targets)])
     found = alignment(network, x, (network(x).detach() - targets) / len(x))
     torch.testing.assert_close(found, by_rule @ true / by_rule.norm() / true.norm())
     assert 0.05 < found < 0.999
@@ -171,9 +174,7 @@ def test_dead_cells_are_those_that_lie_flat_for_all_samples():
 
 def test_an_update_weighs_every_sample_alike():
     network, x, targets = example(batch=8)
-    half_squares(network, x, targets).backward()
-    whole = [parameter.grad.clone() for parameter in network.parameters()]
-    network.zero_grad()
+    whole = gradients(network, x, targets)
     for part in range(2):
         (half_squares(network, x[part::2], targets[part::2]) / 2).backward()
     for parameter, grad in zip(network.parameters(), whole, strict=True):
@@ -217,9 +218,7 @@ def test_gradients_lie_in_memory_as_weights_do():
 
 def test_under_autocast_layers_are_in_its_type():
     network, x, targets = example(dtype=torch.float32, width=8, batch=32)
-    half_squares(network, x, targets).backward()
-    whole = [parameter.grad.clone() for parameter in network.parameters()]
-    network.zero_grad()
+    whole = gradients(network, x, targets)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = network(x)
         assert outputs.dtype == torch.bfloat16
@@ -270,9 +269,7 @@ class TestOnCuda:
     @pytest.mark.parametrize("rule", RULES)
     def test_updates_are_those_of_the_cpu(self, rule):
         network, x, targets = example(outputs=3, depth=40, batch=64, width=32, rule=rule)
-        half_squares(network, x, targets).backward()
-        expected = [parameter.grad.clone() for parameter in network.parameters()]
-        network.zero_grad()
+        expected = gradients(network, x, targets)
         network.cuda()
         half_squares(network, x.cuda(), targets.cuda()).backward()
         for parameter, grad in zip(network.parameters(), expected, strict=True):
