@@ -28,13 +28,12 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, those_that_work
+from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, those_that_work, waited
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -291,21 +290,14 @@ def stepper(run: Run, branches, batch: int, options, standing: bool = False) -> 
     x = make_input(batch, options)
     parameters = [x, *parameters_of(branches)]
 
-    def step() -> float:
+    def clear() -> None:
         for parameter in parameters:
             if standing and parameter.grad is not None:
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        loss_of(run, x, options).backward()
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
 
-    return step
+    return waited(lambda: loss_of(run, x, options).backward(), options.device, clear)
 
 
 def settle(step: Callable[[], float]) -> None:
@@ -317,15 +309,7 @@ def graphed(run: Run, branches, batch: int, options) -> Callable[[], float]:
     """A function that replays one step as a CUDA graph, synchronizes, and returns its seconds."""
     x = make_input(batch, options)
     replay = GraphedStep(lambda x: loss_of(run, x, options), parameters_of(branches))
-
-    def step() -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        replay(x)
-        torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    return step
+    return waited(lambda: replay(x), options.device)
 
 
 def together(step: Callable[[], float], device: str) -> dict[str, object]:
@@ -433,9 +417,7 @@ def draw(points: list[dict], path: Path, title: str) -> None:
     axes.set_xscale("log")
     axes.grid(alpha=0.3, which="both")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    print(f"drawn to {path}")
+    draw_to(path, figure, dpi=110)
 
 
 def main() -> None:

@@ -111,6 +111,22 @@ def timed(work: Callable[[], object], device: str, before: Callable[[], object] 
     return run
 
 
+def waited(work: Callable[[], object], device: str, before: Callable[[], object] = lambda: None) -> Callable[[], float]:
+    """A function that runs ``before`` untimed, then ``work``, and returns the host's seconds until the device has finished."""
+
+    def run() -> float:
+        before()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    return run
+
+
 def median_ratio(over: list[float], under: list[float]) -> float:
     """The median over rounds of the ratio of two times, which is robust against drift of the machine's speed."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
@@ -124,6 +140,13 @@ def plotter():
     from matplotlib import pyplot
 
     return pyplot
+
+
+def draw_to(path: Path, figure: Any, dpi: int) -> None:
+    """Writes a figure of matplotlib to a file, and says so."""
+    figure.tight_layout()
+    figure.savefig(path, dpi=dpi)
+    print(f"drawn to {path}")
 
 
 def save(result: dict, path: Path | None) -> None:

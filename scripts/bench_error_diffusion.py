@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, timed
+from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, timed
 from torch import Tensor
 
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork, contract
@@ -162,9 +162,7 @@ def draw(rows: list[dict], path: Path) -> None:
     axes.set(xlabel="hidden layers", ylabel="milliseconds")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    print(f"drawn to {path}")
+    draw_to(path, figure, dpi=100)
 
 
 def main() -> None:

@@ -35,21 +35,11 @@ from pathlib import Path
 
 import torch
 from bench_common import DEVICE, arguments, begin, save
+from bench_training import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.reversible import make_reversible
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.outer = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.heads, self.causal = heads, causal
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.outer(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
@@ -74,7 +64,7 @@ class Net(nn.Module):
         if isinstance(embed, nn.Embedding):
             nn.init.normal_(embed.weight, std=0.02)
         for block in self.blocks:
-            for last in (block.attention.outer, block.mlp[-1]):
+            for last in (block.attention.project, block.mlp[-1]):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * options.depth))
 
     def stream(self, x: Tensor) -> Tensor:

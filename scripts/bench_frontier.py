@@ -22,7 +22,6 @@ import gc
 import json
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 from bench_backward import checkpointed, compiled, memcnn, minrev_like, offloaded, plain, revlib, selectively_checkpointed
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, plotter, save, those_that_work
+from bench_common import DEVICE, alternating, arguments, begin, draw_to, median_ratio, plotter, save, those_that_work, waited
 from torch import Tensor, nn
 
 from holotrain.models import GPT_SIZES, ROBERTA_SIZES, SWIN_SIZES, VIT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT
@@ -154,17 +153,11 @@ def make_step(shape: Shape, apply: Callable[[nn.Module], None], options, fake: b
 
 
 def contestant(step: TrainingStep, device: str) -> Callable[[], float]:
-    def run() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+    def whole() -> None:
         step.differentiate()
         step.update()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
 
-    return run
+    return waited(whole, device)
 
 
 def memory_of(step: TrainingStep, device: torch.device) -> dict[str, int]:
@@ -262,9 +255,7 @@ def draw(result: dict, path: Path) -> None:
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    canvas.tight_layout()
-    canvas.savefig(path, dpi=120)
-    print(f"drawn to {path}")
+    draw_to(path, canvas, dpi=120)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

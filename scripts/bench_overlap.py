@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_common import alternating, arguments, begin, plotter, save
+from bench_common import alternating, arguments, begin, draw_to, plotter, save
 from bench_overlap_parts import StandIn, Undisturbed, errors_against_all_to_all, errors_against_plain
 
 from holotrain.overlap import Columns, EmulatedCollectives, Job, Link, MeasuredLink, Predictor
@@ -263,9 +263,7 @@ def draw(found: dict[str, dict], path: Path, title: str) -> None:
     figure.supxlabel("groups")
     figure.supylabel("milliseconds")
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    print(f"drawn to {path}")
+    draw_to(path, figure, dpi=110)
 
 
 PARTS = {"emulated": emulated, "gloo": gloo, "exchange": exchange, "columns": columns, "cuda": cuda}

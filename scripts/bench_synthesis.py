@@ -18,11 +18,10 @@ parameters, which is the size of momentum.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
-from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed
+from bench_common import DEVICE, alternating, arguments, begin, median_ratio, save, timed, waited
 from torch import Tensor
 
 from holotrain.models import VIT_SIZES, ViT
@@ -30,21 +29,6 @@ from holotrain.synthesis import HolographicSynthesis, hadamard_bind, phasor_bind
 
 PARTS = 16
 """Number of gradients that the published form copies into one vector."""
-
-
-def timed_as_published(work: Callable[[], object], device: str) -> Callable[[], float]:
-    """Host time of one run, including the synchronization."""
-
-    def run() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    return run
 
 
 def graphed(work: Callable[[], Tensor]) -> Callable[[], None]:
@@ -83,7 +67,7 @@ def vectors(options) -> list[dict]:
         contestants = {name: timed(run, device, repeats=repeats) for name, run in work.items()}
         if device == "cuda":
             contestants["graphed"] = timed(graphed(work["blocks"]), device, repeats=repeats)
-        contestants["as published"] = timed_as_published(lambda p=parts, k=key: as_published(p, k), device)
+        contestants["as published"] = waited(lambda p=parts, k=key: as_published(p, k), device)
         seconds = alternating(contestants, options.rounds)
         milliseconds = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
         rows.append({"length": n, "milliseconds": milliseconds})

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from bench_common import arguments, begin, plotter, save
+from bench_common import arguments, begin, draw_to, plotter, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -312,9 +312,7 @@ def draw(rows: list[dict], states: list[dict], path: Path) -> None:
         below.grid(alpha=0.3)
         below.legend(fontsize=8)
     axes[0][0].legend(fontsize=8, title="bind left out: at chance")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    print(f"drawn to {path}")
+    draw_to(path, figure, dpi=100)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from bench_common import arguments, plotter, save
+from bench_common import arguments, draw_to, plotter, save
 
 from holotrain.error_diffusion import BACKPROPAGATION, RULES
 
@@ -56,9 +56,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("test accuracy")
     panels[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    print(f"drawn to {path}")
+    draw_to(path, figure, dpi=100)
 
 
 def main() -> None:
