@@ -8,6 +8,7 @@ import torch
 from compared import assert_equal
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
+from small_trainings import quiet_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -44,15 +45,8 @@ def fit(task, data, callbacks, folder=None, logger=None, **options):
     losses = Losses()
     loggers = [logger] if logger else [TensorBoardLogger(folder, name="tensorboard", version="")] if folder else False
     torch.manual_seed(1)
-    trainer = pl.Trainer(
-        **{"max_epochs": 2, "limit_train_batches": 4, "log_every_n_steps": 2, "num_sanity_val_steps": 1, **options},
-        accelerator="cpu",
-        logger=loggers,
-        callbacks=[losses, *callbacks],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    usual = {"max_epochs": 2, "limit_train_batches": 4, "log_every_n_steps": 2, "num_sanity_val_steps": 1}
+    trainer = quiet_trainer(**usual | options, logger=loggers, callbacks=[losses, *callbacks])
     trainer.fit(task, datamodule=data)
     return trainer, losses.seen
 

@@ -62,13 +62,13 @@ def shortened(text: str, width: float, size: int) -> str:
     return f"{text}…"
 
 
-def grid(images: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str, str]]], columns: int = 3) -> Image.Image:
-    """Images in rows, each above its caption.
+def grid(images: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str, str]]]) -> Image.Image:
+    """Images in rows of three, each above its caption.
 
     Args:
         captions: for each image, lines of (text, end, colour); the text is cut if both do not fit, the end is not.
     """
-    columns = min(columns, len(images))
+    columns = min(3, len(images))
     gap, line = 12, TEXT + 5
     height = TILE + line * max(map(len, captions)) + gap
     width = TILE + gap

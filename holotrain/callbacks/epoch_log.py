@@ -14,14 +14,14 @@ class EpochLog(pl.Callback):
     A line has epoch, step, metrics and the seconds since the start of the epoch.
     """
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._started = time.monotonic()  # on_train_epoch_start is not called for an epoch that is resumed
-
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.monotonic()
 
+    on_train_start = on_train_epoch_start  # which is not called for an epoch that is resumed
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not (trainer.sanity_checking or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or _ends(trainer)):
+        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or 0 <= trainer.max_steps <= trainer.global_step
+        if not (trainer.sanity_checking or ended):  # the line of the epoch follows
             self._print(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -35,11 +35,6 @@ class EpochLog(pl.Callback):
         figures = "  ".join(f"{name} {value.item():.4f}" for name, value in sorted(shown.items()))
         seconds = time.monotonic() - self._started
         print(f"epoch {trainer.current_epoch + 1}{epochs}  step {trainer.global_step}  {figures}  {seconds:.1f} s", flush=True)
-
-
-def _ends(trainer: pl.Trainer) -> bool:
-    """Whether this was the last step. Then the line of the epoch follows."""
-    return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
 
 
 def progress(style: Literal["auto", "bar", "lines"] = "auto") -> pl.Callback:

@@ -11,7 +11,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 
-from holotrain.callbacks.monitor import shard_of
+from holotrain.callbacks.monitor import has_peers, shard_of
 from holotrain.numeric import mixed_seed
 from holotrain.reversible import stacks_in
 
@@ -109,7 +109,7 @@ def _end_epoch(loop: FitLoop) -> None:
 
 
 def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_peers():
         return [state]
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, state)

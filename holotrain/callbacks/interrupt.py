@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from holotrain.callbacks.exact_resume import gradients_pending, validation_follows
+from holotrain.callbacks.monitor import has_peers
 
 
 class Interrupted(Exception):
@@ -123,25 +124,20 @@ class Agreement:
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)) if together else None
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)) if has_peers() else None
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def late(self, number: int) -> int:
         """The maximum of the previous call's numbers; 0 at the first call."""
         if self._group is None:
             return number
-        agreed = self._settled()
-        self._begin(number)
+        agreed, brought = self._settled(), torch.tensor([number])
+        self._pending = dist.all_reduce(brought, dist.ReduceOp.MAX, self._group, async_op=True), brought
         return agreed
 
     def now(self, number: int) -> int:
         """The maximum of the numbers of this call and the previous one."""
-        if self._group is None:
-            return number
-        before = self._settled()
-        self._begin(number)
-        return max(before, self._settled())
+        return max(self.late(number), self._settled())
 
     def end(self) -> None:
         """Waits for the pending collective and destroys the group."""
@@ -149,10 +145,6 @@ class Agreement:
             self._settled()
             dist.destroy_process_group(self._group)
             self._group = None
-
-    def _begin(self, number: int) -> None:
-        brought = torch.tensor([number])
-        self._pending = dist.all_reduce(brought, dist.ReduceOp.MAX, self._group, async_op=True), brought
 
     def _settled(self) -> int:
         if self._pending is None:

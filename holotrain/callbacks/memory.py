@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from holotrain.callbacks.monitor import Monitor, log_scalars
+from holotrain.callbacks.monitor import Monitor, has_peers, log_scalars
 
 PHASES = {"forward_backward": "forward and backward", "optimizer": "the optimizer step", "validation": "validation"}
 BETWEEN = "data loading and callbacks"
@@ -66,7 +66,7 @@ class MemoryMonitor(Monitor):
         self._probe.reset()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self.ends_window(trainer, trainer.global_step + 1):
+        if self.measures(trainer):
             self._used["forward"] = self._probe.current()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -76,12 +76,11 @@ class MemoryMonitor(Monitor):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # With accumulation most batches have a forward and a backward, but no optimizer step.
-        stepped = trainer.fit_loop.epoch_loop._should_accumulate() is False
-        if stepped:
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            self._close("forward_backward", "backward")
+        else:
             self._close("optimizer", "step")
             self._warn()
-        else:
-            self._close("forward_backward", "backward")
         if self.ends_window(trainer, trainer.global_step) and trainer.global_step != self._logged_step:
             self._logged_step = trainer.global_step
             self._log(trainer, pl_module.device)
@@ -121,20 +120,15 @@ class MemoryMonitor(Monitor):
         peaks = {f"memory/{phase}_peak_bytes": self._peaks.get(phase, 0) for phase in PHASES}
         found = peaks | {f"memory/{mark}": self._used.get(mark, 0) for mark in MARKS}
         found |= {"memory/current_bytes": self._probe.current(), "memory/reserved_bytes": self._probe.reserved()}
-        found = dict(zip(found, _maximum_over_ranks(list(found.values()), device), strict=True))
+        if has_peers():  # not by strategy.reduce, which has a barrier before it
+            values = torch.tensor([*found.values()], device=device)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            found = dict(zip(found, values.tolist(), strict=True))
         self._peaks = {}
         self.peak_bytes = max(self.peak_bytes or 0, *(found[name] for name in peaks))
         scalars = {"memory/peak_bytes": self.peak_bytes} | {name: value for name, value in found.items() if value}
         if self.period(trainer):
             log_scalars(trainer, scalars, trainer.global_step)
-
-
-def _maximum_over_ranks(values: list[int], device: torch.device) -> list[int]:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return values
-    shared = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return shared.tolist()
 
 
 CAPACITY = 96
@@ -189,30 +183,43 @@ def _by_quarter(values: list[int]) -> list[float]:
     return [median(values[part * size : (part + 1) * size]) for part in range(4)]
 
 
-class CudaProbe:
-    """PyTorch's caching allocator on one GPU. Does not synchronize with the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+class Probe:
+    """Reads memory. Of a system whose peak cannot be reset: the highest resident memory of the process since it started."""
 
     def reset(self) -> None:
-        """Resets the peak to the current use."""
-        torch.cuda.reset_peak_memory_stats(self.device)
+        """Resets the peak to the current use, if it can."""
 
     def read(self) -> tuple[int, int]:
         """Peak since the reset, and current use."""
-        used = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
-        return used["peak"], used["current"]
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return most, most
 
     def current(self) -> int:
         return self.read()[1]
 
     def reserved(self) -> int:
         """Peak of the memory that the allocator reserves; 0 without such an allocator."""
+        return 0
+
+
+class CudaProbe(Probe):
+    """PyTorch's caching allocator on one GPU. Does not synchronize with the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self) -> tuple[int, int]:
+        used = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+        return used["peak"], used["current"]
+
+    def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
 
 
-class LinuxProbe:
+class LinuxProbe(Probe):
     """Resident memory of the process. The kernel keeps its peak (VmHWM) and can reset it (clear_refs, see proc(5)).
 
     Reads and writes without Python's file objects, which take twice as long: this runs several times a step.
@@ -244,34 +251,9 @@ class LinuxProbe:
             os.close(file)
         return int(peak) * 1024, int(used) * 1024
 
-    def current(self) -> int:
-        return self.read()[1]
-
-    def reserved(self) -> int:
-        return 0
-
-
-class PortableProbe:
-    """Peak resident memory since the process started, for systems without a reset. An upper bound of each peak."""
-
-    def reset(self) -> None:
-        """Does nothing: this system cannot reset the peak."""
-
-    def current(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-    def read(self) -> tuple[int, int]:
-        return self.current(), self.current()
-
-    def reserved(self) -> int:
-        return 0
-
-
-Probe = CudaProbe | LinuxProbe | PortableProbe
-
 
 def probe_of(device: torch.device) -> Probe:
     """The probe for a training device."""
     if device.type == "cuda":
         return CudaProbe(device)
-    return LinuxProbe() if LinuxProbe.works() else PortableProbe()
+    return LinuxProbe() if LinuxProbe.works() else Probe()

@@ -35,7 +35,7 @@ class DriftMonitor(Monitor):
         self._warned = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.ends_window(trainer, trainer.global_step + 1) and not replays(pl_module):
+        if self.measures(trainer) and not replays(pl_module):
             found = (module for module in pl_module.modules() if isinstance(module, ReversibleSequence))
             self._watched = [*found, *stacks_in(pl_module)]
             for sequence in self._watched:
@@ -80,7 +80,7 @@ class ErrorDiffusionMonitor(Monitor):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._stop()
-        if self.ends_window(trainer, trainer.global_step + 1) and not replays(pl_module):
+        if self.measures(trainer) and not replays(pl_module):
             networks = [module for module in pl_module.modules() if isinstance(module, ErrorDiffusionNetwork)]
             self._hooks = [network.register_forward_hook(self._watch, with_kwargs=True) for network in networks]
 
@@ -97,7 +97,12 @@ class ErrorDiffusionMonitor(Monitor):
         if not seen:
             return
         with trainer.precision_plugin.forward_context():
-            found = [_figures(network, *each) for network, each in seen.items()]
+            found = []
+            for network, (x, grad) in seen.items():
+                figures = {"sign_violations": sign_violations(network), "dead_cells": dead_cells(network, x)}
+                if network.rule != BACKPROPAGATION:
+                    figures["alignment"] = alignment(network, x, grad)
+                found.append(figures)
         scalars = {f"error_diffusion/{name}": torch.stack([each[name] for each in found]).mean().item() for name in found[0]}
         log_scalars(trainer, scalars, trainer.global_step + 1)
 
@@ -111,13 +116,6 @@ class ErrorDiffusionMonitor(Monitor):
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._seen = [], {}
-
-
-def _figures(network: ErrorDiffusionNetwork, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    figures = {"sign_violations": sign_violations(network), "dead_cells": dead_cells(network, x)}
-    if network.rule != BACKPROPAGATION:
-        figures["alignment"] = alignment(network, x, grad)
-    return figures
 
 
 class PaddingMonitor(pl.Callback):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 
 from holotrain.numeric import require_at_least
 from holotrain.reversible import GraphedStep
@@ -31,11 +32,20 @@ class Monitor(pl.Callback):
         period = self.period(trainer)
         return period > 0 and step % period == 0
 
+    def measures(self, trainer: pl.Trainer) -> bool:
+        """Whether the optimizer step that comes next, or that is being taken, is one of those."""
+        return self.ends_window(trainer, trainer.global_step + 1)
+
 
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) -> None:
     """To all loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), step=step)
+
+
+def has_peers() -> bool:
+    """Whether this process has joined others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def replays(pl_module: pl.LightningModule) -> bool:

@@ -46,7 +46,7 @@ class GradientMonitor(Monitor):
         self._forget()
 
     def _due(self, trainer: pl.Trainer) -> bool:
-        return bool(trainer.loggers) and self.ends_window(trainer, trainer.global_step + 1)
+        return bool(trainer.loggers) and self.measures(trainer)
 
     @abstractmethod
     def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule, parameter: Tensor) -> None:
@@ -96,25 +96,22 @@ class OptimizationMonitor(GradientMonitor):
         if not trained:
             return
         parameters = [*trained.values()]
-        parts = parts_of(trained) if self.per_block else {"": list(trained)}
+        names = parts_of(trained) if self.per_block else {"": trained}
+        parts = {part: [trained[name] for name in own] for part, own in names.items()}
         if seen:
-            of = {name: seen[parameter].gradient for name, parameter in trained.items()}
-            norms = {part: torch.stack([of[name] for name in names]).norm() for part, names in parts.items()}
+            norms = {part: torch.stack([seen[each].gradient for each in own]).norm() for part, own in parts.items()}
+            weights = torch.stack([seen[each].weight for each in parameters]).norm()
+            samples = [seen[each].sample for each in parameters]
         else:
-            grads = {name: cast(Tensor, parameter.grad) for name, parameter in trained.items()}
-            norms = {part: norm_of([grads[name] for name in names]) for part, names in parts.items()}
+            norms = {part: norm_of([cast(Tensor, each.grad) for each in own]) for part, own in parts.items()}
+            weights, samples = norm_of(parameters), [sample(each).clone() for each in parameters]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):  # fused: it unscales in its step
             norms = {part: norm / scaler.get_scale() for part, norm in norms.items()}
-        self._norms = {"optimization/gradient_norm": torch.stack([*norms.values()]).norm()}
+        self._norms = {"optimization/gradient_norm": torch.stack([*norms.values()]).norm(), "weights": weights}
+        self._before = parameters, samples
         if self.per_block:
             self._norms |= {f"optimization/gradient_norm/{part}": norm for part, norm in norms.items()}
-        if seen:
-            self._norms["weights"] = torch.stack([seen[parameter].weight for parameter in parameters]).norm()
-            self._before = parameters, [seen[parameter].sample for parameter in parameters]
-        else:
-            self._norms["weights"] = norm_of(parameters)
-            self._before = parameters, [sample(parameter).clone() for parameter in parameters]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

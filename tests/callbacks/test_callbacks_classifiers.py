@@ -9,6 +9,7 @@ from lightning.pytorch.loggers.logger import Logger
 from memo import Memo
 from PIL import Image
 from shown_runs import DropoutNet, Logged, adamw, assert_trains_as_without, fit, images
+from small_trainings import quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ConfusionMatrix, Predictions, drawing
@@ -155,10 +156,8 @@ def test_any_lightning_module_and_logger(other, make_logger, drawn):
     shape = (12, 64) if other == "flat" else (12, 1, 8, 8)
     loader = DataLoader(TensorDataset(torch.randn(shape), torch.arange(12) % 3), batch_size=6)
     logger: Logger = make_logger()
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Predictions(count=2), ConfusionMatrix(class_names=["a", "b", "c"])],
-    )  # fmt: skip
+    callbacks = [Predictions(count=2), ConfusionMatrix(class_names=["a", "b", "c"])]
+    trainer = quiet_trainer(max_epochs=1, logger=logger, callbacks=callbacks)
     trainer.fit(Plain(other), loader, loader)
     assert len(drawn["grid"]) == (other is None) and len(drawn["matrix"]) == (other != "no call")
     if other is None:

@@ -11,13 +11,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from memo import Memo
+from small_trainings import Residual, quiet_trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import DriftMonitor, MemoryMonitor, ThroughputMonitor, peak_flops, training_flops
-from holotrain.callbacks.memory import CudaProbe, Growth, LinuxProbe, PortableProbe
+from holotrain.callbacks.memory import CudaProbe, Growth, LinuxProbe, Probe
 from holotrain.models import RevViT
 from holotrain.reversible import ReversibleBlock, ReversibleSequence, make_reversible
 
@@ -26,15 +27,21 @@ RESETTABLE = pytest.mark.skipif(not LinuxProbe.works(), reason="the kernel does 
 
 
 class Module(pl.LightningModule):
-    def __init__(self):
+    """Calls what it is given with the number of each batch of the training, and of the validation."""
+
+    def __init__(self, in_training=None, in_validation=None):
         super().__init__()
         self.layer = nn.Linear(1, 1)
+        self.in_training, self.in_validation = in_training, in_validation
 
     def training_step(self, batch, batch_idx):
+        if self.in_training:
+            self.in_training(batch_idx)
         return self.layer(batch).sum()
 
     def validation_step(self, batch, batch_idx):
-        pass
+        if self.in_validation:
+            self.in_validation(batch_idx)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -42,15 +49,8 @@ class Module(pl.LightningModule):
 
 def fit(module, *callbacks, samples=8, batch=2, validation=False, **options):
     memo = Memo()
-    trainer = pl.Trainer(
-        **{"max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **options},
-        accelerator="cpu",
-        logger=memo,
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    usual = {"max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    trainer = quiet_trainer(**usual | options, logger=memo, callbacks=[*callbacks])
     loaders = [DataLoader(torch.ones(samples, 1), batch_size=batch)]
     if validation:
         loaders.append(DataLoader(torch.ones(2, 1)))
@@ -58,32 +58,15 @@ def fit(module, *callbacks, samples=8, batch=2, validation=False, **options):
     return memo
 
 
-class Hungry(Module):
-    """Takes 200 MiB for a moment in the training batch or the validation of one's choice.
-
-    The pages come from the kernel: an allocator may hold that much from an earlier test, and the process would not grow.
-    """
-
-    def __init__(self, phase, batch):
-        super().__init__()
-        self.phase, self.batch = phase, batch
-
-    def eat(self, phase, batch_idx):
-        if (phase, batch_idx) == (self.phase, self.batch):
-            with mmap.mmap(-1, 200 * MIB) as pages:
-                torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
-
-    def training_step(self, batch, batch_idx):
-        self.eat("forward_backward", batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.eat("validation", batch_idx)
+def eat(mib):
+    """Takes memory for a moment, from the kernel: an allocator may hold that much from an earlier test, and would not grow."""
+    with mmap.mmap(-1, mib * MIB) as pages:
+        torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
 
 
 @RESETTABLE
 def test_the_peak_of_a_window_is_seen_in_its_phase_and_forgotten_after():
-    memo = fit(Hungry("forward_backward", 1), MemoryMonitor())
+    memo = fit(Module(lambda batch: batch == 1 and eat(200)), MemoryMonitor())
     phase = dict(memo.of("memory/forward_backward_peak_bytes"))
     optimizer = dict(memo.of("memory/optimizer_peak_bytes"))
     assert list(phase) == [1, 2, 3, 4]
@@ -97,7 +80,7 @@ def test_the_peak_of_a_window_is_seen_in_its_phase_and_forgotten_after():
 @RESETTABLE
 def test_validation_has_a_peak_of_its_own():
     monitor = MemoryMonitor()
-    memo = fit(Hungry("validation", 0), monitor, validation=True)
+    memo = fit(Module(None, lambda batch: batch == 0 and eat(200)), monitor, validation=True)
     validation = memo.of("memory/validation_peak_bytes")[-1][1]
     training = max(value for _, value in memo.of("memory/forward_backward_peak_bytes"))
     assert validation - training > 150 * MIB
@@ -110,69 +93,35 @@ def test_windows_count_optimizer_steps():
 
 
 class Leak(pl.Callback):
-    """Keeps ``pages`` MiB of every step, as a callback that collects outputs does."""
+    """Keeps 8 MiB of every step, as a callback that collects outputs does."""
 
-    def __init__(self, pages=8):
-        self.kept, self.pages = [], pages
+    def __init__(self):
+        self.kept = []
 
     def keep(self, mib):
         self.kept.append(mmap.mmap(-1, mib * MIB))
         torch.frombuffer(self.kept[-1], dtype=torch.uint8).fill_(1)
 
     def on_train_batch_end(self, *_):
-        self.keep(self.pages)
-
-
-class LeakingForward(Module):
-    def __init__(self):
-        super().__init__()
-        self.leak = Leak()
-
-    def training_step(self, batch, batch_idx):
-        self.leak.keep(16)
-        return super().training_step(batch, batch_idx)
-
-
-class LeakingValidation(LeakingForward):
-    training_step = Module.training_step
-
-    def validation_step(self, batch, batch_idx):
-        self.leak.keep(16)
-
-
-class TableBuiltOnce(LeakingForward):
-    """Keeps 256 MiB from the middle of the steps that are looked at."""
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 12:
-            self.leak.keep(256)
-        return Module.training_step(self, batch, batch_idx)
-
-
-class LongerBatches(Module):
-    """Needs 8 MiB more for every batch, and gives all of it back."""
-
-    def training_step(self, batch, batch_idx):
-        with mmap.mmap(-1, 8 * (batch_idx + 1) * MIB) as pages:
-            torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
-        return super().training_step(batch, batch_idx)
+        self.keep(8)
 
 
 @pytest.mark.parametrize(
-    ("module", "callbacks", "options", "phase"),
+    ("made_with", "options", "phase"),
     [
-        (LeakingForward, (), {}, "forward and backward"),
-        (Module, (Leak,), {"accumulate_grad_batches": 2, "samples": 96}, "data loading and callbacks"),
-        (LeakingValidation, (), {"validation": True, "val_check_interval": 1}, "validation"),
-        (TableBuiltOnce, (), {}, None),
-        pytest.param(LongerBatches, (), {}, None, marks=RESETTABLE),
+        (lambda leak: [Module(lambda _: leak.keep(16))], {}, "forward and backward"),
+        (lambda leak: [Module(), leak], {"accumulate_grad_batches": 2, "samples": 96}, "data loading and callbacks"),
+        (lambda leak: [Module(None, lambda _: leak.keep(16))], {"validation": True, "val_check_interval": 1}, "validation"),
+        (lambda leak: [Module(lambda batch: batch == 12 and leak.keep(256))], {}, None),  # a table that is built once
+        pytest.param(lambda _: [Module(lambda batch: eat(8 * (batch + 1)))], {}, None, marks=RESETTABLE),  # longer batches
     ],
 )
-def test_a_leak_is_told_once_with_its_phase(module, callbacks, options, phase):
+def test_a_leak_is_told_once_with_its_phase(made_with, options, phase):
+    module, *callbacks = made_with(Leak())
     gc.collect()  # what tests before have left would go in the middle
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fit(module(), MemoryMonitor(), *(callback() for callback in callbacks), **{"samples": 48, **options})
+        fit(module, MemoryMonitor(), *callbacks, **{"samples": 48, **options})
     leaks = [str(warning.message) for warning in told if "memory grows" in str(warning.message)]
     assert len(leaks) == (phase is not None)
     assert all(f"MiB a step, most of it in {phase}:" in leak for leak in leaks)
@@ -250,7 +199,7 @@ def test_what_is_no_leak_is_not_told(curve):
 
 
 def test_the_portable_probe_only_grows():
-    probe = PortableProbe()
+    probe = Probe()
     before = probe.current()
     torch.ones(100 * MIB // 4).sum()
     peak, current = probe.read()
@@ -285,27 +234,16 @@ class Ticks:
         self.asked += 1
         return None if not wait and self.asked <= self.lag else later - earlier
 
-
-class Timed(Module):
-    """Every training batch takes 2 s, every validation batch 100 s."""
-
-    def __init__(self, clock):
-        super().__init__()
-        self.clock = clock
-
-    def training_step(self, batch, batch_idx):
-        self.clock.now += 2
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.clock.now += 100
+    def take(self, seconds):
+        self.now += seconds
 
 
 def timed_fit(lag=0, monitor=None, **options):
+    """Every training batch takes 2 s, every validation batch 100 s."""
     clock = Ticks(lag)
     monitor = monitor or ThroughputMonitor()
     monitor.clock = clock
-    return monitor, fit(Timed(clock), monitor, **options)
+    return monitor, fit(Module(lambda _: clock.take(2), lambda _: clock.take(100)), monitor, **options)
 
 
 @pytest.mark.parametrize("lag", [0, 3, 1000])
@@ -484,19 +422,10 @@ class Stacked(Module):
 
     def __init__(self):
         super().__init__()
-        self.net = make_reversible(nn.Sequential(nn.Sequential(*(Residual() for _ in range(4)))), "0")
+        self.net = make_reversible(nn.Sequential(nn.Sequential(*(Residual(16) for _ in range(4)))), "0")
 
     def training_step(self, batch, batch_idx):
         return self.net(torch.linspace(-1, 1, 64).view(4, 16)).square().mean()
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + self.linear(x).tanh()
 
 
 def test_drift_of_a_stack():

@@ -6,6 +6,7 @@ import torch
 from compared import assert_equal
 from memo import Memo
 from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
+from small_trainings import quiet_trainer
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
@@ -43,15 +44,7 @@ class Regression(pl.LightningModule):
 
 def run(module, *callbacks, **options):
     memo = Memo()
-    trainer = pl.Trainer(
-        **{"max_epochs": 1, "log_every_n_steps": 2, **options},
-        accelerator="cpu",
-        logger=memo,
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(**{"max_epochs": 1, "log_every_n_steps": 2} | options, logger=memo, callbacks=[*callbacks])
     trainer.fit(module, DataLoader(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), batch_size=2))
     return memo
 

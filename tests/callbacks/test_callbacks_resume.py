@@ -10,6 +10,7 @@ import pytest
 import torch
 from compared import assert_equal
 from forked import Forked
+from small_trainings import Residual, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -17,8 +18,8 @@ from holotrain.callbacks import BestCheckpoint, ExactCheckpoint, ExactResume, In
 from holotrain.data import ResumableLoader
 from holotrain.reversible import make_reversible
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 EPOCHS, STEPS = 3, 12
+EVERY_STEP = [*range(1, STEPS + 1)]
 
 
 class Numbers(Dataset):
@@ -31,15 +32,6 @@ class Numbers(Dataset):
         return torch.tensor([float(key[0]), float(key[1])])
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.linear(x).tanh()
-
-
 class Noisy(pl.LightningModule):
     """Draws from every global generator, in the step and on the way to the device, and notes what it saw. The grid of its stack
     of blocks is chosen in the first batch."""
@@ -47,7 +39,7 @@ class Noisy(pl.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        blocks = make_reversible(nn.Sequential(nn.Sequential(Residual(), Residual(), Residual())), "0", bits=1)
+        blocks = make_reversible(nn.Sequential(nn.Sequential(Residual(8), Residual(8), Residual(8))), "0", bits=1)
         self.layers = nn.Sequential(nn.Linear(2, 8), blocks, nn.Dropout(0.5), nn.Linear(8, 1))
         self.seen = []
         self.validated = []
@@ -75,14 +67,8 @@ def fit(callbacks=(), checkpoint=None, workers=0, batch=3, **options):
     np.random.seed(1)
     module = Noisy()
     torch.manual_seed(1)
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS,
-        num_sanity_val_steps=0,
-        callbacks=[ExactResume(), *callbacks],
-        enable_checkpointing=bool(callbacks),
-        **QUIET,
-        **options,
-    )
+    options |= {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, "callbacks": [ExactResume(), *callbacks]}
+    trainer = quiet_trainer(enable_checkpointing=bool(callbacks), **options)
     loader = ResumableLoader(Numbers(), batch, seed=5, num_workers=workers)
     validation = DataLoader(torch.ones(4, 2), generator=torch.Generator())
     trainer.fit(module, loader, validation, ckpt_path=checkpoint, weights_only=True)
@@ -98,7 +84,7 @@ def every_step(folder):
     return ExactCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(0, [*range(1, STEPS + 1)]), (2, [4, 5])])
+@pytest.mark.parametrize(("workers", "steps"), [(0, EVERY_STEP), (2, [4, 5])])
 def test_resuming_from_every_step(tmp_path, workers, steps):
     reference = fit([every_step(tmp_path)], workers=workers)
     assert len(reference[0]) == STEPS == len(list(tmp_path.glob("*.ckpt")))
@@ -124,9 +110,6 @@ def test_resuming_from_a_validation_within_an_epoch(tmp_path):
         assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", val_check_interval=2), reference, step)
 
 
-EVERY_STEP = [*range(1, STEPS + 1)]
-
-
 @pytest.mark.parametrize(
     ("most", "steps"), [(STEPS, EVERY_STEP), (100, [4, 7]), pytest.param(100, EVERY_STEP, marks=pytest.mark.slow)]
 )
@@ -147,15 +130,6 @@ def test_resuming_with_accumulated_gradients(tmp_path):
         assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2), reference, 2 * step)
 
 
-class SignalAt(pl.Callback):
-    def __init__(self, step, signum):
-        self.step, self.signum = step, signum
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), self.signum)
-
-
 ACCUMULATED = {"batch": 1, "accumulate_grad_batches": 5, "val_check_interval": 4}
 """Twelve batches an epoch: optimizer steps after 5, 10 and 12; validation falls due after 4, 8 and 12, and waits for them."""
 
@@ -173,8 +147,8 @@ class At(pl.Callback):
             self.act(trainer)
 
 
-def terminate(trainer):
-    os.kill(os.getpid(), signal.SIGTERM)
+def send(signum):
+    return lambda *_: os.kill(os.getpid(), signum)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +171,7 @@ def assert_a_signal_loses_nothing(folder, reference, at, hook="on_train_batch_st
     parts, path = [], folder / f"{at}-{hook}.ckpt"
     for checkpoint in (None, path):
         validated = []
-        callbacks = [At(at, terminate, hook) for _ in range(checkpoint is None)]
+        callbacks = [At(at, send(signal.SIGTERM), hook) for _ in range(checkpoint is None)]
         callbacks = [*callbacks, Noted(validated), SaveOnSignal(path)]
         try:
             resumed = fit(callbacks, checkpoint, **options)
@@ -273,7 +247,7 @@ def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
     path = tmp_path / "last.ckpt"
     handlers = [signal.getsignal(number) for number in SaveOnSignal.SIGNALS]
     with pytest.raises(Interrupted) as interrupted:
-        fit([SignalAt(step, signum), SaveOnSignal(path)])
+        fit([At(step, send(signum)), SaveOnSignal(path)])
     assert (interrupted.value.signum, interrupted.value.checkpoint) == (signum, path)
     assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
     assert torch.load(path, weights_only=True)["global_step"] == step + 1
@@ -282,7 +256,7 @@ def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
 
 def test_a_signal_after_the_last_epoch_ends_too(tmp_path, capfd):
     reference, path, late = fit(), tmp_path / "last.ckpt", pl.Callback()
-    late.on_train_end = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    late.on_train_end = send(signal.SIGTERM)
     with pytest.raises(Interrupted):
         fit([late, SaveOnSignal(path)])
     said = "holotrain: SIGTERM: saving; SIGTERM again ends at once, without saving\n"

@@ -9,12 +9,12 @@ from compared import assert_equal_parameters
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from memo import Memo
+from small_trainings import quiet_trainer
 from torch import nn
 
 from holotrain.callbacks import ExactCheckpoint, SynthesisCallback
 from holotrain.synthesis import HolographicSynthesis
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 BATCHES = list(torch.randn(12, 6, 5, generator=torch.Generator().manual_seed(1)) + 0.5)
 
 
@@ -39,10 +39,11 @@ class Regression(pl.LightningModule):
 def fit(callback, epochs=2, module=None, checkpoint=None, callbacks=(), **options):
     module = module or Regression()
     saving = any(isinstance(callback, ExactCheckpoint) for callback in callbacks)
-    trainer = pl.Trainer(max_epochs=epochs, callbacks=[callback, *callbacks], enable_checkpointing=saving, **QUIET | options)
+    options = {"max_epochs": epochs, "callbacks": [callback, *callbacks], "enable_checkpointing": saving} | options
     loader = torch.utils.data.DataLoader(BATCHES, batch_size=None, shuffle=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
+        trainer = quiet_trainer(**options)
         trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=True)
     return module, trainer
 
@@ -113,7 +114,7 @@ def test_a_fused_optimizer_with_scaled_gradients_is_refused():
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {}])
 def test_an_optimizer_that_remembers_too_is_warned_of(options):
     callback, module = SynthesisCallback(), Regression(**options)
-    trainer = pl.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **QUIET)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[callback])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))

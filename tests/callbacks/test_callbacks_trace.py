@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from compared import assert_equal_parameters
+from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -38,16 +39,7 @@ class Module(pl.LightningModule):
 
 def fit(profiler, batches, module=None, **options):
     module = module or Module()
-    trainer = pl.Trainer(
-        **{"max_epochs": 1, **options},
-        accelerator="cpu",
-        profiler=profiler,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(**{"max_epochs": 1} | options, profiler=profiler, num_sanity_val_steps=0)
     data = torch.ones(2 * batches, 4)
     trainer.fit(module, DataLoader(data, 2), DataLoader(data[:2], 2))
     return module

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,14 +67,22 @@ def value_of(path: Path) -> float:
     return kept["step"]
 
 
-def test_a_save_that_dies_before_it_has_its_name_is_recovered(alone, tmp_path, monkeypatch):
+@contextmanager
+def dying(*places, at=KeyboardInterrupt):
+    """Inside, a save is killed where it calls one of these functions of modules and classes, or ``at`` raises."""
+    with ExitStack() as stack:
+        for module, name in places:
+            stack.enter_context(patch.object(module, name, side_effect=at))
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def test_a_save_that_dies_before_it_has_its_name_is_recovered(alone, tmp_path):
     """In the place of a file, which a folder cannot take at one stroke."""
     path = tmp_path / "last.ckpt"
     torch.save({"whole": True}, path)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            save_in_parts(state(alone, 1.0), path)
+    with dying((Path, "rename")):
+        save_in_parts(state(alone, 1.0), path)
     assert not path.exists()
     recover(path)
     assert value_of(path) == 1
@@ -80,23 +90,16 @@ def test_a_save_that_dies_before_it_has_its_name_is_recovered(alone, tmp_path, m
     assert value_of(path) == 1
 
 
-def test_remains_of_killed_saves_do_not_affect_later_saves(alone, tmp_path, monkeypatch):
+def test_remains_of_killed_saves_do_not_affect_later_saves(alone, tmp_path):
     """Of a file, of a folder: each is followed by one of the other kind, which is written beside the same place."""
-
-    def die(*_, **__):
-        raise KeyboardInterrupt
-
     for kind, module, name in (("whole", Path, "unlink"), ("sharded", checkpoints.torch, "save")):
         folder = tmp_path / kind
         folder.mkdir()
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoints.torch, "save", die)
-            patch.setattr(module, name, die)  # as one that is killed, which tidies up nothing
-            with pytest.raises(KeyboardInterrupt):
-                if kind == "whole":
-                    CheckpointFiles().save_checkpoint({"step": 1}, folder / "last.ckpt")
-                else:
-                    save_in_parts(state(alone, 1.0), folder / "last.ckpt")
+        with dying((checkpoints.torch, "save"), (module, name)):  # as one that is killed, which tidies up nothing
+            if kind == "whole":
+                CheckpointFiles().save_checkpoint({"step": 1}, folder / "last.ckpt")
+            else:
+                save_in_parts(state(alone, 1.0), folder / "last.ckpt")
         assert [entry.name[0] for entry in folder.iterdir()] == ["."]
     save_in_parts(state(alone, 2.0), tmp_path / "whole" / "last.ckpt")
     assert value_of(tmp_path / "whole" / "last.ckpt") == 2
@@ -105,40 +108,35 @@ def test_remains_of_killed_saves_do_not_affect_later_saves(alone, tmp_path, monk
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_checkpoint_that_cannot_be_written_is_an_error(alone, tmp_path, monkeypatch, sharded):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
+def test_a_checkpoint_that_cannot_be_written_is_an_error(alone, tmp_path, sharded):
     path = tmp_path / "last.ckpt"
     CheckpointFiles().save_checkpoint({"step": 1}, path)
-    monkeypatch.setattr(dcp.HuggingFaceStorageWriter if sharded else torch, "write_data" if sharded else "save", full)
-    with pytest.raises(UserError, match=r"last.ckpt cannot be written: .*No space left"):
+    place = (dcp.HuggingFaceStorageWriter, "write_data") if sharded else (torch, "save")
+    full, said = OSError(28, "No space left on device"), r"last.ckpt cannot be written: .*No space left"
+    with patch.object(*place, side_effect=full), pytest.raises(UserError, match=said):
         save_in_parts(state(alone, 1.0), path) if sharded else CheckpointFiles().save_checkpoint({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 1}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), torch.OutOfMemoryError("CUDA out of memory")])
 @pytest.mark.parametrize("module, name", [(checkpoints.dcp, "save"), (dcp.HuggingFaceStorageWriter, "write_data")])
-def test_other_errors_of_a_save_stay_what_they_are(alone, tmp_path, monkeypatch, error, module, name):
-    monkeypatch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(error))
-    with pytest.raises(type(error), match=str(error)):
+def test_other_errors_of_a_save_stay_what_they_are(alone, tmp_path, error, module, name):
+    with patch.object(module, name, side_effect=error), pytest.raises(type(error), match=str(error)):
         save_in_parts(state(alone, 1.0), tmp_path / "last.ckpt")
 
 
 @pytest.mark.parametrize("step", ["unlink", "rename"])
-def test_a_complete_save_that_cannot_take_its_place_is_one_line(alone, tmp_path, monkeypatch, step):
-    path = tmp_path / "last.ckpt"
+def test_a_complete_save_that_cannot_take_its_place_is_one_line(alone, tmp_path, step):
+    path, said = tmp_path / "last.ckpt", r"last.ckpt cannot be written: .*Permission denied"
     CheckpointFiles().save_checkpoint({"step": 1}, path)
-    monkeypatch.setattr(Path, step, lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    with pytest.raises(UserError, match=r"last.ckpt cannot be written: .*Permission denied"):
+    with patch.object(Path, step, side_effect=PermissionError(13, "Permission denied")), pytest.raises(UserError, match=said):
         save_in_parts(state(alone, 2.0), path)
 
 
-def test_replaced_tensors_that_cannot_be_removed_are_removed_later(alone, tmp_path, monkeypatch):
+def test_replaced_tensors_that_cannot_be_removed_are_removed_later(alone, tmp_path):
     path = tmp_path / "last.ckpt"
     save_in_parts(state(alone, 1.0), path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with patch.object(os, "rmdir", side_effect=PermissionError(13, "Permission denied")):
         save_in_parts(state(alone, 2.0), path)
     assert value_of(path) == 2 and len(list(path.iterdir())) == 3
     save_in_parts(state(alone, 3.0), path)
@@ -165,26 +163,23 @@ def test_parts_must_make_up_the_whole(tmp_path, begins, complete):
 
 
 @pytest.mark.parametrize("dies_in", ["dcp.save", "torch.save"])
-def test_a_save_that_dies_leaves_the_last_one_readable(alone, tmp_path, monkeypatch, dies_in):
+def test_a_save_that_dies_leaves_the_last_one_readable(alone, tmp_path, dies_in):
     path = tmp_path / "last.ckpt"
     module, name = dies_in.split(".")
-    written = getattr(getattr(checkpoints, module), name)
+    place = getattr(checkpoints, module), name
+    written = getattr(*place)
 
     def die(*arguments, **options):
         written(*arguments, **options)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(getattr(checkpoints, module), name, die)
-        with pytest.raises(KeyboardInterrupt):
-            save_in_parts(state(alone, 1.0), path)
-        assert not path.exists()
+    with dying(place, at=die):
+        save_in_parts(state(alone, 1.0), path)
+    assert not path.exists()
     save_in_parts(state(alone, 2.0), path)
     assert value_of(path) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(getattr(checkpoints, module), name, die)
-        with pytest.raises(KeyboardInterrupt):
-            save_in_parts(state(alone, 3.0), path)
+    with dying(place, at=die):
+        save_in_parts(state(alone, 3.0), path)
     assert value_of(path) == 2
     save_in_parts(state(alone, 4.0), path)
     assert value_of(path) == 4
@@ -192,15 +187,13 @@ def test_a_save_that_dies_leaves_the_last_one_readable(alone, tmp_path, monkeypa
     assert [entry.name for entry in tmp_path.glob("*.ckpt*")] == ["last.ckpt"]
 
 
-def test_a_checkpoint_counts_as_written_when_its_save_is_complete(alone, tmp_path, monkeypatch):
+def test_a_checkpoint_counts_as_written_when_its_save_is_complete(alone, tmp_path):
     """A restart must not continue from the checkpoint of another run because a save into its folder has begun."""
     path = tmp_path / "last.ckpt"
     save_in_parts(state(alone, 1.0), path)
     before = written(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            save_in_parts(state(alone, 2.0), path)
+    with dying((checkpoints.torch, "save")):
+        save_in_parts(state(alone, 2.0), path)
     assert len(list(path.iterdir())) == 3 and written(path) == before
     save_in_parts(state(alone, 3.0), path)
     assert written(path) not in (None, before)
