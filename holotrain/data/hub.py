@@ -14,6 +14,8 @@ from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 from holotrain.errors import UserError, did_you_mean, one_of
 
 if TYPE_CHECKING:
@@ -153,19 +155,29 @@ def loaded(builder: str, paths: Iterable[Path], cache: Path, **options: Any) -> 
     return read
 
 
-def stamp_of(paths: Iterable[Path]) -> str:
-    """A hash of files' paths, sizes and times."""
+def stamp_of(paths: Iterable[Path], *words: str) -> str:
+    """A hash of files' paths, sizes and times, and of words."""
     from datasets.fingerprint import Hasher
 
     files = [(str(path.absolute()), path.stat()) for path in paths]
-    return Hasher.hash([(path, stat.st_size, stat.st_mtime_ns) for path, stat in files])
+    return Hasher.hash([*((path, stat.st_size, stat.st_mtime_ns) for path, stat in files), *words])
+
+
+def rows_without(dataset: "Dataset | IterableDataset", columns: Sequence[str]) -> list[int]:
+    """The rows, counted from 1, that have nothing in one of the columns, as far as there are such columns."""
+    found, before = [], 0
+    for table in dataset.with_format("arrow").iter(1000):
+        for name in {*columns}.intersection(table.column_names):
+            found += (np.flatnonzero(table.column(name).is_null()) + before + 1).tolist()
+        before += len(table)
+    return sorted({*found})
 
 
 class FromHub:
     """What data modules that read with :func:`opened` share.
 
     Args:
-        name: as :func:`opened` takes it
+        name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
         config: configuration of a data set that has several
         split: split for the training set, and for the sets that have no split of their own
         val_split: split for the validation set; null: use val_fraction
@@ -173,6 +185,7 @@ class FromHub:
         options: those of the next class
     """
 
+    name: str
     cache: Path
     """Folder in which what is read is cached."""
 

@@ -39,6 +39,10 @@ def saved(tmp_path_factory):
     return folder
 
 
+ROWS = [("a", 0), (None, 1), ("b", None), ("c", 1), ("d", 0), ("e", 1), ("f", 0), ("g", 1)]
+GAPS = ["train:2", "train:3", "held:2"]
+
+
 def text(saved, **options) -> HubText:
     data = HubText(str(saved), **{"cache_dir": str(saved.parent / "cache"), "context": 32, "batch_size": 4} | options)
     data.setup()
@@ -60,6 +64,18 @@ def test_text_that_was_saved_to_disk(saved):
     assert held.class_names == ["even", "odd"]
     for written, label in zip(texts(held, "train"), held.part("train").labels, strict=True):
         assert int(written.split()[1]) % 2 == label
+
+
+def test_rows_that_are_left_out_are_named(saved, tmp_path):
+    rows = datasets.Dataset.from_list([{"text": text, "kind": kind} for text, kind in ROWS])
+    datasets.DatasetDict({"train": rows, "held": rows.select([0, 2, 3])}).save_to_disk(tmp_path / "gaps")
+    options = {"on_error": "skip", "label": "kind", "layout": "documents", "val_split": "held", "test_fraction": 0.4}
+    with pytest.warns(UserWarning, match="left out") as caught:
+        data = text(tmp_path / "gaps", **options)
+    assert [str(warning.message) for warning in caught] == [
+        "data: left out 3 rows without text or class: " + ", ".join(f"{tmp_path / 'gaps'}:{row}" for row in GAPS)
+    ]
+    assert texts(data, "val") == ["a", "c"]
 
 
 def test_nothing_is_written_into_a_saved_data_set(saved):

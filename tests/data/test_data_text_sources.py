@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from holotrain.data import StdlibText, TextFiles, hub
-from holotrain.data.text import sources
-from holotrain.data.text.sources import TextFile, held_out_files, matches, readable, rows_of
+from holotrain.data.text import sets, sources
+from holotrain.data.text.sources import TextFile, held_out_files, matches, rows_of, searched
 from holotrain.data.text.tokenise import Reading
 from holotrain.errors import UserError
 
@@ -149,21 +149,43 @@ def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
     assert sum(data.counts[part]["documents"] for part in data.counts) == 12
 
 
+@pytest.mark.parametrize(("streaming", "named", "more"), [(False, 5, ""), (True, 5, ""), (False, 4, " and 1 more")])
+def test_what_is_left_out_is_named(tmp_path, monkeypatch, streaming, named, more):
+    monkeypatch.setattr(sets, "NAMED", named)
+    rows = [{"text": f"row {number}"} if number % 300 else {"n": number} for number in range(1200)]
+    a = write(tmp_path, "a.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
+    b = write(tmp_path, "b.csv", b"n,text\n1,first\n2,\n3,third\n")
+    bad = write(tmp_path, "c.txt", b"\xff")
+    options = {"on_error": "skip", "val_fraction": 0.1, "test_fraction": 0.1, "streaming": streaming}
+    expected = [f"{a}:1", f"{a}:301", f"{a}:601", f"{a}:901", f"{b}:2"][:named]
+    for _ in range(2):  # the second time from what was noted
+        with pytest.warns(UserWarning, match="data: left out") as caught:
+            module(tmp_path, str(tmp_path / "*.*"), **options)
+        assert [str(warning.message) for warning in caught] == [
+            f"data: left out 1 file that cannot be read: {bad}",
+            f"data: left out 5 rows without text or class: {', '.join(expected)}{more}",
+        ]
+
+
 def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypatch):
     paths = [Path(write(tmp_path, f"{number}.txt", b"good" if number else b"\xff")) for number in range(4)]
     files, read, cache = [TextFile(path, path.name) for path in paths], [], tmp_path / "cache"
     cache.mkdir()
-    original = sources._error_in
-    monkeypatch.setattr(sources, "_error_in", lambda file, cache: read.append(file) or original(file, cache))
-    assert readable(files, cache) == readable(files, cache) == files[1:] and read == files
+    original = sources._search
+    monkeypatch.setattr(sources, "_search", lambda file, *rest: read.append(file) or original(file, *rest))
+
+    def readable() -> list[TextFile]:
+        return [file for file, empty in searched(files, cache).items() if empty is not None]
+
+    assert readable() == readable() == files[1:] and read == files
     write(tmp_path, "0.txt", b"mended")
-    assert readable(files, cache) == files and read == 2 * files
+    assert readable() == files and read == 2 * files
     paths[1].unlink()
-    assert readable(files, cache) == [files[0], *files[2:]]
-    for text in ('{"a": 1', "[1e999]"):
+    assert readable() == [files[0], *files[2:]]
+    for text in ('{"a": 1', "[1e999]", "[[1e999], [], []]", "[[]]", "[[], [], [[]]]"):
         for crooked in cache.glob("damaged-*"):
             crooked.write_text(text)
-        assert readable(files, cache) == [files[0], *files[2:]]
+        assert readable() == [files[0], *files[2:]]
 
 
 def test_held_out_files_do_not_depend_on_order():

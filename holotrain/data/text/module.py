@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -127,7 +127,7 @@ class TextDataModule(LoadingModule):
 
     def reading(self, **options: Any) -> Reading:
         """How rows become documents, from the options of all text."""
-        return Reading(unit=self.unit, fractions=self.fractions, **options)
+        return replace(Reading(unit=self.unit, fractions=self.fractions), **options)
 
     @property
     def unit(self) -> Literal["file", "paragraph", "line"]:

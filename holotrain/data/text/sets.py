@@ -8,12 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from holotrain.data.hub import FromHub
+from holotrain.data import hub
+from holotrain.data.hub import FromHub, rows_without
 from holotrain.data.text.module import TextDataModule
-from holotrain.data.text.sources import TextFile, matches, readable, rows_of
-from holotrain.data.text.tokenise import Rows
+from holotrain.data.text.sources import TextFile, matches, rows_of, searched
+from holotrain.data.text.tokenise import Reading, Rows
 from holotrain.errors import UserError
 from holotrain.numeric import counted, require_at_least, require_one_of
+
+NAMED = 5
+"""So many of the files or rows that are left out are named."""
+
+WITHOUT = "without text or class"
 
 
 class StdlibText(TextDataModule):
@@ -50,20 +56,18 @@ class StdlibText(TextDataModule):
         return [TextFile(path, "/".join(parts), label=labels.get(parts[0])) for path, parts in found.items()]
 
     def rows(self) -> list[Rows]:
-        files = readable(self.files(), self.cache)  # some modules are tests of other encodings
+        found = searched(self.files(), self.cache)
+        files = [file for file, empty in found.items() if empty is not None]  # some modules are tests of other encodings
         return rows_of(files, self.reading(), self.cache, self.streaming, self.num_proc)
 
 
-class TextFiles(TextDataModule):
-    """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet, .csv and .tsv.
+class TextInColumns(TextDataModule):
+    """Text of rows, some of which may be left out.
 
     Args:
-        files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
-        val_files: the same for the validation set; []: use val_fraction
-        test_files: the same for the test set; []: use test_fraction
         text: column of the text, in files of rows
-        label: column of the class; folder: the name of a file's folder; null: no classes
-        on_error: what to do with an unreadable file, or a row without text: error (end the run) or skip (leave it out)
+        label: column of the class; folder (text_files): the name of a file's folder; null: no classes
+        on_error: what to do with an unreadable file, or a row without text or class: error (end the run) or skip (leave it out)
         options: those of :class:`TextDataModule`
 
     Raises:
@@ -71,20 +75,47 @@ class TextFiles(TextDataModule):
     """
 
     def __init__(
+        self, text: str = "text", label: str | None = None, on_error: Literal["error", "skip"] = "error", **options: Any
+    ) -> None:
+        super().__init__(**options)
+        require_one_of(("error", "skip"), on_error=on_error)
+        self.text_column, self.skip = text, on_error == "skip"
+        self.label = label if self.labels else None
+
+    def columns(self, label: str | None) -> list[str]:
+        """Those in which a row must have something."""
+        return [self.text_column, *([label] if label else [])]
+
+    def reading(self, label: str | None = None, **options: Any) -> Reading:
+        return super().reading(text=self.text_column, label=label, skip=self.skip, **options)
+
+
+def warn_of_left_out(noun: str, which: str, names: Sequence[str]) -> None:
+    """Says what ``data.on_error=skip`` leaves out, and names the first ``NAMED`` of it."""
+    if names:
+        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        warnings.warn(f"data: left out {counted(len(names), noun)} {which}: {', '.join(names[:NAMED])}{others}", stacklevel=2)
+
+
+class TextFiles(TextInColumns):
+    """Text files: plain ones, and files of rows: .jsonl (a JSON object a line), .parquet, .csv and .tsv.
+
+    Args:
+        files: glob of files or list of globs: plain text, .jsonl, .parquet, .csv or .tsv; ** matches folders of any depth
+        val_files: the same for the validation set; []: use val_fraction
+        test_files: the same for the test set; []: use test_fraction
+        options: those of :class:`TextInColumns`
+    """
+
+    def __init__(
         self,
         files: str | Sequence[str],
         val_files: str | Sequence[str] = (),
         test_files: str | Sequence[str] = (),
-        text: str = "text",
-        label: str | None = None,
-        on_error: Literal["error", "skip"] = "error",
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        require_one_of(("error", "skip"), on_error=on_error)
         self.patterns = {"test_files": test_files, "val_files": val_files, "files": files}
-        self.text_column, self.on_error = text, on_error
-        self.label = label if self.labels else None
 
     def files(self) -> list[TextFile]:
         """The files that match. One that matches several patterns is for the test, else for validation, else for training."""
@@ -100,43 +131,29 @@ class TextFiles(TextDataModule):
         return list(found.values())
 
     def rows(self) -> list[Rows]:
-        column, files = None if self.label == "folder" else self.label, self.files()
-        if self.on_error == "skip" and (left_out := len(files) - len(files := readable(files, self.cache))):
-            warnings.warn(f"data: left out {counted(left_out, 'file')} that cannot be read", stacklevel=2)
-        reading = self.reading(text=self.text_column, label=column, skip=self.on_error == "skip")
-        return rows_of(files, reading, self.cache, self.streaming, self.num_proc)
+        label, files = None if self.label == "folder" else self.label, self.files()
+        if self.skip:
+            found = searched(files, self.cache, self.columns(label))
+            files = [file for file, empty in found.items() if empty is not None]
+            named = sorted((str(file.path), empty) for file, empty in found.items())
+            warn_of_left_out("file", "that cannot be read", [name for name, empty in named if empty is None])
+            warn_of_left_out("row", WITHOUT, [f"{name}:{row}" for name, empty in named for row in empty or []])
+        return rows_of(files, self.reading(label=label), self.cache, self.streaming, self.num_proc)
 
 
-class HubText(FromHub, TextDataModule):
+class HubText(FromHub, TextInColumns):
     """Text of a data set of the Hugging Face Hub, of a folder that ``save_to_disk`` of its datasets library wrote, or of files.
 
-    Args:
-        name: a folder that save_to_disk wrote, a file, a glob, a folder of files, or a name on the Hub
-        text: column of the text
-        label: column of the class; null: no classes
-        on_error: what to do with a row without text or class: error (end the run) or skip (leave it out)
-        options: those of :class:`~holotrain.data.hub.FromHub` and :class:`TextDataModule`
-
-    Raises:
-        ValueError: a value out of range.
+    Takes the arguments of :class:`~holotrain.data.hub.FromHub` and :class:`TextInColumns`.
     """
-
-    def __init__(
-        self,
-        name: str,
-        text: str = "text",
-        label: str | None = None,
-        on_error: Literal["error", "skip"] = "error",
-        **options: Any,
-    ) -> None:
-        super().__init__(name, **options)
-        require_one_of(("error", "skip"), on_error=on_error)
-        self.text_column, self.on_error = text, on_error
-        self.label = label if self.labels else None
 
     def rows(self) -> list[Rows]:
         shares = zip(("val", "test"), self.fractions, strict=True)
-        reading = self.reading(text=self.text_column, label=self.label, skip=self.on_error == "skip")
-        reading = replace(reading, fractions=tuple(0.0 if self.splits[part] else share for part, share in shares))
+        reading = self.reading(self.label, fractions=tuple(0.0 if self.splits[part] else share for part, share in shares))
         found = self.opened(self.streaming)
+        if self.skip and not self.streaming:
+            with hub.reading(self.name):
+                empty = {self.splits[part]: rows_without(each, self.columns(self.label)) for part, each in found.items()}
+            names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
+            warn_of_left_out("row", WITHOUT, names)
         return [Rows(each, reading if part == "train" else replace(reading, part=part)) for part, each in found.items()]

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, files_read, stamp_of
+from holotrain.data.hub import KINDS, files_read, rows_without, stamp_of
 from holotrain.data.loader import Loader
 from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
@@ -98,8 +98,9 @@ def rows_of(
         try:
             read = files_read(kind, names, cache, streaming, num_proc, **options)
         except UserError:
-            if error := next(filter(None, (_error_in(file, cache) for file in files)), None):
-                raise UserError(f"{error}; data.on_error=skip leaves it out") from None
+            for error in (_search(file, cache) for file in files):
+                if isinstance(error, UserError):
+                    raise UserError(f"{error}; data.on_error=skip leaves it out") from None
             raise
         for dataset, ((part, label), paths) in zip(read.values(), members.items(), strict=True):
             others = f" and {len(paths) - 1} other {paths[0].suffix} files" if len(paths) > 1 else ""
@@ -119,35 +120,38 @@ def held_out_files(names: Sequence[str], val_fraction: float, test_fraction: flo
     return dict.fromkeys(names, "train") | held
 
 
-def readable(files: Sequence[TextFile], cache: Path) -> list[TextFile]:
-    """The files that can be read. Each is read once for it: which are damaged is kept in ``cache`` until a file changes."""
+def searched(files: Sequence[TextFile], cache: Path, columns: Sequence[str] = ()) -> dict[TextFile, list[int] | None]:
+    """The rows of each file that have nothing in one of the columns; None: the file cannot be read.
+
+    Each file is read once for it: what is found is kept in ``cache`` until a file changes.
+    """
     there = [file for file in files if os.access(file.path, os.R_OK)]
-    known = cache / f"damaged-{stamp_of(file.path for file in there)}.json"
+    stamp = stamp_of((file.path for file in there), *columns)
+    known = cache / f"damaged-{stamp}.json"
     try:
-        damaged = {int(number) for number in read_json(known)}
-    except (OSError, ValueError, TypeError, OverflowError):  # not there, or no list of whole numbers
-        errors = {number: error for number, file in enumerate(there) if (error := _error_in(file, cache))}
-        damaged = {*errors}
-        if not any(isinstance(error.__cause__, OSError) for error in errors.values()):  # which may pass
-            with hub.writing(cache), replacing(known) as temporary:
-                temporary.write_text(json.dumps(sorted(damaged)))
-    return [file for number, file in enumerate(there) if number not in damaged]
+        kept = [None if rows is None else [int(row) for row in rows] for rows in read_json(known)]
+        return dict.fromkeys(files) | dict(zip(there, kept, strict=True))
+    except (OSError, ValueError, TypeError, OverflowError):  # not there, or no list of rows for each file
+        found = {file: _search(file, cache, columns) for file in there}
+    rows = {file: None if isinstance(each, UserError) else each for file, each in found.items()}
+    if not any(isinstance(each, UserError) and isinstance(each.__cause__, OSError) for each in found.values()):  # may pass
+        with hub.writing(cache), replacing(known) as temporary:
+            temporary.write_text(json.dumps([*rows.values()]))
+    return dict.fromkeys(files) | rows
 
 
-def _error_in(file: TextFile, cache: Path) -> UserError | None:
-    """Why a file cannot be read; None if it can."""
+def _search(file: TextFile, cache: Path, columns: Sequence[str] = ()) -> list[int] | UserError:
+    """The rows that have nothing in one of the columns, or why the file cannot be read."""
     try:
         with hub.reading(str(file.path)):
-            if file.kind == "text":
-                with file.path.open(encoding="utf-8-sig") as text:
-                    while text.read(2**24):
-                        pass
-            else:
-                for _ in files_read(file.kind, {"a": [file.path]}, cache, True)["a"].with_format("arrow").iter(1000):
+            if file.kind != "text":
+                return rows_without(files_read(file.kind, {"a": [file.path]}, cache, True)["a"], columns)
+            with file.path.open(encoding="utf-8-sig") as text:
+                while text.read(2**24):
                     pass
     except UserError as error:
         return error
-    return None
+    return []
 
 
 class LooseFiles(Dataset):
