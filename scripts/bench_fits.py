@@ -21,7 +21,7 @@ from bench_common import arguments, begin, save
 from bench_make_reversible import METHODS, SHAPES, Stack
 
 from holotrain.optimizers import InBackward
-from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, measured_peak, simulate_step
+from holotrain.planning import TrainingStep, fake_parameters, fake_tensors, largest, measured_peak, simulate_step
 
 SIZES = {
     "vit": {"batch": 32, "tokens": 197, "depth": 12},
@@ -55,33 +55,10 @@ def peak(method: str, shape: str, **sizes: int) -> int:
         return simulate_step(training_step(method, shape, **sizes, device="meta")).peak
 
 
-def largest(method: str, shape: str, name: str, budget: int) -> int:
-    """The largest size that fits, found by secants, since memory grows almost in proportion, and by halving in between."""
-    sizes, known = SIZES[shape], {}
-
-    def of(size: int) -> int:
-        if size not in known:
-            known[size] = peak(method, shape, **sizes | {name: size})
-        return known[size]
-
-    low, high = 1, None  # low fits, high does not
-    if of(low) > budget:
-        return 0
-    guess = sizes[name]
-    while high is None or high - low > 1:
-        guess = max(low + 1, guess if high is None else min(guess, high - 1))
-        if of(guess) <= budget:
-            low = guess
-        else:
-            high = guess
-        a, b = sorted(sorted(known, key=lambda size: abs(of(size) - budget))[:2])
-        slope = (of(b) - of(a)) / (b - a)
-        guess = int(a + (budget - of(a)) / slope) if slope > 0 else 2 * guess
-        if high is not None and len(known) % 2:
-            guess = (low + high) // 2
-        elif guess <= low:
-            guess = 2 * low if high is None else low + 1
-    return low
+def largest_size(method: str, shape: str, name: str, budget: int) -> int:
+    """The largest size that fits."""
+    sizes = SIZES[shape]
+    return largest(lambda size: peak(method, shape, **sizes | {name: size}), budget, start=sizes[name])
 
 
 def confirm(method: str, shape: str, name: str, size: int, budget: int) -> float:
@@ -105,7 +82,7 @@ def main() -> None:
             for method in options.methods:
                 started = time.monotonic()
                 budget = int(gibibytes * 2**30)
-                row = {name: largest(method, shape, name, budget) for name in options.columns}
+                row = {name: largest_size(method, shape, name, budget) for name in options.columns}
                 figures = ", ".join(f"{name} {size}" for name, size in row.items())
                 print(f"  {method}: {figures} ({time.monotonic() - started:.0f} s)", flush=True)
                 if options.confirm:
