@@ -81,9 +81,10 @@ def read_scalars(folder: Path, events: EventAccumulator | None = None) -> dict[s
         UserError: a file cannot be read.
     """
     found, events = _csv(folder / "csv"), events or read_events(folder)
-    for tag in events.Tags()["scalars"] if events else ():
-        points = events.Scalars(tag)
-        found[tag] = _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
+    if events is not None:
+        for tag in events.Tags()["scalars"]:
+            points = events.Scalars(tag)
+            found[tag] = _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
     return found
 
 
