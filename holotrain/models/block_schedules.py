@@ -51,10 +51,8 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
 
 def listed_blocks(model: nn.Module) -> list[nn.Module]:
     """The equal blocks in ModuleLists and Sequentials of a model without sequences, first to last: they can be checkpointed."""
-    lists = outermost(model, is_list_of_blocks)
-    return list(
-        {id(block): block for _, found in lists for block in found.children()}.values()
-    )  # a block may be in a list twice
+    blocks = (block for _, found in outermost(model, is_list_of_blocks) for block in found.children())
+    return list({id(block): block for block in blocks}.values())  # a block may be in a list twice
 
 
 def set_backward(model: nn.Module, backward: str, store: int | Collection[int] = 0, keep: Collection[str] = ()) -> None:

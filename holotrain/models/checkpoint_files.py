@@ -212,10 +212,8 @@ def read(path: str | Path, only: Iterable[str] | None = None, like: Mapping[KeyP
         return held
     import torch.distributed.checkpoint as dcp  # imported here, so that models only need torch and safetensors
 
-    reader, planner = (
-        dcp.HuggingFaceStorageReader(str(Path(path) / str(folder))),
-        dcp.DefaultLoadPlanner(flatten_state_dict=False),
-    )
+    reader = dcp.HuggingFaceStorageReader(str(Path(path) / str(folder)))
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
         places = {
             named(keys): like[keys] if keys in like else torch.zeros_like(leaf, device="cpu") for keys, leaf in wanted.items()

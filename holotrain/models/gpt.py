@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from holotrain.models.layers.attention import KVCache, RotaryPositions
 from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Reversible, Transformer, transformer_branches
 from holotrain.models.layers.text import TokenEmbedding, initialise, linear_cross_entropy
-from holotrain.numeric import require_at_least, require_one_of, require_within
+from holotrain.numeric import require_one_of
 
 # Small and medium as published; tiny suits bytes of text and two CPU cores.
 GPT_SIZES: dict[str, dict[str, int]] = {
@@ -64,17 +64,14 @@ class GPT(Transformer):
         backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        require_at_least(1, dim=dim, heads=heads, depth=depth)
-        require_at_least(0.01, mlp_ratio=mlp_ratio)
-        require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
+        branches = transformer_branches(
+            dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, causal=True, eps=1e-5, gelu=gelu
+        )
         require_one_of(("rotary", "learned"), positions=positions)
         require_one_of(("none", "tanh"), gelu=gelu)
         self.context = context
         self.heads = heads
         self.embedding = TokenEmbedding(vocab, context, dim, positions == "learned", dropout=dropout)
-        branches = transformer_branches(
-            dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, causal=True, eps=1e-5, gelu=gelu
-        )
         self.rotary = RotaryPositions(context, dim // heads) if positions == "rotary" else None
         (self.blocks,) = self._assemble([branches], backward, streams=AveragedStreams, exchange=True)
         self.norm = nn.LayerNorm(dim, eps=1e-5)

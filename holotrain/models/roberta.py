@@ -24,7 +24,7 @@ from holotrain.models.layers.blocks import (
 )
 from holotrain.models.layers.packing import padding_context
 from holotrain.models.layers.text import IGNORED, TokenEmbedding, initialise, linear_cross_entropy
-from holotrain.numeric import require_at_least, require_one_of, require_within
+from holotrain.numeric import require_one_of
 
 # Base and large as published; tiny suits bytes of text and two CPU cores.
 ROBERTA_SIZES: dict[str, dict[str, int]] = {
@@ -76,16 +76,13 @@ class RoBERTa(Transformer):
         backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        require_at_least(1, dim=dim, heads=heads, depth=depth)
-        require_at_least(0.01, mlp_ratio=mlp_ratio)
-        require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
+        branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
         require_one_of(("pre", "post"), norm=norm)
         if norm == "post" and isinstance(self, Reversible):
             raise ValueError("a reversible RoBERTa is pre-norm: normalised streams cannot be rebuilt")
         first, last = (nn.LayerNorm(dim, eps=1e-5), None) if norm == "post" else (None, nn.LayerNorm(dim, eps=1e-5))
         self.attention_dropout, self.drop_path, self.head_width = attention_dropout, drop_path, dim // heads
         self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
-        branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path, eps=1e-5)
         block = PostNormBlock if norm == "post" else ResidualBlock
         (self.blocks,) = self._assemble([branches], backward, block, AveragedStreams, exchange=True)
         self.norm = last or nn.Identity()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from holotrain.models.layers.blocks import LayerScale, Reversible, Transformer, TwoStreamFusion, transformer_branches
 from holotrain.models.layers.patches import PatchEmbedding, initialise
-from holotrain.numeric import require_at_least, require_one_of, require_within
+from holotrain.numeric import require_at_least, require_one_of
 
 # Small, base and large as published (Dosovitskiy et al., 2021; Touvron et al., 2021); tiny suits digits and CIFAR.
 VIT_SIZES: dict[str, dict[str, int]] = {
@@ -67,16 +67,13 @@ class ViT(Transformer):
         backward: Literal["autograd", "checkpoint"] | Sequence[str] = "autograd",
     ) -> None:
         super().__init__()
-        require_at_least(1, dim=dim, heads=heads, depth=depth)
-        require_at_least(0.01, mlp_ratio=mlp_ratio)
-        require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
+        branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
         require_one_of(("mean", "class"), pool=pool)
         if patch_size is None:  # the published size, and less for small images, so that they have tens of tokens
             patch_size = 16 if image_size >= 112 else 4 if image_size >= 24 else 2
         require_at_least(1, patch_size=patch_size)
         self.embedding = PatchEmbedding(image_size, patch_size, channels, dim, dropout, class_token=pool == "class")
         self.pooled = slice(1) if pool == "class" else slice(None)  # the tokens whose mean the head reads
-        branches = transformer_branches(dim, depth, heads, mlp_ratio, dropout, attention_dropout, drop_path)
         if layer_scale is not None:
             for branch in chain.from_iterable(branches):
                 branch.scale = LayerScale(dim, layer_scale)

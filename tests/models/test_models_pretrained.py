@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForM
 from holotrain.models import GPT, MVIT_SIZES, SWIN_SIZES, MViT, RevGPT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT
 from holotrain.models.adapters import add_adapters
 from holotrain.models.checkpoint_files import read_weights
+from holotrain.models.huggingface import folder_of
 from holotrain.models.pretrained import load_pretrained
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
@@ -466,3 +467,9 @@ def test_an_adapted_model_gives_its_branches():
     assert_equal(model.state_dict(), expected)
     assert loaded.unexpected and all(".down." in name or ".up." in name for name in loaded.unexpected)
     assert str(loaded).startswith(f"{len(expected)} tensors of a holotrain model; left out: blocks.blocks.0.f.down.bias")
+
+
+def test_a_download_that_fails_without_a_word_says_what_kind_of_error_it_is(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *given, **options: (_ for _ in ()).throw(TimeoutError()))
+    with pytest.raises(ValueError, match=r"^cannot download some/model \(TimeoutError\)$"):
+        folder_of("some/model", download=True)

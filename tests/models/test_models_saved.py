@@ -115,6 +115,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, "holotrain.models.GPT", FAMILIES["GPT"], model_of("GPT")[0])
     assert_equal(load(tmp_path).head.weight, model.head.weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def changed_config(**changes):

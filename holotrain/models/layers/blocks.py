@@ -131,7 +131,14 @@ def transformer_branches(
     eps: float = 1e-6,
     gelu: str = "none",
 ) -> Branches:
-    """The branches of ``depth`` blocks; drop-path grows linearly from 0 at the first to ``drop_path`` at the last."""
+    """The branches of ``depth`` blocks; drop-path grows linearly from 0 at the first to ``drop_path`` at the last.
+
+    Raises:
+        ValueError: a value out of range, or ``dim`` is not a multiple of ``heads``.
+    """
+    require_at_least(1, dim=dim, heads=heads, depth=depth)
+    require_at_least(0.01, mlp_ratio=mlp_ratio)
+    require_within(0, 1, dropout=dropout, attention_dropout=attention_dropout, drop_path=drop_path)
     rates = (drop_path * i / max(depth - 1, 1) for i in range(depth))
     return [
         (
