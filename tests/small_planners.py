@@ -5,7 +5,14 @@ from small_models import IMAGE
 
 from holotrain.models import RevViT
 from holotrain.models.block_schedules import sequences
-from holotrain.planning import Planner, Size, TrainingStep
+from holotrain.planning import Planner, Size, TrainingStep, fake_parameters
+
+
+def made(make, fake):
+    """What ``make`` returns on the CPU, or inside of ``fake_tensors()`` the same without memory."""
+    with torch.device("meta" if fake else "cpu"):
+        model = make()
+    return fake_parameters(model, torch.device("cpu")) if fake else model
 
 
 def planner(

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -153,16 +154,17 @@ def sharded(everywhere) -> float:
     return everywhere(errors_of(net, reference))
 
 
-def tuned(mesh: DeviceMesh, folder: Path, everywhere) -> dict[str, float]:
+def tuned(mesh: DeviceMesh, everywhere) -> dict[str, float]:
     """Groups that are measured during training, also in the backward."""
     found = {}
     reference, x = mlp(), tokens(4, 6)
     reference(x).square().sum().backward()
     for name in ("replicated", "sequence"):
-        tuner = Tuner(folder)
-        net = parallel(mlp(), mesh, OVERLAPPED, LAYOUTS[name], groups=tuner)
         mine = x.chunk(2, 1)[mesh.get_rank()] if name == "sequence" else x
-        net(mine.clone().requires_grad_()).square().sum().backward()
+        with TemporaryDirectory() as folder:
+            tuner = Tuner(Path(folder))
+            net = parallel(mlp(), mesh, OVERLAPPED, LAYOUTS[name], groups=tuner)
+            net(mine.clone().requires_grad_()).square().sum().backward()
         met = {(job.collective, job.covered) for job, _ in tuner.tuned}
         found[name] = everywhere(errors_of(net, reference)) if met == MET[name] else float("inf")
     return found

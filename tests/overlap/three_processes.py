@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from gloo_pair import find_as_one_of_them
 from torch.nn.functional import linear
-from two_processes import Log, everywhere, leaf, random, worst
+from two_processes import Log, everywhere, leaf, order_of, random, share, uneven, worst
 
 from holotrain.overlap import Columns, Tuner, all_to_all_linear, linear_all_to_all
 
@@ -29,11 +29,7 @@ SPLITS = {
 KINDS = {"linear, all-to-all": linear_all_to_all, "all-to-all, linear": all_to_all_linear}
 
 
-def thirds(job, collectives) -> list[int]:
-    return [job.rows] if job.rows < 3 else [1, job.rows - 2, 1]
-
-
-GROUPS = {"1": 1, "2": 2, "7": 7, "chosen": thirds, "columns": Columns(2)}
+GROUPS = {"1": 1, "2": 2, "7": 7, "chosen": uneven, "columns": Columns(2)}
 
 
 def exchanged(tensors: list[torch.Tensor], splits: list[list[int]]) -> list[torch.Tensor]:
@@ -59,11 +55,6 @@ def rows_error(kind: str, splits: list[list[int]], middle: tuple[int, ...], grou
     pairs = [(y, results[rank])]
     pairs += [(mine.grad, whole[rank].grad) for mine, whole in zip(own, (xs, weights, biases), strict=True)]
     return everywhere(worst(pairs))
-
-
-def share(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-    chunks = tensor.chunk(RANKS, dim)
-    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 def sequence_error(kind: str, shape: tuple[int, ...], dim: int, groups, rank: int) -> float:
@@ -96,11 +87,7 @@ def tuned(rank: int) -> dict[str, object]:
 
 
 def order(kind: str) -> dict[str, list[str]]:
-    with Log() as forward:
-        y = KINDS[kind](leaf(random(9, INPUTS)), leaf(random(OUTPUTS, INPUTS)), group=dist.group.WORLD, groups=3)
-    with Log() as backward:
-        y.backward(torch.ones_like(y))
-    return {"forward": forward.order, "backward": backward.order}
+    return order_of(lambda: KINDS[kind](*(leaf(random(n, INPUTS)) for n in (9, OUTPUTS)), group=dist.group.WORLD, groups=3))
 
 
 def in_part(kind: str) -> dict[str, list[str]]:

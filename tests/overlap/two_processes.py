@@ -6,6 +6,8 @@ Not a test by itself: test_overlap_distributed.py starts it twice and reads what
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holotrain.overlap import Columns, Tuner, column_parallel_linear, row_parallel_linear
 
 INPUTS, OUTPUTS = 6, 10
+RUNS = {"row": row_parallel_linear, "column": column_parallel_linear}
 SHAPES = {"even": (8, INPUTS), "odd": (7, INPUTS), "one row": (1, INPUTS), "batches": (3, 5, INPUTS), "four": (2, 3, 2, INPUTS)}
 
 
@@ -28,8 +31,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def share(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-    """Splits like torch.chunk and DTensor's Shard, for two ranks."""
-    chunks = tensor.chunk(2, dim)
+    """Splits like torch.chunk and DTensor's Shard."""
+    chunks = tensor.chunk(dist.get_world_size(), dim)
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
@@ -39,7 +42,7 @@ def worst(pairs) -> float:
 
 
 def everywhere(error: float) -> float:
-    """The maximum over both ranks."""
+    """The maximum over all ranks."""
     errors = torch.tensor([error], dtype=torch.float64)
     dist.all_reduce(errors, dist.ReduceOp.MAX)
     return errors.item()
@@ -69,11 +72,9 @@ def linear_error(kind: str, shape: tuple[int, ...], groups, bias: bool, sequence
     ours_w = leaf(share(weight.detach(), 1 if row else 0, rank))
     ours_b = leaf(b.detach() if row else share(b.detach(), 0, rank))
     keywords = {"group": dist.group.WORLD, "groups": groups, "sequence_dim": sequence_dim}
-    if row:
-        ours = row_parallel_linear(ours_x, ours_w, ours_b if bias else None, **keywords)
-    else:
-        length = None if sequence_dim is None else shape[sequence_dim]
-        ours = column_parallel_linear(ours_x, ours_w, ours_b if bias else None, length=length, **keywords)
+    if not row and sequence_dim is not None:
+        keywords["length"] = shape[sequence_dim]
+    ours = RUNS[kind](ours_x, ours_w, ours_b if bias else None, **keywords)
     cut = (lambda t: t) if y_dim is None else (lambda t: share(t, y_dim, rank))
     ours.backward(cut(grad))
     pairs = [(ours, cut(y)), (ours_x.grad, x.grad if x_dim is None else share(x.grad, x_dim, rank))]
@@ -85,7 +86,7 @@ def linear_error(kind: str, shape: tuple[int, ...], groups, bias: bool, sequence
 
 def linear_errors(rank: int) -> dict[str, float]:
     errors = {}
-    for kind in ("row", "column"):
+    for kind in RUNS:
         for name, shape in SHAPES.items():
             for dim in (None, *range(len(shape) - 1)):
                 for groups in (*range(1, 9), uneven, Columns(3), uneven_columns):
@@ -110,11 +111,6 @@ def tuned(rank: int) -> dict[str, object]:
     return {"error": everywhere(error), "chosen": [choice for choice, _ in everyone], "files": [files for _, files in everyone]}
 
 
-def in_a_folder(find):
-    with TemporaryDirectory() as folder:
-        return find(Path(folder))
-
-
 class Log(TorchDispatchMode):
     """Names of products and collectives in launch order."""
 
@@ -134,20 +130,28 @@ class Log(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def order(kind: str, sequence_dim: int | None, groups=3) -> dict[str, list[str]]:
-    x = leaf(random(9, INPUTS))
-    run = row_parallel_linear if kind == "row" else column_parallel_linear
+def order_of(run: Callable[[], torch.Tensor]) -> dict[str, list[str]]:
     with Log() as forward:
-        y = run(x, leaf(random(OUTPUTS, INPUTS)), group=dist.group.WORLD, groups=groups, sequence_dim=sequence_dim)
+        y = run()
     with Log() as backward:
         y.backward(torch.ones_like(y))
     return {"forward": forward.order, "backward": backward.order}
 
 
+def orders(groups) -> dict[str, dict]:
+    found = {}
+    for kind, run in RUNS.items():
+        for dim in (None, 0):
+            x, weight = (leaf(random(n, INPUTS)) for n in (9, OUTPUTS))
+            how = {"group": dist.group.WORLD, "groups": groups, "sequence_dim": dim}
+            found[f"{kind}, sequence {dim}"] = order_of(partial(run, x, weight, **how))
+    return found
+
+
 def in_part(rank: int) -> dict[str, bool]:
     """Only required gradients are computed, without communication for an input that needs no gradient."""
     found = {}
-    for kind, run in (("row", row_parallel_linear), ("column", column_parallel_linear)):
+    for kind, run in RUNS.items():
         for needed in ("x", "weight", "bias"):
             for sequence_dim in (None, 0):
                 tensors = {"x": random(4, INPUTS), "weight": random(OUTPUTS, INPUTS), "bias": random(OUTPUTS)}
@@ -164,7 +168,7 @@ def in_part(rank: int) -> dict[str, bool]:
 
 
 def autocast(kind: str) -> dict[str, object]:
-    run = row_parallel_linear if kind == "row" else column_parallel_linear
+    run = RUNS[kind]
     x, weight, bias = (leaf(random(*shape).float()) for shape in ((7, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,)))
     with torch.autocast("cpu", torch.bfloat16):
         y = run(x, weight, bias, group=dist.group.WORLD)
@@ -180,14 +184,12 @@ def find(rank: int) -> dict:
     mesh = devices()
     return {
         "linear": linear_errors(rank),
-        "orders": {f"{kind}, sequence {dim}": order(kind, dim) for kind in ("row", "column") for dim in (None, 0)},
-        "orders by columns": {
-            f"{kind}, sequence {dim}": order(kind, dim, Columns(3)) for kind in ("row", "column") for dim in (None, 0)
-        },
+        "orders": orders(3),
+        "orders by columns": orders(Columns(3)),
         "tuned": tuned(rank),
-        "tuned models": in_a_folder(lambda folder: tuned_models(mesh, folder, everywhere)),
+        "tuned models": tuned_models(mesh, everywhere),
         "in part": in_part(rank),
-        "autocast": {kind: autocast(kind) for kind in ("row", "column")},
+        "autocast": {kind: autocast(kind) for kind in RUNS},
         "styles": styled(mesh, everywhere),
         "mixed": mixed(mesh, everywhere),
         "checkpoint": everywhere(checkpointed(mesh)),

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from small_planners import made
 from torch import nn
 from torch.distributed._tools.common_utils import get_untyped_storages
 from tracked_memory import TrackedMemory, check_plan
@@ -16,7 +17,6 @@ from holotrain.planning import (
     Size,
     TrainingStep,
     choose_schedules,
-    fake_parameters,
     fake_tensors,
     simulate_step,
 )
@@ -26,14 +26,12 @@ SIZES = {"image_size": 32, "patch_size": 4, "dim": 64, "heads": 2, "classes": 10
 
 
 def step_of(make, in_backward, fake=True, batch=2, optimizer=adamw):
-    with torch.device("meta" if fake else "cpu"):
-        model = make()
-    model = fake_parameters(model, torch.device("cpu")) if fake else model
-    made = optimizer(model)
+    model = made(make, fake)
+    stepped = optimizer(model)
     given = torch.zeros(batch, 64, dtype=torch.int64) if isinstance(model, RevGPT) else torch.zeros(batch, 3, 32, 32)
     words = (given, given) if isinstance(model, RevGPT) else (given,)
     loss = lambda: model(*words).square().mean()  # noqa: E731
-    return TrainingStep(model, loss, InBackward(made) if in_backward else made, held={"batch": [given]})
+    return TrainingStep(model, loss, InBackward(stepped) if in_backward else stepped, held={"batch": [given]})
 
 
 def vit(backward="reversible", depth=24):
@@ -109,9 +107,8 @@ def test_schedules_are_chosen_with_it():
 
     def planner(in_backward):
         def make_step(model, batch):
-            made = adamw(model)
             x = torch.zeros(batch, 3, 32, 32)
-            optimizer = InBackward(made) if in_backward else made
+            optimizer = InBackward(adamw(model)) if in_backward else adamw(model)
             loss = lambda: model(x).square().mean()  # noqa: E731
             return TrainingStep(model, loss, optimizer, held={"batch": [x]}, sequences=[model.blocks])
 

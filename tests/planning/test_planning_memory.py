@@ -7,6 +7,7 @@ includes the scratch of kernels and libraries, which depends on the CPU: it lies
 import pytest
 import torch
 from covering import thinned
+from small_planners import made
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
@@ -18,7 +19,6 @@ from holotrain.planning import (
     TrainingStep,
     Unplannable,
     assume_mask_share,
-    fake_parameters,
     fake_tensors,
     fused_dropout,
     simulate_step,
@@ -94,10 +94,7 @@ CASES = [
 
 def training_step(family, backward, half=False, fake=False, batch=32):
     make, sizes, _ = FAMILIES[family]
-    with torch.device("meta" if fake else "cpu"):
-        model = make(**sizes, backward=backward, drop_path=0.1)
-    if fake:
-        model = fake_parameters(model, CPU)
+    model = made(lambda: make(**sizes, backward=backward, drop_path=0.1), fake)
     if family.endswith(("gpt", "roberta")):
         given = (torch.zeros(batch, 64, dtype=torch.int64),)
     else:
@@ -390,9 +387,7 @@ def first_through_a_sum(hidden, weight):
 @pytest.mark.parametrize("head", [first_through_linear, first_through_a_sum])
 def test_gradients_that_add_up_in_a_leaf_take_what_they_take(head):
     def step(fake):
-        with torch.device("meta" if fake else "cpu"):
-            model = Tied(head)
-        model = fake_parameters(model, CPU) if fake else model
+        model = made(lambda: Tied(head), fake)
         tokens = torch.zeros(4, dtype=torch.int64)
         return TrainingStep(model, lambda: model(tokens), torch.optim.SGD(model.parameters()), held={"batch": [tokens]})
 

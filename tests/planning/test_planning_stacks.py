@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_planners import made
 from torch import nn
 from torch.nn import functional as F
 from tracked_memory import check_plan
@@ -9,11 +10,11 @@ from tracked_memory import check_plan
 from holotrain.models.block_schedules import sequences
 from holotrain.planning import TrainingStep
 from holotrain.planning.choice import flops, stage_of, visits_of
-from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
+from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.planning.training_step import simulate_step
 from holotrain.reversible import make_reversible
 
-CPU, WIDTH = torch.device("cpu"), 64
+WIDTH = 64
 
 
 class Block(nn.Module):
@@ -42,10 +43,7 @@ class Tower(nn.Module):
 
 
 def training_step(backward, fake=False):
-    with torch.device("meta" if fake else "cpu"):
-        model = make_reversible(Tower(), backward=backward)
-    if fake:
-        model = fake_parameters(model, CPU)
+    model = made(lambda: make_reversible(Tower(), backward=backward), fake)
     given = (torch.zeros(16, 50, 8) if fake else torch.randn(16, 50, 8),)
     return TrainingStep(
         model=model,
