@@ -185,7 +185,6 @@ class FromHub:
         options: those of the next class
     """
 
-    name: str
     cache: Path
     """Folder in which what is read is cached."""
 

@@ -53,11 +53,6 @@ def coloured(channels: int) -> list[v2.Transform]:
     return [v2.ToImage(), v2.Grayscale(1) if channels == 1 else v2.RGB()]
 
 
-def randaugment(operations: int, magnitude: int) -> list[v2.Transform]:
-    """RandAugment (Cubuk et al., 2020); an empty list for no operations."""
-    return [v2.RandAugment(operations, magnitude)] if operations else []
-
-
 def batch_mixing(classes: int, mixup_alpha: float, cutmix_alpha: float) -> v2.Transform | None:
     """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), a random choice between the two, or None for alphas of 0."""
     mixings = []
@@ -221,7 +216,7 @@ class ImageDataModule(LoadingModule):
         self.batch_size = batch_size
         self.loading["collate_fn"] = collated_channels_last if channels_last else default_collate
         self.augment = augment
-        self.randaugment = randaugment(randaugment_ops, randaugment_magnitude)
+        self.randaugment = [v2.RandAugment(randaugment_ops, randaugment_magnitude)] if randaugment_ops else []
         self.alphas = (mixup_alpha, cutmix_alpha)
 
     def split(self, name: str) -> Dataset:
@@ -236,25 +231,20 @@ class ImageDataModule(LoadingModule):
         """The deterministic transforms from a raw image to ``image_shape``; empty if it already has that shape."""
         return []
 
-    def train_transform(self) -> v2.Compose:
-        moved = self.geometry() if self.augment else self.framing()
-        return v2.Compose([*moved, *self.randaugment, *normalised(self.statistics)])
-
-    def eval_transform(self) -> v2.Compose:
-        return v2.Compose([*self.framing(), *normalised(self.statistics)])
-
     def setup(self, stage: str | None = None) -> None:
         """Reads nothing by default."""
 
     def train_dataloader(self) -> ResumableLoader:
-        seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)
+        moved = self.geometry() if self.augment else self.framing()
+        transform = v2.Compose([*moved, *self.randaugment, *normalised(self.statistics)])
+        seeded = SeededDataset(self.split("train"), transform, self.seed)
         return ResumableLoader(seeded, self.batch_size, self.seed, **self.loading)
 
     def val_dataloader(self) -> Loader:
-        return self._in_order(TransformedDataset(self.split("val"), self.eval_transform()))
+        return self._in_order("val")
 
     def test_dataloader(self) -> Loader:
-        return self._in_order(TransformedDataset(self.split("test"), self.eval_transform()))
+        return self._in_order("test")
 
     def predict_dataloader(self) -> Loader:
         return self.test_dataloader()
@@ -265,8 +255,9 @@ class ImageDataModule(LoadingModule):
             return mixing(*batch)
         return batch
 
-    def _in_order(self, dataset: Dataset) -> Loader:
-        return Loader(dataset, batch_size=self.batch_size, **self.loading)
+    def _in_order(self, part: str) -> Loader:
+        transform = v2.Compose([*self.framing(), *normalised(self.statistics)])
+        return Loader(TransformedDataset(self.split(part), transform), self.batch_size, **self.loading)
 
 
 class SizedImages(ImageDataModule):

@@ -34,12 +34,6 @@ Key = tuple[int, int]
 """(epoch, index): the key of a sample, so that the data set can seed its augmentation with both."""
 
 
-def process_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Number of this process's shard, and of shards; where None, those of :func:`holotrain.data.sampler.data_shard`."""
-    here, size = data_shard()
-    return here if rank is None else rank, size if world_size is None else world_size
-
-
 class ResumableBatchSampler(Sampler[list]):
     """Batches whose order depends on (seed, epoch) only, and which can start in the middle of an epoch.
 
@@ -49,12 +43,12 @@ class ResumableBatchSampler(Sampler[list]):
 
     Args:
         seed: for the order.
-        rank, world_size: of this process; None: as torch.distributed says.
+        shard: of this process: its number and how many there are; None: :func:`data_shard`.
     """
 
-    def __init__(self, seed: int = 0, rank: int | None = None, world_size: int | None = None) -> None:
+    def __init__(self, seed: int = 0, shard: tuple[int, int] | None = None) -> None:
         self.seed = seed
-        self.rank, self.world_size = process_of(rank, world_size)
+        self.rank, self.world_size = shard or data_shard()
         self.epoch, self.drawn, self._restored = 0, 0, False
 
     @abstractmethod
@@ -95,16 +89,14 @@ class EpochBatchSampler(ResumableBatchSampler):
     Args:
         size: samples in the data set; the remainder after an equal split among the processes is left out.
         batch_size: keys in a batch; a smaller last batch is dropped, unless it is the only one.
-        seed, rank, world_size: see :class:`ResumableBatchSampler`.
+        seed, shard: see :class:`ResumableBatchSampler`.
 
     Raises:
         UserError: there are fewer samples than processes.
     """
 
-    def __init__(
-        self, size: int, batch_size: int, seed: int = 0, rank: int | None = None, world_size: int | None = None
-    ) -> None:
-        super().__init__(seed, rank, world_size)
+    def __init__(self, size: int, batch_size: int, seed: int = 0, shard: tuple[int, int] | None = None) -> None:
+        super().__init__(seed, shard)
         self.size = size
         if size < self.world_size:
             raise UserError(f"data: {size} samples cannot be split among {self.world_size} processes")
@@ -130,15 +122,15 @@ class FixedBatches(Sampler[list[int]]):
 
     Args:
         batches: the indices of each batch.
-        rank, world_size: of this process; None: as torch.distributed says.
+        shard: see :class:`ResumableBatchSampler`.
 
     Raises:
         UserError: there are fewer samples than processes.
     """
 
-    def __init__(self, batches: Sequence[np.ndarray], rank: int | None = None, world_size: int | None = None) -> None:
-        self.rank, self.world_size = process_of(rank, world_size)
-        self.own = divided(batches, self.world_size)[self.rank :: self.world_size]
+    def __init__(self, batches: Sequence[np.ndarray], shard: tuple[int, int] | None = None) -> None:
+        rank, world_size = shard or data_shard()
+        self.own = divided(batches, world_size)[rank::world_size]
 
     def __len__(self) -> int:
         return len(self.own)

@@ -127,9 +127,6 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 ASKED = os.environ.get(PARALLELISM)
 """The user's own setting for the library's threads."""
 
-SMALLEST = 256 + len(ROLES)
-"""A byte-level vocabulary without a single merge."""
-
 
 class SubwordTokenizer(Tokenizer):
     """A tokenizer of the tokenizers library.
@@ -162,13 +159,9 @@ class SubwordTokenizer(Tokenizer):
 
         Args:
             texts: read once, one after another.
-            vocab_size: number of ids, including special tokens; fewer if the texts do not have enough pairs to merge.
-
-        Raises:
-            UserError: ``vocab_size`` is smaller than the number of bytes and special tokens.
+            vocab_size: number of ids, including special tokens, at least that of ``ByteTokenizer``; fewer if the texts do
+                not have enough pairs to merge.
         """
-        if vocab_size < SMALLEST:
-            raise UserError(f"data.vocab_size: {vocab_size} is out of range; bytes and special tokens alone are {SMALLEST}")
         encoder = Encoder(models.BPE())
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encoder.decoder = decoders.ByteLevel()

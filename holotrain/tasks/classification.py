@@ -46,9 +46,6 @@ class Classifier(Task):
     def monitored(self) -> dict[str, str]:
         return {**dict.fromkeys(map(str, self.val_metrics), "max"), "val/loss": "min"}
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.model(*inputs)
-
     def loss(self, *inputs: Tensor) -> Tensor:
         *given, labels = inputs
         return self.criterion(self(*given), labels, self.label_smoothing)

@@ -45,9 +45,6 @@ class LanguageModelling(Task):
     def monitored(self) -> dict[str, str]:
         return {f"val/{name}": "min" for name in self.METRICS}
 
-    def forward(self, *inputs: Tensor | None) -> Tensor:
-        return self.model(*inputs)
-
     def loss(self, *inputs: Tensor) -> Tensor:
         return self.model(*inputs)
 

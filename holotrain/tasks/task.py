@@ -47,6 +47,9 @@ class Task(pl.LightningModule):
     def monitored(self) -> dict[str, str]:
         """The validation metrics that can choose the best checkpoint, with ``min`` or ``max`` each; the first is default."""
 
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        return self.model(*inputs)
+
     @abstractmethod
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """The arguments of :meth:`loss` for a training batch."""

@@ -27,7 +27,7 @@ def sampler(epoch=0, lengths=LENGTHS, **options) -> BucketBatchSampler:
 def test_every_document_comes_once_and_ranks_have_as_many_batches(budget, ranks):
     counts = set()
     for epoch in (0, 1):
-        shares = [sampler(epoch, **budget, rank=rank, world_size=ranks) for rank in range(ranks)]
+        shares = [sampler(epoch, **budget, shard=(rank, ranks)) for rank in range(ranks)]
         batches = [list(share) for share in shares]
         counts |= {len(share) for share in shares} | {len(drawn) for drawn in batches}
         drawn = [index for share in batches for batch in share for index in batch]
@@ -41,20 +41,18 @@ def test_every_document_comes_once_and_ranks_have_as_many_batches(budget, ranks)
 @pytest.mark.parametrize(("documents", "ranks"), [(3, 3), (4, 3), (7, 2), (100, 3)])
 def test_few_documents_are_dealt_out_evenly(documents, ranks):
     for batch_size in (1, 2, 64):
-        shares = [
-            list(sampler(lengths=LENGTHS[:documents], batch_size=batch_size, rank=r, world_size=ranks)) for r in range(ranks)
-        ]
+        shares = [list(sampler(lengths=LENGTHS[:documents], batch_size=batch_size, shard=(r, ranks))) for r in range(ranks)]
         assert len({len(share) for share in shares}) == 1
         drawn = [index for share in shares for batch in share for index in batch]
         left_out = documents % ranks if batch_size == 1 else 0
         assert len(set(drawn)) == len(drawn) and len(drawn) >= documents - left_out
         assert all(batch for share in shares for batch in share)
     with pytest.raises(UserError, match="2 documents cannot be split among 3 processes"):
-        sampler(lengths=LENGTHS[:2], batch_size=1, rank=0, world_size=3)
+        sampler(lengths=LENGTHS[:2], batch_size=1, shard=(0, 3))
 
 
 def test_processes_work_on_neighbouring_lengths_at_each_step():
-    shares = [list(sampler(max_tokens=2048, rank=rank, world_size=2)) for rank in (0, 1)]
+    shares = [list(sampler(max_tokens=2048, shard=(rank, 2))) for rank in (0, 1)]
     widths = np.array([[LENGTHS[batch].max() for batch in share] for share in shares])
     assert np.abs(widths[0] - widths[1]).mean() < 0.1 * widths.mean() < np.abs(widths[0] - np.roll(widths[1], 1)).mean()
 
@@ -72,8 +70,8 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sampler_can_begin_in_the_middle(ranks):
-    whole = list(sampler(2, max_tokens=2048, rank=ranks - 1, world_size=ranks))
-    resumed = BucketBatchSampler(LENGTHS, max_tokens=2048, rank=ranks - 1, world_size=ranks)
+    whole = list(sampler(2, max_tokens=2048, shard=(ranks - 1, ranks)))
+    resumed = BucketBatchSampler(LENGTHS, max_tokens=2048, shard=(ranks - 1, ranks))
     resumed.load_state_dict({"epoch": 2, "batches": 5})
     assert list(resumed) == whole[5:] and list(resumed) == whole
 

@@ -137,7 +137,7 @@ def test_a_part_that_is_shorter_than_a_block_is_refused(folder):
 def test_processes_share_an_epoch_of_keys(ranks):
     drawn = []
     for rank in range(ranks):
-        sampler = EpochBatchSampler(31, 4, seed=1, rank=rank, world_size=ranks)
+        sampler = EpochBatchSampler(31, 4, seed=1, shard=(rank, ranks))
         batches = list(sampler)
         assert len(batches) == len(sampler) == 31 // ranks // 4
         drawn += [key for batch in batches for key in batch]

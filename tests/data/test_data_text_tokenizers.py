@@ -136,10 +136,8 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, monkeypatch, name
     assert "\n" not in str(error.value)
 
 
-def test_a_vocabulary_smaller_than_the_bytes_is_refused():
-    with pytest.raises(UserError, match="vocab_size: 259 is out of range; .* are 260"):
-        SubwordTokenizer.trained(["a"], 259)
-    assert SubwordTokenizer.trained(["a"], 260).vocab_size == 260
+def test_the_smallest_vocabulary_is_the_bytes():
+    assert SubwordTokenizer.trained(["a"], ByteTokenizer.vocab_size).vocab_size == 260
 
 
 def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):

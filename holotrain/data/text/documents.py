@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from holotrain.data.sampler import ResumableBatchSampler, mixed_seed
+from holotrain.data.sampler import ResumableBatchSampler, in_batches, mixed_seed
 from holotrain.data.text.tokenise import Batch, Corpus
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
@@ -100,7 +100,7 @@ class BucketBatchSampler(ResumableBatchSampler):
         batch_size: documents in a batch; or
         max_tokens: ``(longest in the batch) * (documents) <= max_tokens``.
         bucketing: False puts documents of all lengths into one bucket.
-        seed, rank, world_size: see :class:`~holotrain.data.sampler.ResumableBatchSampler`.
+        seed, shard: see :class:`~holotrain.data.sampler.ResumableBatchSampler`.
 
     Raises:
         UserError: a document is longer than ``max_tokens``, or there are fewer documents than processes.
@@ -113,10 +113,9 @@ class BucketBatchSampler(ResumableBatchSampler):
         max_tokens: int | None = None,
         bucketing: bool = True,
         seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(seed, rank, world_size)
+        super().__init__(seed, shard)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         if len(self.lengths) < self.world_size:
             raise UserError(f"data: {len(self.lengths)} documents cannot be split among {self.world_size} processes")
@@ -185,33 +184,24 @@ def capacities(longest: np.ndarray, batch_size: int | None, max_tokens: int | No
     return max_tokens // np.maximum(longest, 1)
 
 
-def in_order(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
-    """Documents in the given order, as many in a batch as ``batch_size`` or ``max_tokens`` allow.
-
-    Raises:
-        UserError: a document does not fit into ``max_tokens``.
-    """
-    batches, first = [], 0
-    most = batch_size if max_tokens is None else max_tokens // int(lengths.min())
-    capacities(lengths, batch_size, max_tokens)
-    while first < len(lengths):
-        count = min(most, len(lengths) - first)
-        if max_tokens is not None:
-            longest = np.maximum.accumulate(lengths[first : first + count])
-            count = int(np.searchsorted(longest * np.arange(1, count + 1), max_tokens, side="right"))
-        batches.append(np.arange(first, first + count))
-        first += count
-    return batches
-
-
 def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> list[np.ndarray]:
-    """All documents from the shortest to the longest, for evaluation. The batches are always the same.
+    """All documents from the shortest to the longest, for evaluation, as many in a batch as ``batch_size`` or ``max_tokens``
+    allow. The batches are always the same.
 
     Raises:
         UserError: a document does not fit into ``max_tokens``.
     """
     order = np.argsort(lengths, kind="stable")
-    return [order[batch] for batch in in_order(lengths[order], batch_size, max_tokens)]
+    if max_tokens is None:
+        return [order[batch] for batch in in_batches(len(order), batch_size)]
+    capacities(lengths, None, max_tokens)
+    batches = []
+    while len(order):
+        widths = lengths[order[: max_tokens // lengths[order[0]]]]
+        count = np.searchsorted(widths * np.arange(1, len(widths) + 1), max_tokens, side="right")
+        batches.append(order[:count])
+        order = order[count:]
+    return batches
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
@@ -231,7 +221,7 @@ def padding(
     widths = padded(lengths, multiple)
     shares = {}
     for kind, bucketing in (("bucketed", True), ("random", False)):
-        sampler = BucketBatchSampler(widths, batch_size, max_tokens, bucketing, seed, rank=0, world_size=1)
+        sampler = BucketBatchSampler(widths, batch_size, max_tokens, bucketing, seed, shard=(0, 1))
         held = sum(int(widths[batch].max()) * len(batch) for batch in sampler.epoch_batches(0))
         shares[kind] = 1 - int(np.sum(lengths)) / held
     return shares

@@ -152,7 +152,7 @@ class HubText(FromHub, TextInColumns):
         reading = self.reading(self.label, fractions=tuple(0.0 if self.splits[part] else share for part, share in shares))
         found = self.opened(self.streaming)
         if self.skip and not self.streaming:
-            with hub.reading(self.name):
+            with hub.reading("the text"):
                 empty = {self.splits[part]: rows_without(each, self.columns(self.label)) for part, each in found.items()}
             names = [f"{self.name}:{split}:{row}" for split, rows in empty.items() for row in rows]
             warn_of_left_out("row", WITHOUT, names)
