@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Collection, Generator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Collection
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from io import StringIO
 from pathlib import Path
@@ -101,7 +101,7 @@ def fit(
     checkpoint = Path(summary["checkpoint"]) if summary["checkpoint"] else None
     object_ = next((each.object for each in (config.model, config.task) if isinstance(each, PythonObject)), None)
     trained = object_ if checkpoint is None else _weights_of(checkpoint, None, object_)
-    return Result(trained and trained.cpu().eval(), _metrics(summary), checkpoint, run.folder)
+    return Result(trained and trained.cpu().eval(), summary["metrics"], checkpoint, run.folder)
 
 
 def validate(
@@ -127,7 +127,7 @@ def validate(
         UserError: a mistake, in one line.
     """
     _, run = _run("validate", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
-    return _metrics(_summary(run))
+    return _summary(run)["metrics"]
 
 
 def test(
@@ -142,7 +142,7 @@ def test(
 ) -> dict[str, float]:
     """Evaluates a checkpoint on the test set, as ``holotrain test`` does; see :func:`validate`."""
     _, run = _run("test", config, {"model": model, "data": data, "task": task}, overrides, folder, quiet)
-    return _metrics(_summary(run))
+    return _summary(run)["metrics"]
 
 
 def predict(config: RunConfig, *, folder: str | Path | None = None, quiet: bool = False) -> Path:
@@ -269,7 +269,10 @@ def _run(
     status = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with quietly(), _silent(quiet):
+        with quietly(), ExitStack() as silenced:
+            if quiet:
+                silenced.enter_context(redirect_stdout(StringIO()))
+                silenced.enter_context(console.capture())  # in a notebook it does not print to standard output
             status = MultiprocessRunner(None, quiet).run(command, config, run)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or folder}: {error.strerror or error}") from error
@@ -334,20 +337,7 @@ def _like(config: RunConfig, other: RunConfig) -> RunConfig:
     return other
 
 
-@contextmanager
-def _silent(wanted: bool) -> Generator[None]:
-    with ExitStack() as stack:
-        if wanted:
-            stack.enter_context(redirect_stdout(StringIO()))
-            stack.enter_context(console.capture())  # in a notebook it does not print to standard output
-        yield
-
-
 def _summary(run: Run) -> dict[str, Any]:
     summary = read(run.folder)
     assert summary is not None  # a run that has ended well leaves one
-    return summary
-
-
-def _metrics(summary: dict[str, Any]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in summary["metrics"].items()}
+    return summary | {"metrics": {name: math.nan if value is None else value for name, value in summary["metrics"].items()}}

@@ -27,12 +27,10 @@ from holotrain.config.command_line import (
     REFUSALS,
     Arguments,
     command_help,
-    explained,
     explaining,
     overview,
     parse,
     parse_words,
-    refused,
     word_command_help,
 )
 from holotrain.config.commands import WORD_COMMANDS
@@ -47,7 +45,7 @@ from holotrain.config.composition import (
     to_plain,
 )
 from holotrain.config.jobs import Job, launched_jobs
-from holotrain.config.start import Start, check_values
+from holotrain.config.start import Start
 from holotrain.errors import UserError, files_named
 from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
@@ -94,27 +92,19 @@ def _run(argv: list[str]) -> int:
         # The main process alone runs the commands that need one process.
         return follow(process) if argv[0] in MULTIPROCESS_COMMANDS and not {"--help", "-h"} & set(argv) else 0
     if argv[0] in WORD_COMMANDS:
-        return _of_words(*argv)
+        config = parse_words(argv[0], argv[1:])
+        if config is None:
+            print(word_command_help(argv[0]))
+            return 0
+        return importlib.import_module(f"holotrain.commands.{argv[0]}").run(config)
     arguments = parse(argv)
     register(arguments.resume)
     if arguments.help:
-        return _help(arguments)
+        with explaining(arguments):
+            print(command_help(arguments))
+        return 0
     launch = Launch(arguments, process)
     return launch.show() if arguments.flag("--cfg", "-c") == "job" else launch.run()
-
-
-def _of_words(command: str, *words: str) -> int:
-    config = parse_words(command, list(words))
-    if config is None:
-        print(word_command_help(command))
-        return 0
-    return importlib.import_module(f"holotrain.commands.{command}").run(config)
-
-
-def _help(arguments: Arguments) -> int:
-    with explaining(arguments):
-        print(command_help(arguments))
-    return 0
 
 
 def worst(statuses: list[int]) -> int:
@@ -162,18 +152,18 @@ class Launch:
         sys.argv = [f"holotrain {arguments.command}", *arguments.flags, *arguments.overrides]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its exceptions unchanged, and `explained` turns them into one line
         launch = hydra_main(version_base="1.3", config_path=config_folder(), config_name=arguments.primary)(self.job)
-        with launched_jobs(self._check) as sweep:
+        with launched_jobs(self._check) as sweep, explaining(arguments):
             try:
                 launch()
             except Ended as ended:
                 self.statuses.append(ended.status)
             except KeyboardInterrupt:
                 self.statuses.append(_interrupted(arguments.command))
-            except CONFIGURATION_ERRORS as error:
-                raise explained(error, arguments) from error
+            except CONFIGURATION_ERRORS:
+                raise
             except REFUSALS as error:
                 if not sweep.launched:
-                    raise refused(error, arguments) from error
+                    raise
                 print(f"holotrain: the sweeper ended: {first_line(error)}", file=sys.stderr)
                 if not any(job.exit_status for job in sweep.ended()):
                     self.statuses.append(1)
@@ -213,6 +203,7 @@ class Launch:
                 choices = self.start.choices(typed, hydra.runtime.choices, overrides)
                 from holotrain.commands.console import quieten
                 from holotrain.commands.run_folder import Run
+                from holotrain.config.build import check_values
 
                 runner = self.runner  # imports Lightning, which can now be silenced
                 quieten()
@@ -231,7 +222,10 @@ class Launch:
             print(self._kept(folder, run), file=sys.stderr)
             left.exit_status, left.error = 128 + signal.SIGINT, "ended by SIGINT"
         if hydra.mode is RunMode.MULTIRUN:
-            left.value = self._value(left, folder)
+            if self.arguments.command == "fit" and not left.exit_status:
+                from holotrain.commands.summary import best
+
+                left.value = best(folder)
             left.write(folder)
         elif folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
@@ -254,14 +248,6 @@ class Launch:
             return "SIGINT ended the training at once; nothing was saved yet"
         words = f"SIGINT ended the training at once; the last state that was saved is in {folder / LAST_CHECKPOINT}"
         return f"{words}\n{run.how_to_resume}" if run else words
-
-    def _value(self, job: Job, folder: Path) -> float | None:
-        """The best value of the metric that selects a training's best checkpoint. A training that failed has none."""
-        if self.arguments.command != "fit" or job.exit_status:
-            return None
-        from holotrain.commands.summary import best
-
-        return best(folder)
 
     def _varied(self, overrides: list[str]) -> list[str]:
         """The keys that a sweep varies: those with several values on the command line, and those of a sweep file."""

@@ -80,8 +80,8 @@ def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
     return is_overridden("test_step", task) and is_overridden("test_dataloader", data)
 
 
-def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[Path, pl.LightningDataModule, pl.LightningModule]:
-    """The path of the checkpoint, the data, set up for the command, and the task, whose weights are not loaded yet.
+def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.LightningDataModule, pl.LightningModule]:
+    """The data, set up for the command, and the task, whose weights are not loaded yet.
 
     Raises:
         UserError: the checkpoint does not fit, or the device or the data are missing.
@@ -96,7 +96,7 @@ def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[Path, pl
     pl.seed_everything(config.seed, verbose=False)
     task = build_task(config, data)
     check_division(config.trainer, run.process, model_of(task))
-    return path, data, task
+    return data, task
 
 
 def run(config: CheckpointConfig, run: Run) -> int:
@@ -105,7 +105,7 @@ def run(config: CheckpointConfig, run: Run) -> int:
     limit = {"validate": "limit_val_batches", "test": "limit_test_batches"}[split]
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
-    path, data, task = prepared(split, config, run)
+    path, (data, task) = config.checkpoint, prepared(split, config, run)
     screen.show_start(split, config, run, model_of(task), path, data)
     summary = Summary.of(run, config, model_of(task))
     summary.checkpoint = str(path)

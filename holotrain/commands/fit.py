@@ -26,7 +26,7 @@ from holotrain.commands.evaluation import can_test, evaluate, lightning_refusals
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, chosen, explained
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary
-from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_layout, log_start, results, tags
+from holotrain.commands.tensorboard_tabs import BestValue, log_end, log_start
 from holotrain.commands.writing import write_whole
 from holotrain.config.build import build_data, build_task, description
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
@@ -36,7 +36,7 @@ from holotrain.config.composition import MODES
 from holotrain.config.plans import smallest_batch
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError
-from holotrain.tasks.task import model_of, monitored_by
+from holotrain.tasks.task import model_of
 
 
 def run(config: FitConfig, run: Run) -> int:
@@ -84,8 +84,7 @@ def run(config: FitConfig, run: Run) -> int:
 
     if run.is_main:
         (run.folder / SUMMARY).unlink(missing_ok=True)  # that of an earlier part of the run is not its result
-        log_layout(trainer, task, config)
-        log_start(loggers, config, run, _columns(config, trainer, task, monitor))
+        log_start(loggers, trainer, task, config, run, monitor)
         log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
@@ -181,16 +180,6 @@ def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> N
     better = MODES[monitor.mode]
     if direction != better:
         raise UserError(f"hydra.sweeper.direction={direction}: use {better}, the better values of {monitor.monitor}")
-
-
-def _columns(
-    config: FitConfig, trainer: pl.Trainer, task: pl.LightningModule, monitor: ModelCheckpoint | None
-) -> dict[str, str]:
-    """The columns of HParams."""
-    validated = (
-        [] if monitor is None or monitor.monitor is None else list(dict.fromkeys((monitor.monitor, *monitored_by(task))))
-    )
-    return results(validated, tags(trainer, task, config), config.test and config.trainer.limit_test_batches != 0)
 
 
 def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import cast
 
@@ -49,7 +50,7 @@ def run(config: GenerateConfig, run: Run) -> int:
                 shown.add(int(token[0]))
     seconds = time.monotonic() - began
     rows = torch.stack(tokens, dim=1)
-    answers = [tokenizer.decode(_until(row.tolist(), tokenizer.end_id)) for row in rows]
+    answers = [tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end_id, row.tolist()))) for row in rows]
     if shown is not None:
         shown.end()
     else:
@@ -70,10 +71,6 @@ def run(config: GenerateConfig, run: Run) -> int:
     summary.write(run.folder)
     screen.show_generated(summary, run.folder / GENERATIONS, full)
     return 0
-
-
-def _until(ids: list[int], end: int) -> list[int]:
-    return ids[: ids.index(end)] if end in ids else ids
 
 
 class Shown:

@@ -102,7 +102,12 @@ def planned(
     data.setup("fit")
     if config.batch_is_open:
         config = chosen(config, data, device, say=say)
-    budget = _budget(config, device)
+    try:
+        budget = budget_of(config, device)
+    except UserError:
+        if config.backward.open:
+            raise
+        budget = None  # the memory of the device is not known
     try:
         planner = planner_of(config, data, device)
         plan = make_plan(planner, budget, begin)
@@ -118,16 +123,6 @@ def _device(config: PlanConfig) -> str:
     if config.trainer.accelerator == "mps":
         raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
     return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
-
-
-def _budget(config: PlanConfig, device: str) -> int | None:
-    """Bytes; None if the memory of the device is not known."""
-    try:
-        return budget_of(config, device)
-    except UserError:
-        if config.backward.open:
-            raise
-        return None
 
 
 def _scaling(config: PlanConfig, devices: int, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:

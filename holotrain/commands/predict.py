@@ -38,7 +38,7 @@ def run(config: PredictConfig, run: Run) -> int:
         task = task_of(model, config, described)
         loader = build_files_loader(config, described, Path(files))
     else:
-        _, data, task = prepared("predict", config, run)
+        data, task = prepared("predict", config, run)
         load_weights(task, path)
         described, loader = description(config, data), data.predict_dataloader()
     screen.show_start("predict", config, run, model_of(task), path)

@@ -40,6 +40,7 @@ def show_start(
     named = run.choices.get("model", config.model.name) if config.model else type(model).__name__
     if is_a(config.model, *FIT[ERROR_DIFFUSION][0]):
         named += f", rule {config.model.rule}, depth {config.model.depth}, width {config.model.width}"
+    products = config.trainer.float32_matmul_precision
     rows = {
         "model": f"{named}, {_parameters(model)}",
         "task": run.choices.get("task", config.task.name),
@@ -48,7 +49,7 @@ def show_start(
         "backward": config.backward.kind,
         "synthesis": getattr(config.synthesis, "mode", None),
         "optimizer": _optimizer(config, config.optimizer, run) if command == "fit" and config.optimizer else None,
-        "precision": _precision(config),
+        "precision": config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)"),
         "device": device_name(config.trainer.accelerator),
         "checkpoint": origin,
         "processes": _processes(config, run.process, model) if run.process else None,
@@ -142,11 +143,6 @@ def _optimizer(config: RunConfig, optimizer: ObjectConfig, run: Run) -> str:
     name, rate = run.choices.get("optimizer", optimizer.name), getattr(optimizer, "lr", None)
     words = [name, *([] if rate is None else [f"learning rate {rate:g}"])]
     return ", ".join([*words, "in the backward"] if config.steps_in_backward else words)
-
-
-def _precision(config: RunConfig) -> str:
-    products = config.trainer.float32_matmul_precision
-    return config.trainer.precision + ("" if products == "highest" else f", products of float32: {products} (TF32)")
 
 
 def _parameters(model: nn.Module) -> str:

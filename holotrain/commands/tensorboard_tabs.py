@@ -22,11 +22,12 @@ from holotrain.callbacks import (
 )
 from holotrain.callbacks.monitor import replays
 from holotrain.commands.run_folder import Run
-from holotrain.config.commands import RunConfig
+from holotrain.config.commands import FitConfig
 from holotrain.config.composition import key_of
 from holotrain.config.option_groups import PLAIN
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
+from holotrain.dashboard.table import flat
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
 from holotrain.tasks.task import monitored_by
 
@@ -72,17 +73,27 @@ class BestValue(pl.Callback):
                 logger.log_metrics({self.tag: self.value}, step=trainer.global_step)
 
 
-def log_start(loggers: Iterable[Logger], config: RunConfig, run: Run, columns: dict[str, str]) -> None:
-    """Logs the run's options before it trains, so that a run that is under way or was killed can be compared too.
+def log_start(
+    loggers: Iterable[Logger],
+    trainer: pl.Trainer,
+    task: pl.LightningModule,
+    config: FitConfig,
+    run: Run,
+    monitor: ModelCheckpoint | None,
+) -> None:
+    """Logs the charts and the run's options before it trains, so that a run that is under way or was killed is compared too.
 
     Args:
-        columns: see :func:`results`.
+        monitor: the callback that selects the best checkpoint.
     """
-    options = dict(_flat(to_container(config)))
+    options, measured = dict(flat(to_container(config))), tags(trainer, task, config)
+    columns = results(task, config, monitor, measured)
     for logger in loggers:
         if not isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(options)
             continue
+        if logger in trainer.loggers:  # which Lightning replaces for trainer.fast_dev_run
+            logger.experiment.add_custom_scalars(tensorboard_layout(measured))
         # Lightning's log_hyperparams would add a point to the curve of every metric.
         known: dict[str, float | str] = {}
         start = plugin_data.SessionStartInfo(start_time_secs=time.time())
@@ -145,14 +156,15 @@ def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str
     return api.Experiment(hparam_infos=infos, metric_infos=columns)
 
 
-def results(validated: list[str], measured: set[str], tested: bool) -> dict[str, str]:
+def results(task: pl.LightningModule, config: FitConfig, monitor: ModelCheckpoint | None, measured: set[str]) -> dict[str, str]:
     """Tags and display names of the scalars that a training will log as its results, in the order of their importance.
 
     Args:
-        validated: the metrics of a validation, as ``val/...``, the monitored one first; empty without validation.
-        measured: tags of the scalars that its callbacks log.
-        tested: whether the test follows.
+        measured: from :func:`tags`.
     """
+    metric = None if monitor is None else monitor.monitor  # there is none without validation
+    validated = [] if metric is None else list(dict.fromkeys((metric, *monitored_by(task))))
+    tested = config.test and config.trainer.limit_test_batches != 0
     tests = [name.replace("val/", "test/") for name in validated] if tested else []
     first, *others = validated or [None]
     found: list[str | None] = [first, f"best/{first}"] if first else []
@@ -161,22 +173,7 @@ def results(validated: list[str], measured: set[str], tested: bool) -> dict[str,
     return {tag: SHOWN.get(tag, tag) for tag in (*found, *others, *tests[1:]) if tag}
 
 
-def _flat(node: dict, prefix: str = ""):
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def log_layout(trainer: pl.Trainer, task: pl.LightningModule, config: RunConfig) -> None:
-    """Logs the layout to TensorBoard, if it is a logger of this training."""
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_custom_scalars(tensorboard_layout(tags(trainer, task, config)))
-
-
-def tags(trainer: pl.Trainer, task: pl.LightningModule, config: RunConfig) -> set[str]:
+def tags(trainer: pl.Trainer, task: pl.LightningModule, config: FitConfig) -> set[str]:
     """The scalars that this training can log and that a chart shows. The callbacks' docstrings describe them."""
     found = {"train/loss", "train/lr"}
     if config.trainer.limit_val_batches != 0:

@@ -190,8 +190,10 @@ def check_values(config: RunConfig) -> None:
     What only data that were read can tell, such as the size of a vocabulary, is made up.
 
     Raises:
-        UserError: one of them refuses a value.
+        UserError: one of them refuses a value. Those of a checkpoint have been accepted before.
     """
+    if config.ckpt_path is not None or getattr(config, "resume", False):
+        return
     groups = [each for each in (config.data, config.model, config.task) if each is not None]
     if not all(is_of(each.target, ["holotrain"]) and each.target != PYTHON_OBJECT for each in groups):
         return

@@ -151,18 +151,18 @@ def build_loggers(config: dict[str, ObjectConfig], folder: Path, sweep: str | No
     Raises:
         UserError: a logger's package is not installed, or it refuses a value.
     """
-    return [_logger(name, chosen, folder, sweep) for name, chosen in config.items()]
-
-
-def _logger(name: str, chosen: ObjectConfig, folder: Path, sweep: str | None) -> Logger:
-    try:
-        return NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, **_known_to_logger(name, chosen, folder, sweep))
-    except UserError as error:
-        missing = isinstance(getattr(error.__cause__, "__cause__", None), ModuleNotFoundError)
-        if not missing or chosen.name not in EXTRAS:
-            raise
-        extra = EXTRAS[chosen.name]
-        raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
+    made = []
+    for name, chosen in config.items():
+        known = _known_to_logger(name, chosen, folder, sweep)
+        try:
+            made.append(NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, **known))
+        except UserError as error:
+            missing = isinstance(getattr(error.__cause__, "__cause__", None), ModuleNotFoundError)
+            if not missing or chosen.name not in EXTRAS:
+                raise
+            extra = EXTRAS[chosen.name]
+            raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
+    return made
 
 
 def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, sweep: str | None) -> dict[str, Any]:

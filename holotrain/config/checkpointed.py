@@ -24,6 +24,8 @@ from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
 from holotrain.config.signatures import is_defined_in, signature
 from holotrain.config.structured import structured, to_container
 from holotrain.errors import UserError, naming_group
+from holotrain.models import checkpoint_files
+from holotrain.models.saved import read_config
 from holotrain.targets import TARGET, first_line, missing_package, targets
 
 KEY = "holotrain"
@@ -78,8 +80,6 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing, damaged, or of another program.
     """
-    from holotrain.models import checkpoint_files
-
     if is_exported(path):
         return _exported(path)
     if not path.exists():
@@ -100,8 +100,6 @@ def load(path: Path) -> dict[str, Any]:
 
 def undamaged(path: Path) -> Path:
     """The checkpoint from which the run of this one continues: the furthest sound one beside it, if it is damaged itself."""
-    from holotrain.models import checkpoint_files
-
     try:
         checkpoint_files.load(path)
     except ValueError:
@@ -115,8 +113,6 @@ def restore(path: Path) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    from holotrain.models import checkpoint_files
-
     if not path.exists():
         return
     try:
@@ -133,8 +129,6 @@ def restore(path: Path) -> None:
 
 def _sound_beside(path: Path) -> Path | None:
     """The furthest checkpoint in the same folder from which a training can continue; a copy may have any time."""
-    from holotrain.models import checkpoint_files
-
     steps = {}
     for other in sorted(other for other in path.parent.glob("*.ckpt") if other.is_file() or other.is_dir()):
         with suppress(ValueError):
@@ -150,8 +144,6 @@ def weights(path: Path) -> dict[str, Any]:
     Raises:
         UserError: a part of it is missing or damaged.
     """
-    from holotrain.models import checkpoint_files
-
     with naming_group("ckpt_path"):
         weights = checkpoint_files.read(path, ["state_dict"])["state_dict"]
     checkpoint_files.warn_of_non_finite(weights, path)
@@ -160,14 +152,10 @@ def weights(path: Path) -> dict[str, Any]:
 
 def is_exported(path: Path) -> bool:
     """Whether this folder was written by ``holotrain export``. A sharded checkpoint is a folder too."""
-    from holotrain.models.checkpoint_files import is_folder
-
-    return path.is_dir() and not is_folder(path)
+    return path.is_dir() and not checkpoint_files.is_folder(path)
 
 
 def _exported(folder: Path) -> dict[str, Any]:
-    from holotrain.models.saved import read_config
-
     with naming_group("ckpt_path"):
         config = read_config(folder)
     if KEY not in config:
@@ -291,6 +279,8 @@ def require_trusted(
     Raises:
         UserError: it names a class that nobody vouches for.
     """
+    given = (word.lstrip("+").partition("=") for word in words)
+    by_words = {(key.removesuffix(f".{TARGET}"), name) for key, _, name in given if key.endswith(f".{TARGET}")}
     allowed: dict[str, set[tuple[str, str]]] = {}
     for where, target in targets(config):
         if not isinstance(target, str):
@@ -299,7 +289,7 @@ def require_trusted(
             continue
         group = where.partition(".")[0]
         if group not in allowed:
-            allowed[group] = {*_named_by(words), *_named_in_files(config_dir, group)}
+            allowed[group] = {*by_words, *_named_in_files(config_dir, group)}
         if (where, target) in allowed[group]:
             continue
         if target == PYTHON_OBJECT:
@@ -327,13 +317,6 @@ def _only_computes(where: str, target: str) -> bool:
         return target.startswith("torch.optim.") and base in signature(target).bases
     except ValueError:
         return False
-
-
-def _named_by(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for word in words:
-        key, _, target = word.lstrip("+").partition("=")
-        if key.endswith(f".{TARGET}"):
-            yield key.removesuffix(f".{TARGET}"), target
 
 
 DATA = {("model.adapters", "peft.LoraConfig")}

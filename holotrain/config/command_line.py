@@ -229,15 +229,6 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     return UserError(f"{key}: {text}" if key and key not in text else text)
 
 
-def refused(error: Exception, arguments: Arguments) -> UserError:
-    """Turns one of ``REFUSALS``, raised by Hydra, into a UserError that names the override."""
-    groups, words = option_names(arguments.config_dir), arguments.overrides
-    parsed = zip(words, OverridesParser.create().parse_overrides(words), strict=True)
-    chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
-    named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
-    return UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error))
-
-
 @contextmanager
 def explaining(arguments: Arguments) -> Generator[None]:
     """
@@ -249,7 +240,11 @@ def explaining(arguments: Arguments) -> Generator[None]:
     except CONFIGURATION_ERRORS as error:
         raise explained(error, arguments) from error
     except REFUSALS as error:
-        raise refused(error, arguments) from error
+        groups, words = option_names(arguments.config_dir), arguments.overrides
+        parsed = zip(words, OverridesParser.create().parse_overrides(words), strict=True)
+        chosen = [word for word, each in parsed if each.key_or_group in groups and not isinstance(each.value(), str | list)]
+        named = [*chosen, *(word for word in words if key_of(word).startswith("hydra"))]
+        raise UserError(f"{named[0]}: {first_line(error)}" if named else first_line(error)) from error
 
 
 def _option_of_flag(flag: str, arguments: Arguments) -> str | None:

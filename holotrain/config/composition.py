@@ -158,7 +158,8 @@ def run_folder(kind: str, root: str, resume: bool) -> str:
         kind: the command; for a sweep, whose jobs have numbered folders in its folder, ``<command>/sweeps``.
     """
     parent = Path(root, kind)
-    evidence = (Path("*"), "sweep that has begun") if parent.name == "sweeps" else (LAST_CHECKPOINT, "run with a checkpoint")
+    # Of a sweep a folder of a job: one that was refused before has none.
+    evidence = ("*/", "sweep that has begun") if parent.name == "sweeps" else (str(LAST_CHECKPOINT), "run with a checkpoint")
     return str(_latest(parent, *evidence) if resume else _fresh(parent))
 
 
@@ -174,28 +175,20 @@ def checkpoint_path(given: str, command: str, root: str) -> Path:
         UserError: there is no such training, or it is a folder of several.
     """
     if given in ("best", "last") and not Path(given).exists():
-        folder = _latest(Path(root) / "fit", LAST_CHECKPOINT, "run with a checkpoint", f"ckpt_path={given}")
+        folder = _latest(Path(root) / "fit", str(LAST_CHECKPOINT), "run with a checkpoint", f"ckpt_path={given}")
     else:
         folder = Path(given).expanduser()
     last = folder / LAST_CHECKPOINT
     if not last.exists():
-        _require_no_runs_in(folder, given)
+        below = ("*", "*/*", "sweeps/*/*", "fit/sweeps/*/*")  # of a sweep, of all sweeps, of all trainings, of all runs
+        runs = [path.parent.parent for level in below for path in folder.glob(f"{level}/{LAST_CHECKPOINT}")]
+        if runs and not (folder / "config.json").exists():
+            latest = max(runs, key=lambda run: (run / LAST_CHECKPOINT).stat().st_mtime)
+            advice = "give" if len(runs) == 1 else "choose one, such as"
+            raise UserError(f"ckpt_path={given}: this folder holds {counted(len(runs), 'run')}; {advice} ckpt_path={latest}")
         return folder
     best = None if given == "last" or (command == "fit" and given != "best") else _best(folder)
     return best or last
-
-
-def _require_no_runs_in(folder: Path, given: str) -> None:
-    """
-    Raises:
-        UserError: this is a folder of runs, of a sweep or of several sweeps.
-    """
-    below = ("*", "*/*", "sweeps/*/*", "fit/sweeps/*/*")  # of a sweep, of all sweeps, of all trainings, of all runs
-    runs = [path.parent.parent for level in below for path in folder.glob(f"{level}/{LAST_CHECKPOINT}")]
-    if runs and not (folder / "config.json").exists():
-        latest = max(runs, key=lambda run: (run / LAST_CHECKPOINT).stat().st_mtime)
-        advice = "give" if len(runs) == 1 else "choose one, such as"
-        raise UserError(f"ckpt_path={given}: this folder holds {counted(len(runs), 'run')}; {advice} ckpt_path={latest}")
 
 
 def _best(folder: Path) -> Path | None:
@@ -232,12 +225,16 @@ def _fresh(parent: Path) -> Path:
         folder = parent / f"{stamp}-{count}"
 
 
-def _latest(parent: Path, evidence: Path, noun: str, option: str = "resume=true") -> Path:
-    found = [folder for folder in parent.glob("*") if any(folder.glob(str(evidence)))]
+def _latest(parent: Path, evidence: str, noun: str, option: str = "resume=true") -> Path:
+    """
+    Args:
+        evidence: pattern of what there is in a folder that counts.
+    """
+    found = [folder for folder in parent.glob("*") if any(folder.glob(evidence))]
     if not found:
         hint = "; to start one, leave out resume=true" if option == "resume=true" else ""
         raise UserError(f"{option}: there is no {noun} in {parent}{hint}")
-    return max(found, key=lambda folder: max(path.stat().st_mtime for path in folder.glob(str(evidence))))
+    return max(found, key=lambda folder: max(path.stat().st_mtime for path in folder.glob(evidence)))
 
 
 def key_of(override: str) -> str:

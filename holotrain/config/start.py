@@ -16,7 +16,6 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from holotrain.config.checkpointed import KEY, load, require_trusted, undamaged
 from holotrain.config.command_line import CONFIGURATION_ERRORS, Arguments, explained, explaining, parse
 from holotrain.config.commands import RunConfig
 from holotrain.config.composition import (
@@ -73,6 +72,8 @@ def start_checkpoint(arguments: Arguments) -> StartCheckpoint | None:
     path = _checkpoint_path(arguments)
     if path is None:
         return None
+    from holotrain.config.checkpointed import KEY, load, require_trusted  # imports torch
+
     kept = load(path)[KEY]
     trusted = (arguments.value("trust") or "").strip("[]").split(",")
     require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
@@ -134,12 +135,15 @@ def without_replaced_options(plain: dict[str, Any], start: StartCheckpoint, over
 
 def _checkpoint_path(arguments: Arguments) -> Path | None:
     if arguments.resume:
+        from holotrain.config.checkpointed import undamaged
         from holotrain.models.checkpoint_files import CHECKPOINT, begun
 
         folder = arguments.value("hydra.run.dir")
         if folder is None:
             folder = run_folder(arguments.command, arguments.value("output_dir") or "runs", True)
-            _tell_of_later(Path(folder))
+            others = (other for other in Path(folder).parent.glob("[0-9]*") if other.name > Path(folder).name)
+            if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
+                print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
         path = Path(folder).expanduser() / LAST_CHECKPOINT
         if not path.exists() and (begun(path) / CHECKPOINT).is_file():
             path = begun(path)  # which the run renames as soon as it is alone in its folder
@@ -152,13 +156,6 @@ def _checkpoint_path(arguments: Arguments) -> Path | None:
     if given in (None, "null", ""):
         return None
     return checkpoint_path(given, arguments.command, arguments.value("output_dir") or "runs")
-
-
-def _tell_of_later(folder: Path) -> None:
-    """Says which run the user may have meant instead: a later one that ended before it saved a checkpoint."""
-    others = (other for other in folder.parent.glob("[0-9]*") if other.name > folder.name)
-    if later := max((other for other in others if not (other / LAST_CHECKPOINT).exists()), default=None):
-        print(f"holotrain: resume=true: continuing {folder}; {later} is later, but has no checkpoint", file=sys.stderr)
 
 
 def _literally(node: Any) -> Any:
@@ -244,17 +241,6 @@ class Start:
         return found
 
 
-def check_values(config: RunConfig) -> None:
-    """
-    Raises:
-        UserError: a class refuses a value. Those of a checkpoint have been accepted before.
-    """
-    if config.ckpt_path is None and not getattr(config, "resume", False):
-        from holotrain.config import build  # imports torch
-
-        build.check_values(config)
-
-
 def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: str | Path | None = None) -> RunConfig:
     """The checked configuration that the command line ``holotrain COMMAND OVERRIDES`` would run.
 
@@ -283,6 +269,8 @@ def compose(command: str = "fit", overrides: Collection[str] = (), config_dir: s
             del composition["hydra"]
         config = start.structured(composition, words)
     config.overrides, config.choices = words, start.choices(config, chosen, words)
+    from holotrain.config.build import check_values  # imports torch
+
     check_values(config)
     config.folder = arguments.value("hydra.run.dir")
     if config.folder is None and arguments.resume:

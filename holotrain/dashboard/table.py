@@ -1,6 +1,6 @@
 """The comparison table: differing options and results of the runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,9 @@ def changed(runs: list[Reported]) -> dict[str, list[Any]]:
 
 def different_options(runs: list[Reported]) -> dict[str, list[Any]]:
     """All options in which runs differ, with the value of each run."""
-    flat = [dict(_flat(run.config)) for run in runs]
-    keys = dict.fromkeys(key for options in flat for key in options if key.split(".")[0] not in UNCOMPARED)
-    return _different({key: [options.get(key) for options in flat] for key in keys})
+    configs = [dict(flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for options in configs for key in options if key.split(".")[0] not in UNCOMPARED)
+    return _different({key: [options.get(key) for options in configs] for key in keys})
 
 
 def labels(runs: list[Reported]) -> list[str]:
@@ -166,10 +166,11 @@ def _different(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _flat(node: Mapping[str, Any], prefix: str = ""):
+def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options with their full names."""
     for key, value in node.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

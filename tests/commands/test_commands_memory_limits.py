@@ -2,18 +2,9 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+from holotrain import compose
 from holotrain.commands.memory_limits import OutOfMemory, as_out_of_memory, rules
-from holotrain.config.composition import composed, register
-from holotrain.config.structured import structured
-
-register()
-
-
-def config(*overrides):
-    container = OmegaConf.to_container(composed("fit", list(overrides)), resolve=True)
-    return structured("fit", container)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +29,14 @@ def config(*overrides):
     ],
 )
 def test_rules(overrides, first, count):
-    given = rules(config(*overrides))
+    given = rules(compose("fit", overrides))
     assert len(given) == count
     if given:
         assert given[0].startswith(first)
     for line in given:
         words = line.partition(" (")[0].split()
         if "..." not in line:
-            assert rules(config(*overrides, *words)) != given  # it can be composed, and is followed then
+            assert rules(compose("fit", [*overrides, *words])) != given  # it can be composed, and is followed then
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """A mistake in the values of a sweep is found before a job is started."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+from holotrain.config.composition import run_folder
 
 
 @pytest.mark.parametrize(
@@ -17,6 +20,15 @@ def test_the_job_and_its_values_are_named_before_any_job_starts(holotrain, words
     status, out, err = holotrain("fit", "-m", *words.split())
     assert (status, out) == (2, "") and err.startswith(f"holotrain: {said}") and err.count("\n") == 1
     assert not [path for path in Path("runs").rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+
+
+def test_a_sweep_without_a_job_is_not_resumed(tmp_path):
+    """Such as one that was refused."""
+    (tmp_path / "fit/sweeps/begun/0").mkdir(parents=True)
+    (tmp_path / "fit/sweeps/refused").mkdir()
+    (tmp_path / "fit/sweeps/refused/multirun.yaml").touch()
+    os.utime(tmp_path / "fit/sweeps/begun/0", (0, 0))
+    assert run_folder("fit/sweeps", str(tmp_path), resume=True) == str(tmp_path / "fit/sweeps/begun")
 
 
 @pytest.mark.slow

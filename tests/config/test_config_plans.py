@@ -1,13 +1,11 @@
 """Plans of configured runs, task by task, against the same step on real tensors."""
 
 import pytest
-from omegaconf import OmegaConf
 from tracked_memory import check_plan
 
+from holotrain import compose
 from holotrain.config.build import build_data
-from holotrain.config.composition import composed, register
 from holotrain.config.plans import planner_of
-from holotrain.config.structured import structured
 from holotrain.data.example import example_batch
 
 SMALL = ["model.dim=96", "model.heads=3", "model.depth=2"]
@@ -39,8 +37,7 @@ def configured(name, tokens):
     words = ["trainer.accelerator=cpu", *CASES[name]]
     if "lm" in name or "sequence" in name:
         words.append(f"data.cache_dir={tokens}")
-    register()
-    config = structured("fit", OmegaConf.to_container(composed("fit", words), resolve=True))
+    config = compose("fit", words)
     data = build_data(config)
     data.prepare_data()
     data.setup("fit")
