@@ -244,8 +244,11 @@ class ErrorDiffusionNetwork(nn.Module):
             raise ValueError(
                 f"inputs must be (batch, {inputs}), or more dimensions with {inputs} numbers per sample, not {tuple(x.shape)}"
             )
-        dtype, outside = _autocast(x.device.type, self.outgoing.dtype)
-        return [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), self._offset())], outside
+        device, dtype, outside = x.device.type, self.outgoing.dtype, nullcontext()
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype, outside = torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
+        offset = (self.signs < 0).repeat_interleave(self.outgoing.shape[-1])
+        return [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), offset)], outside
 
     def _matrices(self) -> tuple[Tensor, ...]:
         """Magnitudes and constants in the shapes of ``layers``."""
@@ -260,17 +263,6 @@ class ErrorDiffusionNetwork(nn.Module):
         else:
             thresholds, last = self.thresholds.transpose(0, 1).flatten(3), self.last.unsqueeze(-1)
         return incoming, hidden, outgoing, thresholds, last, self.constants
-
-    def _offset(self) -> Tensor:
-        """(C,): 0 for excitatory cells, 1 for inhibitory cells."""
-        return (self.signs < 0).repeat_interleave(self.outgoing.shape[-1])
-
-
-def _autocast(device: str, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager]:
-    """Autocast's dtype, or ``dtype`` if autocast is off, and a context that turns it off."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return dtype, nullcontext()
-    return torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
 
 
 def _scaled(*shape: int, sources: int) -> Tensor:

@@ -49,14 +49,10 @@ class Waves:
         return max(self.sms // math.ceil(columns / self.tile_columns), 1) * self.tile_rows
 
 
+@cache
 def waves_of(device: torch.device) -> Waves | None:
     """The waves of a device; None if it does not compute in waves."""
-    return _waves_of_gpu(device) if device.type == "cuda" else None
-
-
-@cache
-def _waves_of_gpu(device: torch.device) -> Waves:
-    return Waves(torch.cuda.get_device_properties(device).multi_processor_count)
+    return Waves(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else None
 
 
 def unit_of(job: Job, waves: Waves | None) -> int:

@@ -92,7 +92,9 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
         with torch.cuda.stream(aside):
             for group in range(len(cut)):
                 due = order.finished[group]
-                _require_success(_wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL))
+                status = _wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL)
+                if status != 0:
+                    raise RuntimeError(f"cuStreamWaitValue32 failed with CUDA driver error {status}")
                 works.append(Holding(collective(group), (out, counts, order.table)))
     return works
 
@@ -112,11 +114,6 @@ def _wait_for_count():
     function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
     function.restype = ctypes.c_int
     return function
-
-
-def _require_success(status: int) -> None:
-    if status != 0:
-        raise RuntimeError(f"cuStreamWaitValue32 failed with CUDA driver error {status}")
 
 
 @cache

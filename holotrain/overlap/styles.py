@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeGuard, cast
 
 import torch
@@ -40,13 +40,25 @@ class _ParallelLinear(nn.Linear):
         wanted = _counted(self.output_layout, len(shape))
         if wanted == layout and self.use_local_output:
             return y
-        whole = _assembled(y, self.weight.device_mesh, layout, shape)
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        mesh = self.weight.device_mesh
+        whole = DTensor.from_local(y, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
         if wanted != layout:
             whole = whole.redistribute(placements=[wanted], async_op=True)
         return whole.to_local() if self.use_local_output else whole
 
-    def _local_bias(self) -> Tensor | None:
-        return None if self.bias is None else self.bias.to_local()
+    def _multiplied(self, run: Callable[..., Tensor], x: Tensor, layout: Placement, **length: int | None) -> Tensor:
+        """The layer of local tensors; a ``layout`` that is sharded is sequence parallel."""
+        return run(
+            x,
+            self.weight.to_local(),
+            None if self.bias is None else self.bias.to_local(),
+            group=self.weight.device_mesh.get_group(),
+            groups=self.groups,
+            signals=self.signals,
+            sequence_dim=layout.dim if isinstance(layout, Shard) else None,
+            **length,
+        )
 
     def extra_repr(self) -> str:
         groups = self.groups if isinstance(self.groups, int) else type(self.groups).__name__
@@ -65,15 +77,7 @@ class RowParallelLinear(_ParallelLinear):
         layout = _counted(self.output_layout, x.dim())
         if not _shares_out_the_sequence(layout, x.dim()):
             layout = Replicate()
-        y = row_parallel_linear(
-            x,
-            self.weight.to_local(),
-            self._local_bias(),
-            group=self.weight.device_mesh.get_group(),
-            groups=self.groups,
-            signals=self.signals,
-            sequence_dim=layout.dim if isinstance(layout, Shard) else None,
-        )
+        y = self._multiplied(row_parallel_linear, x, layout)
         return self._arranged(y, layout, (*x.shape[:-1], self.weight.shape[0]))
 
 
@@ -91,16 +95,7 @@ class ColumnParallelLinear(_ParallelLinear):
             if isinstance(x, DTensor) or layout != Replicate():
                 x = self._distributed(x).redistribute(placements=[Replicate()]).to_local()
             layout = Replicate()
-        y = column_parallel_linear(
-            x,
-            self.weight.to_local(),
-            self._local_bias(),
-            group=self.weight.device_mesh.get_group(),
-            groups=self.groups,
-            signals=self.signals,
-            sequence_dim=layout.dim if isinstance(layout, Shard) else None,
-            length=length,
-        )
+        y = self._multiplied(column_parallel_linear, x, layout, length=length)
         return self._arranged(y, Shard(y.dim() - 1), (*y.shape[:-1], self.weight.shape[0]))
 
 
@@ -111,11 +106,6 @@ def _counted(layout: Placement, dims: int) -> Placement:
 
 def _shares_out_the_sequence(layout: Placement, dims: int) -> TypeGuard[Shard]:
     return isinstance(layout, Shard) and layout.dim != dims - 1
-
-
-def _assembled(y: Tensor, mesh: DeviceMesh, layout: Placement, shape: Sequence[int]) -> DTensor:
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(y, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class _Overlapped:

@@ -112,9 +112,9 @@ def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
     return MeasuredLink(times)
 
 
-def job_seconds(job: Job, sizes: Sizes, collectives: Collectives, repeats: int = REPEATS) -> float:
+def job_seconds(job: Job, sizes: Sizes, collectives: Collectives) -> float:
     """Seconds of the whole job in groups of these sizes, with communication. Every rank must take part."""
-    return median_seconds(one_run(job, lambda *_: sizes, collectives), job.device, repeats)
+    return median_seconds(one_run(job, lambda *_: sizes, collectives), job.device)
 
 
 def one_run(job: Job, groups: Grouping, collectives: Collectives, signals: bool = False) -> Run:
