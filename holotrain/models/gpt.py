@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.layers.attention import KVCache, RotaryPositions
-from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Reversible, Transformer, transformer_branches
+from holotrain.models.layers.blocks import AveragedStreams, ResidualSequence, Reversible, make_sequences, transformer_branches
 from holotrain.models.layers.text import TokenEmbedding, initialise, linear_cross_entropy
 from holotrain.numeric import require_one_of
 
@@ -24,7 +24,7 @@ GPT_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class GPT(Transformer):
+class GPT(nn.Module):
     """The plain causal transformer.
 
     Args:
@@ -73,7 +73,7 @@ class GPT(Transformer):
         self.heads = heads
         self.embedding = TokenEmbedding(vocab, context, dim, positions == "learned", dropout=dropout)
         self.rotary = RotaryPositions(context, dim // heads) if positions == "rotary" else None
-        (self.blocks,) = self._assemble([branches], backward, streams=AveragedStreams, exchange=True)
+        (self.blocks,) = make_sequences(self, [branches], backward, streams=AveragedStreams, exchange=True)
         self.norm = nn.LayerNorm(dim, eps=1e-5)
         initialise(self, depth)
 

@@ -31,7 +31,7 @@ from holotrain.models.layers.blocks import (
     MLPBranch,
     ResidualSequence,
     Reversible,
-    Transformer,
+    make_sequences,
 )
 from holotrain.models.layers.patches import OverlappingPatches, initialise
 from holotrain.numeric import require_at_least, require_one_of, require_within
@@ -48,7 +48,7 @@ MVIT_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class MViT(Transformer):
+class MViT(nn.Module):
     """The plain MViTv2: no class token, LayerNorm, mean over tokens, linear head.
 
     Args:
@@ -125,7 +125,7 @@ class MViT(Transformer):
             ]
             stages.append((transition, branches))
         streams = AveragedStreams if relative else ConcatenatedStreams
-        sequences = self._assemble([branches for _, branches in stages], backward, streams=streams)
+        sequences = make_sequences(self, [branches for _, branches in stages], backward, streams=streams)
         self.stages = nn.ModuleList(map(Stage, [transition for transition, _ in stages], sequences))
         dim = 2 * dim if fuses else dim
         self.norm = nn.LayerNorm(dim, eps=1e-6)

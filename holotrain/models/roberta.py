@@ -19,7 +19,7 @@ from holotrain.models.layers.blocks import (
     ResidualBlock,
     ResidualSequence,
     Reversible,
-    Transformer,
+    make_sequences,
     transformer_branches,
 )
 from holotrain.models.layers.packing import padding_context
@@ -34,7 +34,7 @@ ROBERTA_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class RoBERTa(Transformer):
+class RoBERTa(nn.Module):
     """The plain encoder.
 
     Args:
@@ -84,7 +84,7 @@ class RoBERTa(Transformer):
         self.attention_dropout, self.drop_path, self.head_width = attention_dropout, drop_path, dim // heads
         self.embedding = TokenEmbedding(vocab, context, dim, norm=first, dropout=dropout)
         block = PostNormBlock if norm == "post" else ResidualBlock
-        (self.blocks,) = self._assemble([branches], backward, block, AveragedStreams, exchange=True)
+        (self.blocks,) = make_sequences(self, [branches], backward, block, AveragedStreams, exchange=True)
         self.norm = last or nn.Identity()
         self.head = MaskedWordHead(dim, vocab) if classes is None else ClassHead(dim, classes, dropout)
         initialise(self, depth)

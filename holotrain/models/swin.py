@@ -20,8 +20,8 @@ from holotrain.models.layers.blocks import (
     LearnedFusion,
     MLPBranch,
     Reversible,
-    Transformer,
     TwoStreamFusion,
+    make_sequences,
 )
 from holotrain.models.layers.patches import PatchMap, PatchMerging, initialise
 from holotrain.numeric import require_at_least, require_within
@@ -36,7 +36,7 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class Swin(Transformer):
+class Swin(nn.Module):
     """The plain Swin transformer: LayerNorm, mean over tokens, linear head.
 
     Args:
@@ -109,7 +109,7 @@ class Swin(Transformer):
             size = -(-size // 2)
         # The first stage takes the embedding unchanged.
         mergings: list[nn.Module] = [nn.Identity(), *map(PatchMerging, widths[:-1])]
-        self._add_stages(mergings, self._assemble(branches, backward), widths, classes)
+        self._add_stages(mergings, make_sequences(self, branches, backward), widths, classes)
         initialise(self, nn.Linear)
         for module in self.modules():
             if isinstance(module, LearnedFusion):

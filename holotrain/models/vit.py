@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from holotrain.models.layers.blocks import LayerScale, Reversible, Transformer, TwoStreamFusion, transformer_branches
+from holotrain.models.layers.blocks import LayerScale, Reversible, TwoStreamFusion, make_sequences, transformer_branches
 from holotrain.models.layers.patches import PatchEmbedding, initialise
 from holotrain.numeric import require_at_least, require_one_of
 
@@ -24,7 +24,7 @@ VIT_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class ViT(Transformer):
+class ViT(nn.Module):
     """The plain vision transformer: mean over tokens (or the class token), LayerNorm, linear head.
 
     Args:
@@ -77,7 +77,7 @@ class ViT(Transformer):
         if layer_scale is not None:
             for branch in chain.from_iterable(branches):
                 branch.scale = LayerScale(dim, layer_scale)
-        (self.blocks,) = self._assemble([branches], backward)
+        (self.blocks,) = make_sequences(self, [branches], backward)
         self._add_head(dim, classes)
         initialise(self, nn.Linear, nn.Conv2d)  # Dosovitskiy et al., 2021
 

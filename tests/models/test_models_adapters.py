@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compared import assert_equal
-from small_models import IMAGE, POOLED, TEXT, WINDOWS
+from small_models import IMAGE, POOLED, TEXT, WINDOWS, example, text_batch
 from torch import nn
 
 from holotrain.models import GPT, RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT, compile_blocks
@@ -31,11 +31,8 @@ def model_of(name, **options):
 
 
 def inputs_of(name):
-    generator = torch.Generator().manual_seed(1)
-    if "vit" in name or "swin" in name:
-        return (torch.randn(4, 1, 8, 8, generator=generator, dtype=torch.float64).float(),)
-    tokens = torch.randint(40, (4, 12), generator=generator)
-    return (tokens, torch.arange(12) < torch.tensor([12, 5, 3, 9])[:, None]) if "roberta" in name else (tokens,)
+    inputs, (_, mask, _) = example(MODELS[name][0].__name__, 4), text_batch()
+    return (inputs, mask) if "roberta" in name else (inputs,)
 
 
 def awake(model):

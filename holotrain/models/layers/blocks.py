@@ -293,30 +293,8 @@ class LearnedFusion(nn.Module):
         return self.project(torch.cat((y1, y2), dim=-1))
 
 
-class Transformer(nn.Module):
-    """Base class of plain models. Their ``__init__`` calls ``_assemble`` to make the blocks."""
-
-    def _assemble(
-        self,
-        stages: Sequence[Branches],
-        backward: str | Sequence[str],
-        block: type[ResidualBlock] = ResidualBlock,
-        streams: type[ReversibleSequence] = ReversibleSequence,
-        exchange: bool = False,
-    ) -> list[Any]:
-        """A sequence of blocks for each stage.
-
-        Args:
-            block: of a plain model.
-            streams: the sequence in a reversible model.
-            exchange: of a reversible model: swap the streams after every block, so that attention reads what attention wrote.
-                Without this, a model for text needs far more steps than its plain twin.
-        """
-        return [ResidualSequence((block(f, g) for f, g in branches), backward) for branches in stages]
-
-
 class Reversible:
-    """Base class of reversible models, in front of the plain model, whose ``_assemble`` it replaces.
+    """Base class of reversible models, in front of the plain model. Then :func:`make_sequences` makes reversible blocks.
 
     Args:
         backward: how the backward pass gets the activations of a block, see
@@ -336,25 +314,8 @@ class Reversible:
         keep: str | Collection[str] = (),
         **arguments: Any,
     ) -> None:
-        self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep}  # of the sequences that _assemble makes
+        self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep}  # options of the sequences of blocks
         super().__init__(backward=backward, **arguments)  # ty: ignore[unknown-argument]: the plain model's
-
-    def _assemble(
-        self,
-        stages: Sequence[Branches],
-        backward: str | Sequence[str],
-        block: type[ResidualBlock] = ResidualBlock,
-        streams: type[ReversibleSequence] = ReversibleSequence,
-        exchange: bool = False,
-    ) -> list[Any]:
-        """As :meth:`Transformer._assemble`; ``store`` counts over all stages."""
-        store = self._engine["store"]
-        stored: list[Any] = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
-        engines: list[dict[str, Any]] = [self._engine | {"store": blocks} for blocks in stored]
-        return [
-            streams([ReversibleBlock(f, g, exchange) for f, g in branches], backward, **engine)
-            for branches, engine in zip(stages, engines, strict=True)
-        ]
 
     def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
@@ -382,6 +343,33 @@ def _arguments(of: type) -> list[str]:
     block = (getdoc(of) or "").partition("Args:\n")[2].partition("\n\n")[0]
     items = re.split(r"\n(?=    \w)", block)
     return [item for item in items if of is Reversible or not item.strip().startswith("backward:")]
+
+
+def make_sequences(
+    model: nn.Module,
+    stages: Sequence[Branches],
+    backward: str | Sequence[str],
+    block: type[ResidualBlock] = ResidualBlock,
+    streams: type[ReversibleSequence] = ReversibleSequence,
+    exchange: bool = False,
+) -> list[Any]:
+    """The sequences of blocks of a model, one for each stage: reversible if the model is :class:`Reversible`, else residual.
+
+    Args:
+        block: of a plain model.
+        streams: the sequence in a reversible model, whose ``store`` counts over all stages.
+        exchange: of a reversible model: swap the streams after every block, so that attention reads what attention wrote.
+            Without this, a model for text needs far more steps than its plain twin.
+    """
+    if not isinstance(model, Reversible):
+        return [ResidualSequence((block(f, g) for f, g in branches), backward) for branches in stages]
+    store = model._engine["store"]
+    stored: list[Any] = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
+    engines: list[dict[str, Any]] = [model._engine | {"store": blocks} for blocks in stored]
+    return [
+        streams([ReversibleBlock(f, g, exchange) for f, g in branches], backward, **engine)
+        for branches, engine in zip(stages, engines, strict=True)
+    ]
 
 
 def stored_by_stage(store: int | Collection[int], depths: Sequence[int]) -> list[list[int]]:
