@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from forked import composed_once
 from made_once import made_once
 from small_run import SMALL, fit_in
 
@@ -76,15 +77,9 @@ def short_collections():
 def holotrain(tmp_path, monkeypatch, capfd):
     """Runs a command line in this process, in an empty folder: (exit status, standard output, standard error)."""
     import torch
-    from hydra._internal.hydra import Hydra, RunMode
 
     from holotrain.cli import main
 
-    def mode(self, config_name, overrides):
-        return RunMode.MULTIRUN if "hydra.mode=MULTIRUN" in overrides else None
-
-    # Hydra composes everything once more to see whether a configuration sets its mode. None here does.
-    monkeypatch.setattr(Hydra, "get_mode", mode)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["holotrain"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", ""))
@@ -96,7 +91,7 @@ def holotrain(tmp_path, monkeypatch, capfd):
 
     log = logging.getLogger()
     level, handlers = log.level, list(log.handlers)
-    with patch.dict(os.environ):
+    with patch.dict(os.environ), composed_once():
         yield run
     log.setLevel(level)  # Hydra's --info sets it, and a handler that writes to the stream of this test
     log.handlers[:] = handlers

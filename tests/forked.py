@@ -10,9 +10,24 @@ import runpy
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock
 from unittest.mock import patch
+
+
+def composed_once() -> AbstractContextManager:
+    """Hydra composes everything once more to see whether a configuration sets its mode. None of the tests' does."""
+    from hydra._internal.hydra import Hydra, RunMode
+
+    def mode(self, config_name, overrides):
+        return RunMode.MULTIRUN if "hydra.mode=MULTIRUN" in overrides else None
+
+    return patch.object(Hydra, "get_mode", mode)
+
+
+COMMAND_LINE = "import sys; from holotrain.cli import main; sys.exit(main(sys.argv[1:]))"
+"""A program for :class:`Forked`: ``holotrain`` with the given words."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["lightning.pytorch", "holotrain.commands.fit", "holotrain.cli", "torch.distributed.fsdp"])
@@ -77,10 +92,11 @@ def _run(
         os.dup2(handle, stream)
         os.close(handle)
     faulthandler.enable()  # on the standard error that has just been opened
-    if isinstance(program, Path):
-        sys.argv = [str(program), *arguments]
-        sys.path.insert(0, str(program.parent))
-        runpy.run_path(str(program), run_name="__main__")
-    else:
-        sys.argv = ["-c", *arguments]
-        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+    with composed_once():
+        if isinstance(program, Path):
+            sys.argv = [str(program), *arguments]
+            sys.path.insert(0, str(program.parent))
+            runpy.run_path(str(program), run_name="__main__")
+        else:
+            sys.argv = ["-c", *arguments]
+            exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})

@@ -350,7 +350,7 @@ def test_generate_returns_what_follows_each_prompt(here):
 
 
 def test_plan_is_that_of_the_command_line_and_writes_nothing(here, holotrain_plan):
-    words = ["data=fake", "memory=8GiB", "trainer.accelerator=cpu", "model.depth=2"]
+    words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL, "model.depth=1"]
     expected = holotrain_plan(words)
     plan = holotrain.plan(holotrain.compose("plan", words))
     assert plan.as_json() == {name: value for name, value in expected.items() if name != "remedies"}

@@ -48,7 +48,7 @@ HUGGING_FACE = [
     ("llama", "sequence_classification"),
     ("vit", "image_classification"),
 ]
-PLANNED = [("gpt2", "causal_lm"), ("bert", "masked_lm"), ("timm", "image_classification")]
+PLANNED = [("gpt2", "causal_lm"), ("timm", "image_classification")]
 RUNS = [*HUGGING_FACE, ("timm", "image_classification")]
 TINY = [
     "model=timm",

@@ -243,11 +243,12 @@ HYDRAS_MODE = Hydra.get_mode  # before the fixture `holotrain` replaces it
 @pytest.mark.slow
 def test_hydra_finds_the_mode_itself(holotrain, monkeypatch):
     """A mistake and a sweep, with the composition that the other tests leave out."""
-    monkeypatch.setattr(Hydra, "get_mode", HYDRAS_MODE)
-    status, out, err = holotrain("fit", "model=rev_vit_tinny")
-    assert (status, out, err.count("\n")) == (2, "", 1) and "Did you mean 'rev_vit_tiny'?" in err
     brief = ["trainer.max_epochs=1", "trainer.limit_train_batches=1", "trainer.limit_val_batches=0"]
-    status, out, err = holotrain("fit", "-m", *QUICK, *brief, "seed=1,2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", HYDRAS_MODE)
+        status, out, err = holotrain("fit", "model=rev_vit_tinny")
+        assert (status, out, err.count("\n")) == (2, "", 1) and "Did you mean 'rev_vit_tiny'?" in err
+        status, out, err = holotrain("fit", "-m", *QUICK, *brief, "seed=1,2")
     assert (status, err) == (0, "") and "sweep of 2 jobs" in out
 
 

@@ -120,11 +120,6 @@ def test_a_signal_elsewhere_ends_the_sweep_with_its_status(holotrain, elsewhere,
     assert status == 128 + signal.SIGTERM and "SIGTERM ended the training" in err
 
 
-def started(folder, *words):
-    command = [sys.executable, "-m", "holotrain", "fit", "-m", *BRIEF, *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-
-
 LAUNCHERS = {
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
     "submitit": ["hydra/launcher=submitit_local"],
@@ -145,7 +140,8 @@ def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, words):
     """Four jobs: one that fails, three that complete."""
     (tmp_path / "elsewhere").mkdir()
     jobs = ["model.heads=3,2", "seed=1,2"]
-    elsewhere = started(tmp_path / "elsewhere", *words, *jobs)
+    command = [sys.executable, "-m", "holotrain", "fit", "-m", *BRIEF, *words, *jobs]
+    elsewhere = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=300)
     status, out, _ = holotrain("fit", "-m", *BRIEF, *jobs)
     assert elsewhere.returncode == status == 2, elsewhere.stderr
     theirs, ours = table(sweep_folder(tmp_path / "elsewhere")), table(sweep_folder())
@@ -161,8 +157,7 @@ def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, words):
 
 
 @pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
-def test_submitit_is_composed(launcher):
+def test_submitit_is_composed(holotrain, launcher):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    words = [sys.executable, "-m", "holotrain", "fit", f"hydra/launcher={launcher}", "hydra.launcher.timeout_min=5", "--cfg"]
-    run = subprocess.run([*words, "hydra"], capture_output=True, text=True)
-    assert run.returncode == 0 and "timeout_min: 5" in run.stdout, run.stderr
+    status, out, err = holotrain("fit", f"hydra/launcher={launcher}", "hydra.launcher.timeout_min=5", "--cfg", "hydra")
+    assert status == 0 and "timeout_min: 5" in out, err

@@ -166,7 +166,8 @@ def test_the_least_that_is_named_is_enough(holotrain):
 
 
 def test_a_sweep_of_plans_ends_with_their_table(holotrain):
-    status, out, _ = holotrain("plan", *PLANNED, "backward=autograd,reversible", "memory=20MiB", "output_dir=sweep", "-m")
+    words = [*PLANNED, "model.depth=2", "memory=10MiB"]
+    status, out, _ = holotrain("plan", *words, "backward=autograd,reversible", "output_dir=sweep", "-m")
     (sweep,) = Path("sweep/plan/sweeps").iterdir()
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
     plans = [json.loads((sweep / row["job"] / "plan.json").read_text()) for row in rows]
@@ -175,8 +176,9 @@ def test_a_sweep_of_plans_ends_with_their_table(holotrain):
         footprint = plan["footprints"][row["schedule"]]
         assert int(row["peak_memory_bytes"]) == footprint["bound"] and row["fits"] == ("yes" if plan["fits"] else "no")
         assert int(row["largest data.batch_size"]) == plan["largest"]["data.batch_size"]
+    assert [plan["fits"] for plan in plans] == [False, True]
     assert int(rows[0]["peak_memory_bytes"]) > int(rows[1]["peak_memory_bytes"])
-    _, out, err = holotrain("plan", *PLANNED, "backward=autograd", "memory=20MiB", "json=-", "-m")
+    _, out, err = holotrain("plan", *words, "backward=autograd", "json=-", "-m")
     assert json.loads(out)["fits"] == plans[0]["fits"] and "sweep of 1 job" in err
 
 

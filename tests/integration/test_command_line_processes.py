@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed
 from compared import assert_close, assert_equal
-from forked import Forked
+from covering import pairwise
+from forked import COMMAND_LINE, Forked
 from left_by_runs import assert_same_weights, only, summary, weights
 from made_once import made_once
 from torch.nn import functional
@@ -43,9 +44,9 @@ SHARED = [
 FEW = ["trainer.max_steps=6", "trainer.limit_val_batches=1"]
 CONTINUED = [*IMAGES, *SHARED, "trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.limit_val_batches=1"]
 SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
-DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3"]
-MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2"]
-COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1", f"trainer.limit_train_batches={2 * LONG}"]
+DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3", "trainer.max_steps=3"]
+MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2", "trainer.max_steps=3"]
+COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1", f"trainer.limit_train_batches={2 * 8}"]
 
 
 def free_port(*wanted: int) -> int:
@@ -70,18 +71,23 @@ def write_text(folder: Path) -> None:
         (folder / f"{number}.txt").write_text(text)
 
 
-COMMAND_LINE = "import sys; from holotrain.cli import main; sys.exit(main(sys.argv[1:]))"
 KINDS = {"images": IMAGES, "text": TEXT}
-STRATEGIES = {"images": ("ddp", "fsdp", "tp", "pipeline"), "text": ("ddp", "fsdp", "tp")}
-"""Of the training of text, whose gradients are accumulated over batches, a pipeline is not one."""
-BACKWARDS = ("autograd", "reversible", "pareprop")
 MATRIX = [
     ("images", "ddp", "reversible"),
     ("images", "pipeline", "reversible"),
     ("text", "fsdp", "pareprop"),
     ("text", "tp", "reversible"),
 ]
-"""Each strategy once; EVERYTHING has all."""
+"""Each strategy once."""
+EACH_PAIR = pairwise(
+    tuple(KINDS), ("ddp", "fsdp", "tp", "pipeline"), ("autograd", "reversible", "pareprop"),
+    allowed=lambda kind, strategy, backward: (kind, strategy) != ("text", "pipeline"),
+)  # fmt: skip
+"""Each strategy by each backward. A pipeline cannot accumulate gradients over batches, as the training of text does."""
+
+
+def runs_of(cases: list[tuple[str, str, str]], *words: str) -> dict[str, list[str]]:
+    return {"_".join(case): [*KINDS[case[0]], *SHARED, *words, f"trainer={case[1]}", f"backward={case[2]}"] for case in cases}
 
 
 def begun_and_continued(kind: str, strategies: str, *words: str) -> dict[str, list[str]]:
@@ -95,10 +101,7 @@ def begun_and_continued(kind: str, strategies: str, *words: str) -> dict[str, li
 SHARDED = "trainer.sharded_checkpoints=true"
 FEW_BITS = [*CONTINUED, "trainer=fsdp", SHARDED, "optimizer=adamw_8bit", "synthesis=shared", "model.dim=128"]
 WORK = {
-    **{
-        f"{kind}_{strategy}_{backward}": [*KINDS[kind], *SHARED, f"trainer={strategy}", f"backward={backward}"]
-        for kind, strategy, backward in MATRIX
-    },
+    **runs_of(MATRIX),
     **begun_and_continued("_sharded", "fsdp", SHARDED),
     "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun_sharded/0/{LAST}"],
     "muon": ["-m", *MUON, "trainer=fsdp"],
@@ -127,10 +130,6 @@ FEW_BITS_WORK = {
 """A training and the same one, resumed."""
 
 LIMITS = {"images": f"trainer.limit_train_batches={LONG}", "text": f"trainer.limit_train_batches={2 * LONG}"}
-EVERYTHING = {
-    kind: ["-m", *words, *SHARED, LIMITS[kind], f"trainer={','.join(STRATEGIES[kind])}", f"backward={','.join(BACKWARDS)}"]
-    for kind, words in KINDS.items()
-}
 
 
 def environment() -> dict[str, str]:
@@ -182,26 +181,27 @@ def folder(request) -> Path:
     return made[0] if request.param == "left" else made
 
 
-def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words: str) -> None:
-    """Of images, and of text with accumulated and clipped gradients.
+def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str, steps: int, *words: str) -> None:
+    """Of the cases of images, or of text with accumulated and clipped gradients, that were done in ``folder``.
 
     DDP and FSDP2 read 8 samples a process, tensor parallel processes and stages the same 8.
     """
+    jobs = {(s, b): folder / f"did_{kind}_{s}_{b}" for of, s, b in cases if of == kind}
+    assert {where: (summary(job)["strategy"], summary(job)["backward"]) for where, job in jobs.items()} == {w: w for w in jobs}
     if kind == "text":
         write_text(Path("text"))
     alone = {
         batch: alone_in(holotrain, str(batch), *KINDS[kind], *SHARED, *words, "backward=autograd", f"data.batch_size={batch}")
         for batch in (8, 16)
     }
-    for job in jobs:
-        found = summary(job)
-        where = f"{found['strategy']}, {found['backward']}"
-        reference = alone[8 if found["strategy"] in ("tp", "pipeline") else 16]
-        assert losses(job) == pytest.approx(losses(reference), rel=1e-9), where
-        samples = (
-            found["samples_per_second"] * found["step_seconds"]
-        )  # of a step; those that several processes share count once
-        assert samples == pytest.approx((8 if found["strategy"] in ("tp", "pipeline") else 16) * (2 if kind == "text" else 1))
+    assert len(losses(alone[8])) == steps
+    for where, job in jobs.items():
+        found, batch = summary(job), 8 if where[0] in ("tp", "pipeline") else 16
+        reference = alone[batch]
+        assert len(losses(job)) == steps and losses(job) == pytest.approx(losses(reference), rel=1e-9), where
+        # of a step; those that several processes share count once
+        samples = found["samples_per_second"] * found["step_seconds"]
+        assert samples == pytest.approx(batch * (2 if kind == "text" else 1))
         for tag in ("optimization/gradient_norm", "optimization/update_ratio"):  # of whole tensors, however they are sharded
             norms = losses(reference, tag)
             assert norms and losses(job, tag) == pytest.approx(norms, rel=1e-6), (where, tag)
@@ -209,26 +209,21 @@ def assert_losses_of_one_process(holotrain, kind: str, jobs: list[Path], *words:
         whole = {name: value for name, value in summary(reference)["metrics"].items() if name.startswith("val/")}
         assert whole and {name: found["metrics"][name] for name in whole} == pytest.approx(whole, rel=1e-6), where
         assert found["processes"] == 2 and {path.name for path in job.iterdir()} >= {"config.yaml", "checkpoints"}
-    assert [len(losses(job)) for job in jobs] == [len(losses(alone[8]))] * len(jobs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_one_process(holotrain, left, kind):
-    jobs = {(s, b): left[0] / f"did_{kind}_{s}_{b}" for of, s, b in MATRIX if of == kind}
-    assert {where: (summary(job)["strategy"], summary(job)["backward"]) for where, job in jobs.items()} == {w: w for w in jobs}
-    assert all(len(losses(job)) == STEPS for job in jobs.values())
-    assert_losses_of_one_process(holotrain, kind, list(jobs.values()))
+    assert_losses_of_one_process(holotrain, left[0], MATRIX, kind, STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_one_process_under_each_strategy_by_each_backward(holotrain, tmp_path_factory, kind):
-    folder = made_once(tmp_path_factory, "two_ranks_all", lambda made: done_by_two_ranks(made, EVERYTHING, [0, 0]))
-    jobs = sorted((folder / f"did_{kind}").glob("[0-9]*"))
-    assert len({(summary(job)["strategy"], summary(job)["backward"]) for job in jobs}) == len(jobs)
-    assert len(jobs) == 3 * len(STRATEGIES[kind])
-    assert all(len(losses(job)) == LONG for job in jobs)
-    assert_losses_of_one_process(holotrain, kind, jobs, LIMITS[kind])
+def test_losses_are_those_of_one_process_under_each_strategy_by_each_backward(holotrain, tmp_path, kind):
+    cases = [case for case in EACH_PAIR if case[0] == kind]
+    folder = tmp_path / "two_ranks"
+    folder.mkdir()
+    done_by_two_ranks(folder, runs_of(cases, LIMITS[kind]), [0, 0])
+    assert_losses_of_one_process(holotrain, folder, cases, kind, LONG, LIMITS[kind])
 
 
 def alone_in(holotrain, name: str, *words: str) -> Path:

@@ -280,7 +280,7 @@ def save_to_disk(kind: str) -> None:
     rows.save_to_disk("saved")
 
 
-@pytest.mark.parametrize("kind", FROM_DISK)
+@pytest.mark.parametrize("kind", ["images", "a stream", pytest.param("text", marks=pytest.mark.slow)])
 def test_a_data_set_saved_to_disk_is_trained_on_and_resumed(holotrain, tmp_path, kind):
     """Killed in the middle of the second epoch, with two workers: it ends with the weights of an uninterrupted run."""
     save_to_disk(kind)

@@ -5,14 +5,13 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from compared import assert_close
-from forked import Forked
+from forked import COMMAND_LINE, Forked
 from left_by_runs import assert_same_weights, only, scalars, summary
 from small_run import SMALL, fit_and_kill
 
@@ -44,6 +43,13 @@ def test_an_optimizer_a_schedule_and_a_callback_train(typed):
     assert [group["weight_decay"] for group in checkpoint["optimizer_states"][0]["param_groups"]] == [0.1, 0.0]
 
 
+LOADS = """
+import sys, torch, holotrain
+model = holotrain.load(sys.argv[1], trust=["own_package"])
+print(model(torch.ones(1, 1, 8, 8)).tolist(), flush=True)
+"""
+
+
 def test_a_model_on_data_goes_through_every_command(typed):
     assert typed("fit", *GUEST, "hydra.run.dir=run")[::2] == (0, "")
     found = summary(Path("run"))
@@ -62,13 +68,8 @@ def test_a_model_on_data_goes_through_every_command(typed):
         plan["backward"] == "reversible" and plan["footprints"]["reversible"]["peak"] < plan["footprints"]["autograd"]["peak"]
     )
     exported = only(Path("runs/export")) / "export"
-    program = f"""
-import torch, holotrain
-model = holotrain.load({str(exported)!r}, trust=["own_package"])
-print(model(torch.ones(1, 1, 8, 8)).tolist())
-"""
-    here = [sys.executable, "-c", program]
-    loaded = torch.tensor(json.loads(subprocess.run(here, check=True, capture_output=True, text=True, timeout=120).stdout))
+    assert Forked(LOADS, exported, folder=Path.cwd(), out="printed").wait() == 0
+    loaded = torch.tensor(json.loads(Path("printed").read_text()))
 
     from own_package import Net
 
@@ -100,7 +101,7 @@ def test_a_logger_goes_on_in_a_new_process(typed, tmp_path):
     killed = only(Path("killed/fit"))
     before = journal(killed)
     resume = ["fit", "--config-dir", "conf", "resume=true", "output_dir=killed", *words[-2:]]
-    subprocess.run([sys.executable, "-m", "holotrain", *resume], check=True, timeout=120)
+    assert Forked(COMMAND_LINE, *resume, folder=tmp_path).wait() == 0
     lines, whole = journal(killed), journal(only(Path("whole/fit")))
     assert lines[: len(before)] == before and {"model._target_", "logger.journal.digits"} <= lines[0]["options"].keys()
     for tag in ("train/loss", "val/accuracy", "diary/count"):
