@@ -51,12 +51,12 @@ def fit(task, data, callbacks, folder=None, logger=None, **options):
     return trainer, losses.seen
 
 
-def assert_trains_as_without(callback: pl.Callback, folder: Path) -> None:
+def assert_trains_as_without(callback: pl.Callback, folder: Path, make=images, **options) -> None:
     """The losses and weights are bit for bit those of a training without the callback."""
-    task, data = images()
-    _, losses = fit(task, data, [callback], folder)
-    plain, data = images()
-    _, expected = fit(plain, data, [], folder / "plain")
+    task, data = make()
+    _, losses = fit(task, data, [callback], folder, **options)
+    plain, data = make()
+    _, expected = fit(plain, data, [], folder / "plain", **options)
     assert losses == expected and len(losses) == 8
     assert_equal(task.state_dict(), plain.state_dict())
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import shutil
 import tempfile
 import warnings
@@ -342,11 +343,7 @@ def _rectangle(r: Range, top: int, x: Callable[[float], float]) -> str:
 def _ticks(low: float, high: float) -> Iterator[float]:
     """About six round numbers between two."""
     rough = (high - low) / 8 or 1
-    size = 10.0 ** len(str(int(rough))) if rough >= 1 else 1.0
-    while size > rough:
-        size /= 10
+    size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
-    number = -(-low // step)
-    while number * step <= high:
-        yield round(number * step, 10) + 0.0  # turns -0 into 0
-        number += 1
+    for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+        yield round(number * step, 10)

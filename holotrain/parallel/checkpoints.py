@@ -234,7 +234,10 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
     Args:
         path: the path of the first process is used.
     """
-    folder, name = _agreed(path)
+    folder = path if path.is_dir() else begun(path)
+    agreed = [(folder, f"{TENSORS}-{max(numbered(folder), default=0) + 1}")]
+    dist.broadcast_object_list(agreed, src=0)
+    folder, name = agreed[0]
     tensors: dict[str, Tensor] = {}
 
     def take(keys: KeyPath, leaf: Any) -> Any:
@@ -254,11 +257,3 @@ def save_in_parts(checkpoint: dict[str, Any], path: Path) -> None:
         if folder != path:
             path.unlink(missing_ok=True)
             folder.rename(path)
-
-
-def _agreed(path: Path) -> tuple[Path, str]:
-    """The folder to write into, and the name of a new folder for the tensors in it."""
-    folder = path if path.is_dir() else begun(path)
-    said = [(folder, f"{TENSORS}-{max(numbered(folder), default=0) + 1}")]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]

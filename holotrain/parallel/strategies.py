@@ -6,7 +6,7 @@ section 3): the first matrix is sharded by columns (attention: heads), the secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
@@ -219,7 +219,7 @@ def clip(
     trained: list[Tensor],
     largest: float | None,
     algorithm: str | None,
-    elsewhere: Collection[Tensor] = (),
+    elsewhere: Set[Tensor] = frozenset(),
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Clips gradients. The norm of sharded ones is that of the whole.

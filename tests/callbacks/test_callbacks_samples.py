@@ -3,9 +3,8 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from compared import assert_equal
 from memo import Memo
-from shown_runs import Logged, adamw, fit, images
+from shown_runs import Logged, adamw, assert_trains_as_without, fit, images
 
 from holotrain.callbacks import Samples
 from holotrain.callbacks.drawing import markdown
@@ -53,12 +52,7 @@ def test_prompts_are_beginnings_of_documents_and_texts_what_the_model_writes(tex
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}])
 def test_a_training_is_the_same_with_and_without(options, text, tmp_path):
-    task = gpt(text)
-    _, losses = fit(task, text, [Samples(tokens=8)], tmp_path, **options)
-    plain = gpt(text)
-    _, expected = fit(plain, text, [], tmp_path / "plain", **options)
-    assert losses == expected and len(losses) == 8
-    assert_equal(task.state_dict(), plain.state_dict())
+    assert_trains_as_without(Samples(tokens=8), tmp_path, lambda: (gpt(text), text), **options)
 
 
 def test_the_average_of_the_weights_writes(text, tmp_path):

@@ -13,6 +13,7 @@ from holotrain.models.gpt import GPT, RevGPT
 from holotrain.models.swin import Swin
 from holotrain.models.vit import RevViT, ViT
 from holotrain.parallel.stages import SCHEDULES, ModelStage, check_stages, collected
+from holotrain.parallel.strategies import clip
 from holotrain.tasks import CausalLM, ImageClassifier
 
 DEPTH = {"depth": 4}
@@ -63,7 +64,15 @@ def step(name: str, schedule: str) -> dict[str, float]:
         whole, evaluated = alone.eval().loss(*inputs), task.eval().loss(*inputs)
     found = {"loss": (inside - loss).abs().item(), "evaluated": (evaluated - whole).abs().item()}
     found |= {"missing": len(expected.keys() ^ together.keys()) if stage.first else 0, "own": len(grads) / len(expected)}
-    return found | {"grad": max((grads[each] - expected[each]).abs().max().item() for each in grads)}
+    found["grad"] = difference(grads, expected)
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+    trained = [parameter for parameter in task.parameters() if parameter.grad is not None]
+    clip(trained, 0.01, "norm", {*stage.tied} if stage.last else set(), dist.group.WORLD)
+    return found | {"clipped": difference(grads_of(task), grads_of(alone)), "norm": norm.item()}
+
+
+def difference(grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return max((grads[each] - expected[each]).abs().max().item() for each in grads)
 
 
 def drawn_by_stages() -> dict[str, bool]:
@@ -92,7 +101,8 @@ def test_a_step_in_three_stages_is_that_of_one_process(tmp_path):
     assert steps.pop("drawn") == {"after": True, "seeds": 3}
     assert len(steps) == 8
     for where, found in steps.items():
-        assert max(found["loss"], found["evaluated"], found["grad"]) < 1e-13, (where, found)
+        assert max(found["loss"], found["evaluated"], found["grad"], found["clipped"]) < 1e-13, (where, found)
+        assert found["norm"] > 0.1, (where, found)  # ten times as much as it is clipped to
         assert found["missing"] == 0 and 0.2 < found["own"] < 0.6, (where, found)  # each process has its own part
 
 
