@@ -14,6 +14,7 @@ import pytest
 import torch
 from data_files import write_folder
 from PIL import Image
+from resumed_loaders import assert_resumes, same, stream
 
 from holotrain.callbacks import ExactResume
 from holotrain.callbacks.exact_resume import KEY
@@ -116,39 +117,27 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(packed, "BATCHES", 1)
 
 
-def stream(saved, **options):
+def streamed(saved, **options):
     return text(saved, **{"streaming": True, "epoch_batches": 7, "val_fraction": 0.1, "test_fraction": 0.1} | options)
-
-
-def epochs(loader, which) -> list[torch.Tensor]:
-    batches = []
-    for epoch in which:
-        loader.set_epoch(epoch)
-        batches += [batch["tokens"] for batch in loader]
-    return batches
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_resumes_in_mid_epoch_bit_for_bit(saved, small_windows, workers):
     def loader():
-        return stream(saved, num_workers=workers).train_dataloader()
+        return streamed(saved, num_workers=workers).train_dataloader()
 
     last = 90  # several passes through the text
-    reference = epochs(loader(), range(last))
-    assert len(reference) == 7 * last and reference[0].shape == (4, 33)
+    reference = stream(loader(), range(last))
+    assert len(reference) == 7 * last and reference[0]["tokens"].shape == (4, 33)
     for stopped in (0, 3, 7) if workers == 0 else (3,):
         first = loader()
-        head = epochs(first, range(60))
+        head = stream(first, range(60))
         first.set_epoch(60)
         iterator = iter(first)
-        head += [next(iterator)["tokens"] for _ in range(stopped)]
+        head += [next(iterator) for _ in range(stopped)]
         second = loader()
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))  # plain containers
-        assert same(head + epochs(second, range(60 + (stopped == 7), last)), reference)
+        assert same(head + stream(second, range(60 + (stopped == 7), last)), reference)
     if workers == 0:
         assert first.state_dict()["stream"]["dataset_state"]["pass"] >= 1
 
@@ -174,7 +163,7 @@ def test_every_row_of_the_training_part_comes_in_each_pass_and_no_other(tmp_path
     whole = text(tmp_path / "saved", **options)
     expected = {int(re.match(r"<(\d+)>", written)[1]) for written in texts(whole, "train")}
     assert 250 < len(expected) < 400
-    shares = [passes_of(stream(tmp_path / "saved", **options), workers, node) for node in range(2 * workers)]
+    shares = [passes_of(streamed(tmp_path / "saved", **options), workers, node) for node in range(2 * workers)]
     for number in (0, 1):
         met = [set(share[number]) for share in shares]
         assert set().union(*met) == expected and sum(map(len, met)) == len(expected)
@@ -187,16 +176,16 @@ def test_processes_share_a_stream(saved, small_windows, monkeypatch, workers):
     seen = []
     for rank in (0, 1):
         monkeypatch.setattr(packed, "data_shard", lambda rank=rank: (rank, 2))
-        loader = stream(saved, context=16, batch_size=2, num_workers=workers, epoch_batches=40).train_dataloader()
-        seen.append({tuple(row) for batch in epochs(loader, [0]) for row in batch.tolist()})
+        loader = streamed(saved, context=16, batch_size=2, num_workers=workers, epoch_batches=40).train_dataloader()
+        seen.append({tuple(row) for batch in stream(loader, [0]) for row in batch["tokens"].tolist()})
     assert min(map(len, seen)) > 70 and len(seen[0] & seen[1]) <= 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1)])
 def test_a_stream_continues_with_as_many_workers_only(saved, small_windows, before, after):
-    first = stream(saved, num_workers=before).train_dataloader()
+    first = streamed(saved, num_workers=before).train_dataloader()
     next(iter(first))
-    second = stream(saved, num_workers=after).train_dataloader()
+    second = streamed(saved, num_workers=after).train_dataloader()
     with pytest.raises(UserError, match=f"as many workers as before, {before}, not {after}"):
         second.load_state_dict(first.state_dict())
     with pytest.raises(UserError, match="position is that of a stream"):
@@ -207,7 +196,7 @@ def test_a_stream_continues_with_as_many_workers_only(saved, small_windows, befo
 
 def shard_of(saved, rank, size):
     set_data_shard(rank, size)
-    return stream(saved, context=16, batch_size=2).train_dataloader()
+    return streamed(saved, context=16, batch_size=2).train_dataloader()
 
 
 @pytest.fixture
@@ -297,20 +286,7 @@ def test_minus_one_is_a_class_unless_classes_have_names(images, tmp_path, named)
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_resume_in_mid_epoch_bit_for_bit(images, workers):
-    def loader():
-        return pictures(images, num_workers=workers).train_dataloader()
-
-    def rest(loader):
-        return [batch[0] for epoch in (1, 2) for _ in [loader.batch_sampler.set_epoch(epoch)] for batch in loader]
-
-    reference = rest(loader())
-    first = loader()
-    first.batch_sampler.set_epoch(1)
-    iterator = iter(first)
-    head = [next(iterator)[0] for _ in range(3)]
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert same(head + rest(second), reference)
+    assert_resumes(lambda workers: pictures(images, num_workers=workers).train_dataloader(), workers, [3], [1, 2])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

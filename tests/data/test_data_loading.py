@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compared import assert_equal
+from resumed_loaders import assert_resumes, same, stream
 
 from holotrain.data import Digits
 from holotrain.data.sampler import EpochBatchSampler, mixed_seed
@@ -12,21 +13,6 @@ def digits(**options) -> Digits:
     data = Digits(**{"batch_size": 64, "classes": [3, 5], **options})
     data.setup()
     return data
-
-
-def stream(loader, epochs=(0, 1)):
-    """All batches of some epochs."""
-    batches = []
-    for epoch in epochs:
-        loader.batch_sampler.set_epoch(epoch)
-        batches += list(loader)
-    return batches
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(
-        torch.equal(a, b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True)
-    )
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():
@@ -56,20 +42,9 @@ def test_a_batch_larger_than_the_data_is_the_data():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_at_any_batch_continues_the_stream(workers):
-    reference = stream(digits().train_dataloader())
     per_epoch = len(digits().train_dataloader())
     positions = range(per_epoch + 1) if workers == 0 else (2,)
-    for position in positions:
-        first = digits(num_workers=workers).train_dataloader()
-        first.batch_sampler.set_epoch(0)
-        iterator = iter(first)
-        head = [next(iterator) for _ in range(position)]
-        state = first.state_dict()
-        assert state == {"epoch": 0, "batches": position}
-        second = digits(num_workers=workers).train_dataloader()
-        second.load_state_dict(state)
-        assert second.state_dict() == state
-        assert same(head + stream(second), reference)
+    assert_resumes(lambda workers: digits(num_workers=workers).train_dataloader(), workers, positions)
 
 
 def test_seeds_and_epochs_change_what_is_seen():

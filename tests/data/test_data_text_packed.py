@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compared import assert_equal
+from resumed_loaders import assert_resumes, same, stream
 
 from holotrain.data import ByteTokenizer, TextFiles, text_files
 from holotrain.data.sampler import EpochBatchSampler
@@ -30,18 +31,6 @@ def packed(folder, **options) -> TextFiles:
     data.prepare_data()
     data.setup()
     return data
-
-
-def stream(loader, epochs=(0, 1)):
-    batches = []
-    for epoch in epochs:
-        loader.batch_sampler.set_epoch(epoch)
-        batches += [batch["tokens"] for batch in loader]
-    return batches
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 @pytest.mark.parametrize("context", [1, 16, 31, 700])
@@ -82,23 +71,16 @@ def test_seeds_and_epochs_change_what_is_seen(folder):
     first, second = stream(loader, [0]), stream(loader, [other])
     assert same(first, stream(packed(folder).train_dataloader(), [0])) and not same(first, second)
     assert not same(first, stream(packed(folder, seed=1).train_dataloader(), [0]))
-    assert set(map(tuple, torch.cat(first).tolist())).isdisjoint(map(tuple, torch.cat(second).tolist()))  # other cuts
+    blocks = [{tuple(row) for batch in epoch for row in batch["tokens"].tolist()} for epoch in (first, second)]
+    assert blocks[0].isdisjoint(blocks[1])  # other cuts
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_at_any_batch_continues_the_stream(folder, workers):
-    reference = stream(packed(folder).train_dataloader())
     per_epoch = len(packed(folder).train_dataloader())
     assert per_epoch > 20
-    for position in (0, 1, 7, per_epoch) if workers == 0 else (7,):
-        first = packed(folder, num_workers=workers).train_dataloader()
-        iterator = iter(first)
-        head = [next(iterator)["tokens"] for _ in range(position)]
-        state = first.state_dict()
-        assert state == {"epoch": 0, "batches": position}
-        second = packed(folder, num_workers=workers).train_dataloader()
-        second.load_state_dict(state)
-        assert same(head + stream(second), reference)
+    positions = (0, 1, 7, per_epoch) if workers == 0 else (7,)
+    assert_resumes(lambda workers: packed(folder, num_workers=workers).train_dataloader(), workers, positions)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
