@@ -21,7 +21,6 @@ HEADS = 4
 
 def test_each_head_has_its_rows_together():
     """The same as the stacked layout, written out, with the rows of an earlier file."""
-    torch.manual_seed(0)
     attention, x = Attention(24, HEADS).double(), torch.randn(2, 5, 24).double()
     weight, bias = torch.randn(72, 24).double(), torch.randn(72).double()
     project = attention.project.state_dict(prefix="project.")
@@ -53,7 +52,6 @@ def test_earlier_state_dicts_load(adapted):
 
 def test_earlier_weights_begin_a_training(tmp_path):
     """From a safetensors file, under the names of a checkpoint."""
-    torch.manual_seed(0)
     trained, other = RevViT(**IMAGE), RevViT(**IMAGE)
     earlier = stacked_state_dict(trained.state_dict(prefix="model."), IMAGE["heads"])
     save_file({name: x.contiguous() for name, x in earlier.items()}, tmp_path / "model.safetensors")
@@ -64,7 +62,6 @@ def test_earlier_weights_begin_a_training(tmp_path):
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_earlier_exports_load(tmp_path, int8):
-    torch.manual_seed(0)
     model = RevViT(**IMAGE).eval()
     if int8:
         quantise(model)

@@ -70,7 +70,6 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
 @pytest.mark.parametrize("model_class", [ViT, RevViT])
 def test_a_class_token_alone_is_read_by_the_head(model_class):
     """What the blocks give out for patches has no gradient."""
-    torch.manual_seed(0)
     model = model_class(image_size=8, patch_size=4, channels=1, classes=3, dim=8, depth=2, heads=2, pool="class")
     outputs = []
     model.blocks.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -118,7 +117,6 @@ def test_each_stage_hands_on_the_average_of_its_streams_at_first():
 
 
 def test_streams_start_as_one_and_end_as_their_average():
-    torch.manual_seed(0)
     model = scattered(RevMViT(**POOLED, depths=(1, 2)))
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     x = model.embedding(images)
@@ -184,7 +182,6 @@ def as_published(model, images):
 
 
 def test_outputs_of_the_published_design_are_those_of_its_formulas():
-    torch.manual_seed(0)
     sizes = {"image_size": 64, "classes": 5, "dim": 8, "depths": (1, 2, 3, 2), "kv_stride": 4}
     model = scattered(RevMViT(**sizes, design="rev_mvit"))
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -194,7 +191,6 @@ def test_outputs_of_the_published_design_are_those_of_its_formulas():
 
 
 def test_initialisation_is_the_published_one():
-    torch.manual_seed(0)
     for name, parameter in RevSwin(**WINDOWS | {"dim": 64, "heads": (8, 16), "window": 6}).named_parameters():
         if name.endswith("bias"):
             assert not parameter.any() or name == "embedding.project.bias", name
@@ -205,7 +201,6 @@ def test_initialisation_is_the_published_one():
 
 
 def test_relative_positions_do_not_start_from_zero():
-    torch.manual_seed(0)
     attention = MViT(**POOLED | {"dim": 64, "heads": 1}, depths=(1,)).stages[0].blocks.blocks[0].f.attention
     for table in (attention.height_position, attention.width_position):
         assert table.shape == (15, 64)

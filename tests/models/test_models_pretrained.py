@@ -291,7 +291,6 @@ def test_a_head_for_words_is_none_for_classes():
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_our_own_weights_come_from_checkpoints(prefix):
     """Of an exact model, whose grid is not taken over, for images of another size."""
-    torch.manual_seed(0)
     trained = RevViT(**IMAGE, exact=12)
     model = RevViT(**IMAGE | {"image_size": 12})
     loaded = load_pretrained(model, {prefix + name: x for name, x in trained.state_dict().items()})

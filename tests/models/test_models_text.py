@@ -15,7 +15,6 @@ SMALL = {"vocab": 50, "context": 12, "dim": 16, "depth": 3, "heads": 2}
 
 @pytest.mark.parametrize(("model_class", "inputs"), [(GPT, 1), (RoBERTa, 2), (RevGPT, 1), (RevRoBERTa, 2)])
 def test_the_loss_is_that_of_the_logits(model_class, inputs):
-    torch.manual_seed(0)
     tokens, mask, targets = text_batch()
     model = model_class(**SMALL).eval()
     given = (tokens, mask)[:inputs]
@@ -25,7 +24,6 @@ def test_the_loss_is_that_of_the_logits(model_class, inputs):
 
 
 def test_padding_changes_nothing():
-    torch.manual_seed(0)
     model = RevRoBERTa(**SMALL).eval()
     tokens, mask, _ = text_batch()
     padded = model(tokens, mask)
@@ -156,7 +154,6 @@ def test_a_batch_without_padding_has_no_mask(monkeypatch):
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_gpt_is_causal_and_knows_positions(positions):
-    torch.manual_seed(0)
     model = RevGPT(**SMALL, positions=positions).eval()
     tokens = torch.randint(50, (1, 12))
     changed = tokens.clone()
@@ -176,7 +173,6 @@ def test_gpt_is_causal_and_knows_positions(positions):
 @pytest.mark.parametrize(("model_class", "positions"), [(GPT, "rotary"), (RevGPT, "rotary"), (RevGPT, "learned")])
 def test_cached_logits_are_those_of_the_whole(model_class, positions, static):
     """Prompts of unlike lengths in one batch, then two tokens at a time."""
-    torch.manual_seed(0)
     model = model_class(**SMALL, positions=positions).eval()
     with torch.no_grad():  # a fresh model hardly attends to places
         for block in model.blocks.blocks:
