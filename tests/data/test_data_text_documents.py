@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from resumed_loaders import assert_resumes, same, stream
+from small_trainings import quiet_trainer
 
 from holotrain.data import ByteTokenizer, StdlibText, TextFiles, text_files
 from holotrain.data.text.documents import BucketBatchSampler, by_length, padding
@@ -204,17 +205,14 @@ class Reads(pl.LightningModule):
         self.log("size", float(len(batch["tokens"])))
 
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-
-
-def test_lightning_finds_the_size_of_a_batch(folder, tmp_path):
+def test_lightning_finds_the_size_of_a_batch(folder):
     """In a task of others, which logs without ``batch_size``: a mean over documents, and no warning."""
     data = documents(folder, label="kind", batch_size=5)
     sizes = [len(batch["tokens"]) for batch in data.val_dataloader()]
     assert len(set(sizes)) > 1
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (found,) = pl.Trainer(default_root_dir=tmp_path, **QUIET).validate(Reads(), data, verbose=False)
+        (found,) = quiet_trainer().validate(Reads(), data, verbose=False)
     assert found["size"] == pytest.approx(sum(size**2 for size in sizes) / sum(sizes))
     assert not any("batch_size" in str(warning.message) for warning in caught)
 
@@ -222,9 +220,7 @@ def test_lightning_finds_the_size_of_a_batch(folder, tmp_path):
 def test_loose_files_keep_order_and_name_under_lightning(tmp_path):
     for name, text in (("b.txt", "y" * 50), ("a.txt", "x"), ("c.jsonl", '{"text": "z"}\n{"text": "zz"}')):
         (tmp_path / name).write_text(text)
-    batches = pl.Trainer(default_root_dir=tmp_path, **QUIET).predict(
-        Reads(), text_files(tmp_path, ByteTokenizer(), 32, packed=False, batch_size=2)
-    )
+    batches = quiet_trainer().predict(Reads(), text_files(tmp_path, ByteTokenizer(), 32, packed=False, batch_size=2))
     names = [name for batch in batches for name in batch["names"]]
     assert names == [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.jsonl:1", "c.jsonl:2")]
     assert [len(row) - 2 for row in rows_of(batches)] == [1, 30, 1, 2]

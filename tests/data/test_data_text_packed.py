@@ -9,6 +9,7 @@ import pytest
 import torch
 from compared import assert_equal
 from resumed_loaders import assert_resumes, same, stream
+from small_trainings import quiet_trainer
 
 from holotrain.data import ByteTokenizer, TextFiles, text_files
 from holotrain.data.sampler import EpochBatchSampler
@@ -152,10 +153,9 @@ class Bigrams(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def test_under_lightning_epochs_differ_and_prediction_reads_all(folder, tmp_path):
+def test_under_lightning_epochs_differ_and_prediction_reads_all(folder):
     data, task = packed(folder), Bigrams()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    trainer = quiet_trainer(max_epochs=2)
     trainer.fit(task, datamodule=data)
     assert same(task.seen, stream(packed(folder).train_dataloader()))
     predicted = trainer.predict(task, datamodule=data)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from compared import assert_equal_parameters
 from memo import Memo
+from small_trainings import quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.callbacks import ErrorDiffusionMonitor
@@ -26,16 +27,8 @@ def batches(classes=3, count=24, batch=8):
 
 def fit(task, loader, *callbacks, **options):
     memo = Memo()
-    trainer = pl.Trainer(
-        **{"max_epochs": 1, "log_every_n_steps": 1, **options},
-        accelerator="cpu",
-        logger=memo,
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(task, loader)
+    options = {"max_epochs": 1, "log_every_n_steps": 1, **options}
+    quiet_trainer(logger=memo, callbacks=list(callbacks), **options).fit(task, loader)
     return memo
 
 

@@ -3,9 +3,9 @@
 import math
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -127,15 +127,6 @@ def test_a_graphed_task_trains_as_an_ordinary_one(monkeypatch):
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         task = ImageClassifier(model, 10, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1), cuda_graph=cuda_graph)
         batches = [(torch.randn(4, 1, 8, 8), torch.arange(4)) for _ in range(5)]
-        trainer = pl.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            gradient_clip_val=0.5,
-        )
-        trainer.fit(task, DataLoader(batches, batch_size=None))
+        quiet_trainer(max_epochs=1, gradient_clip_val=0.5).fit(task, DataLoader(batches, batch_size=None))
         weights.append(model[1].weight.detach().clone())
     torch.testing.assert_close(*weights, rtol=0, atol=0)

@@ -6,6 +6,7 @@ import torch
 from compared import assert_equal
 from memo import Memo
 from small_models import IMAGE
+from small_trainings import quiet_trainer
 from torch.utils.data import DataLoader
 
 from holotrain.callbacks import Histograms, OptimizationMonitor, SynthesisCallback
@@ -27,19 +28,11 @@ def task_of(make, in_backward, **options):
     return ImageClassifier(model, 5, optimizer=optimizer, scheduler=schedules.cosine, **options)
 
 
-def fit(task, folder, steps=6, path=None, **options):
+def fit(task, steps=6, path=None, **options):
     images = torch.randn(48, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     data = DataLoader([*zip(images, torch.arange(48) % 5, strict=True)], batch_size=4)
     memo = Memo()
-    trainer = pl.Trainer(
-        **{"max_steps": steps, "gradient_clip_val": None, "log_every_n_steps": 1, **options},
-        accelerator="cpu",
-        logger=memo,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(**{"max_steps": steps, "log_every_n_steps": 1, "logger": memo, **options})
     torch.manual_seed(2)
     trainer.fit(task, data, ckpt_path=path, weights_only=True)
     return trainer, memo
@@ -47,11 +40,11 @@ def fit(task, folder, steps=6, path=None, **options):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-def test_a_training_is_the_same_to_the_bit(make, precision, tmp_path):
+def test_a_training_is_the_same_to_the_bit(make, precision):
     for clip in ({}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}):
         usual, ours = task_of(make, False), task_of(make, True)
-        _, expected = fit(usual, tmp_path, precision=precision, **clip)
-        trainer, logged = fit(ours, tmp_path, precision=precision, **clip)
+        _, expected = fit(usual, precision=precision, **clip)
+        trainer, logged = fit(ours, precision=precision, **clip)
         assert trainer.global_step == 6 and all(parameter.grad is None for parameter in ours.parameters())
         assert_equal(ours.state_dict(), usual.state_dict())
         assert logged.of("train/loss") == expected.of("train/loss") and logged.of("train/lr") == expected.of("train/lr")
@@ -60,16 +53,16 @@ def test_a_training_is_the_same_to_the_bit(make, precision, tmp_path):
 @pytest.mark.parametrize("first", [False, True])
 def test_a_checkpoint_is_continued_with_and_without(first, tmp_path):
     make, epochs = MAKERS["adamw"], {"limit_train_batches": 3, "max_steps": -1}
-    trainer, _ = fit(task_of(make, first), tmp_path, **epochs, max_epochs=1)
+    trainer, _ = fit(task_of(make, first), **epochs, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     tasks = [task_of(make, then) for then in (False, True)]
     for task in tasks:
-        fit(task, tmp_path, **epochs, max_epochs=2, path=tmp_path / "half.ckpt")
+        fit(task, **epochs, max_epochs=2, path=tmp_path / "half.ckpt")
     assert_equal(tasks[0].state_dict(), tasks[1].state_dict())
     assert_equal(*(task.trainer.optimizers[0].state_dict() for task in tasks))
 
 
-def test_norms_and_histograms_are_those_of_the_usual_step(tmp_path, monkeypatch):
+def test_norms_and_histograms_are_those_of_the_usual_step(monkeypatch):
     written = []
 
     class Board(pl.loggers.TensorBoardLogger):
@@ -83,7 +76,7 @@ def test_norms_and_histograms_are_those_of_the_usual_step(tmp_path, monkeypatch)
         task = task_of(MAKERS["adamw"], in_backward)
         task.model.head.bias.requires_grad_(False)
         callbacks = [OptimizationMonitor(2, per_block=True), Histograms(3)]
-        _, memo = fit(task, tmp_path, callbacks=callbacks)
+        _, memo = fit(task, callbacks=callbacks)
         norms = {tag: memo.of(tag) for _, row in memo.rows for tag in row if tag.startswith("optimization/")}
         found.append((norms, sorted(written)))
         written.clear()
@@ -98,9 +91,9 @@ def test_norms_and_histograms_are_those_of_the_usual_step(tmp_path, monkeypatch)
     assert {name for name, _, _ in seen} >= {"weights/model.head.bias", "gradients/model.head.weight"}
 
 
-def test_nothing_steps_after_the_training(tmp_path):
+def test_nothing_steps_after_the_training():
     task = task_of(MAKERS["sgd"], True)
-    trainer, _ = fit(task, tmp_path, steps=1)
+    trainer, _ = fit(task, steps=1)
     before = task.model.head.weight.detach().clone()
     task.model(torch.randn(2, 1, 8, 8)).sum().backward()
     assert torch.equal(task.model.head.weight, before) and task.model.head.weight.grad is not None
@@ -122,18 +115,18 @@ class Scaling(pl.plugins.precision.MixedPrecision):
         ({"callbacks": lambda: [SynthesisCallback()]}, "a synthesis rewrites gradients"),
     ],
 )
-def test_a_trainer_that_needs_the_gradients_is_refused(options, words, tmp_path, monkeypatch):
+def test_a_trainer_that_needs_the_gradients_is_refused(options, words, monkeypatch):
     task = task_of(MAKERS["sgd"], True)
     options = {name: value() if callable(value) else value for name, value in options.items()}
     if "strategy" in options:
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
-        fit(task, tmp_path, **options)
+        fit(task, **options)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def test_a_cuda_graph_is_refused(tmp_path):
+def test_a_cuda_graph_is_refused():
     with pytest.raises(ValueError, match="a CUDA graph needs gradients after the backward"):
-        fit(task_of(MAKERS["sgd"], True, cuda_graph=True), tmp_path)
+        fit(task_of(MAKERS["sgd"], True, cuda_graph=True))

@@ -2,10 +2,10 @@
 
 import copy
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from memo import Memo
+from small_trainings import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -126,8 +126,7 @@ def test_a_trainer_trains_with_muon():
     task = CausalLM(
         RevGPT(**SMALL), torch.ones(20), optimizer=lambda model: optimizers.muon(model, lr=2e-2), scheduler=schedules.cosine
     )
-    quiet = {"logger": Memo(), "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=120, gradient_clip_val=1.0, **quiet)
+    trainer = quiet_trainer(logger=Memo(), devices=1, max_steps=120, gradient_clip_val=1.0)
     trainer.fit(task, DataLoader([{"tokens": tokens}] * 120, batch_size=None))
     (after,) = trainer.validate(task, DataLoader([{"tokens": tokens}], batch_size=None), verbose=False)
     assert after["val/loss"] < 0.7

@@ -2,10 +2,10 @@
 
 import math
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from memo import Memo
+from small_trainings import quiet_trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -21,8 +21,7 @@ BYTES = torch.tensor([1] * 10 + [2] * 6 + [0] * 4)
 
 
 def trainer(**options):
-    quiet = {"logger": Memo(), "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(accelerator="cpu", devices=1, **quiet | options)
+    return quiet_trainer(logger=Memo(), devices=1, **options)
 
 
 def loader(batches):
