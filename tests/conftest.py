@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -98,8 +99,17 @@ def holotrain(tmp_path, monkeypatch, capfd):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory) -> Path:
+@pytest.fixture
+def small_library(tmp_path_factory, monkeypatch) -> None:
+    """The default text is a few packages of the standard library."""
+    from data_files import copy_of_the_standard_library
+
+    folder = made_once(tmp_path_factory, "standard_library", copy_of_the_standard_library)
+    monkeypatch.setattr("holotrain.data.text.sets.sysconfig", SimpleNamespace(get_path=lambda name: str(folder)))
+
+
+@pytest.fixture
+def tokens(tmp_path_factory, small_library) -> Path:
     """A folder for data.cache_dir: the default text is tokenised there once."""
     return made_once(tmp_path_factory, "tokens", lambda folder: None)
 

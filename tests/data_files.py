@@ -2,7 +2,10 @@
 
 import hashlib
 import pickle
+import shutil
 import struct
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -54,3 +57,12 @@ def write_folder(root, parts=("train", "val"), classes=("cat", "dog"), each=6, s
                 image = Image.fromarray(pixels if index % 2 else pixels[..., 0])
                 image.save(folder / f"{index}.{'jpg' if index % 2 else 'png'}")
     return root
+
+
+PACKAGES = ("json", "email", "html", "logging", "urllib", "http", "xml", "unittest", "concurrent", "sqlite3")
+
+
+def copy_of_the_standard_library(folder: Path) -> None:
+    """A few packages of it."""
+    for name in PACKAGES:
+        shutil.copytree(Path(sysconfig.get_path("stdlib")) / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import shutil
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -259,12 +258,3 @@ def write_texts(folder: Path, pattern: str, label: str | None) -> None:
             path = folder / pattern.replace("**", name).replace("*", str(number))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
-
-
-PACKAGES = ("json", "email", "html", "logging", "urllib", "http", "xml", "unittest", "concurrent", "sqlite3")
-
-
-def copy_of_the_standard_library(folder: Path) -> None:
-    """A few packages of it."""
-    for name in PACKAGES:
-        shutil.copytree(Path(sysconfig.get_path("stdlib")) / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -42,12 +42,6 @@ NEEDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    """Where the standard library is tokenised once."""
-    return tmp_path_factory.mktemp("tokens")
-
-
 def needs(group, option):
     """What an option does not go without."""
     if group != "model":

@@ -9,23 +9,20 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
 import torch
 import yaml
+from forked import COMMAND_LINE, Forked
 from made_once import made_once
 from readme_blocks import ROOT, Block, Line, anchors, blocks, commands, links, readmes
 from readme_commands import (
     BENCHES,
     Small,
-    copy_of_the_standard_library,
-    is_text,
     lay_out,
     made_small,
     ours,
-    write_network,
     write_texts,
 )
 from small_run import SMALL, run_in
@@ -44,9 +41,11 @@ for readme in readmes():
 
 OURS = {words: line for words, line in LINES.items() if ours(line) is not None}
 OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
-ALONE = {words: line for words, line in OURS.items() if not (made_small(line).processes or made_small(line).gpu)}
+ELSEWHERE = {words: line for words, line in OURS.items() if made_small(line).gpu}
+TOGETHER = {words: line for words, line in OURS.items() if made_small(line).processes and words not in ELSEWHERE}
+ALONE = {words: line for words, line in OURS.items() if words not in ELSEWHERE | TOGETHER}
 SOON = {words for words, line in ALONE.items() if line.readme == "README.md" or made_small(line).shows}
-"""Lines that are run each time: those of the first page. The others are composed and checked, and run as slow tests."""
+"""Lines that are run each time: those of the first page. The others are run as slow tests."""
 
 
 def named(lines: dict[str, Line]) -> list:
@@ -162,7 +161,7 @@ def write_configuration(line: Line, folder: Path) -> None:
 
 
 @pytest.fixture
-def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
+def prepared(trained, small_library, tmp_path, monkeypatch):
     """A line made small, in a folder with the files that it names; the training that must come before it is done."""
 
     def prepare(line: Line, run) -> Small:
@@ -170,8 +169,6 @@ def prepared(trained, tmp_path, tmp_path_factory, monkeypatch):
         for name, value in line.environment:
             monkeypatch.setenv(name, value)
         if not small.shows or small.words[:1] == ("report",):
-            stdlib = made_once(tmp_path_factory, "readme_stdlib", copy_of_the_standard_library)
-            monkeypatch.setattr("holotrain.data.text.sets.sysconfig", SimpleNamespace(get_path=lambda name: str(stdlib)))
             lay_out(small, tmp_path, trained, monkeypatch)
             write_configuration(line, tmp_path)
             for earlier in small.before:
@@ -199,44 +196,22 @@ def run(holotrain):
     return run
 
 
-COMPOSED = {words: line for words, line in OURS.items() if words not in SOON}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, id=f"{line.where} {words}", marks=[pytest.mark.slow] * (line.readme != "README.md"))
-        for words, line in COMPOSED.items()
-    ],
-)
-def test_commands_are_composed_and_checked(line, tmp_path, monkeypatch):
-    """The first and the last job, where there are several. Lines of ``SOON`` are run instead."""
+@pytest.mark.parametrize("line", named(ELSEWHERE))
+def test_commands_for_a_gpu_or_a_cluster_are_composed_and_checked(line):
+    """The first job, where there are several."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
     from holotrain.config.command_line import parse
     from holotrain.config.composition import composed, register
-    from holotrain.config.structured import structured, with_replaced_classes
+    from holotrain.config.structured import structured
 
-    monkeypatch.chdir(tmp_path)
-    small = made_small(line)
-    if small.launcher:
-        from torch.distributed.run import get_args_parser
-
-        asked = get_args_parser().parse_args(list(line.words[1:]))
-        assert asked.module and asked.training_script == "holotrain"
-    write_configuration(line, tmp_path)
-    write_network(small, tmp_path)
-    # A checkpoint would bring its task along.
-    arguments = parse([*small.words, *(["task=causal_lm"] if is_text(small) and not small.value("task") else [])])
+    arguments = parse(list(made_small(line).words))
     register(resume=False)
-    ends = [re.sub(r"=.*interval\(([^,]+),([^)]+)\)+$", r"=\1,\2", word) for word in arguments.overrides]
-    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(ends), None)
-    for overrides in {tuple(jobs[0]), tuple(jobs[-1])}:
-        config = composed(arguments.command, list(overrides), arguments.config_dir)
-        plain = with_replaced_classes(OmegaConf.to_container(config, resolve=True), overrides)
-        structured(arguments.command, plain)
+    ((overrides, *_),) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments.overrides), None)
+    config = composed(arguments.command, list(overrides), arguments.config_dir)
+    structured(arguments.command, OmegaConf.to_container(config, resolve=True))
 
 
 @pytest.mark.parametrize(
@@ -251,28 +226,22 @@ def test_commands_run(line, prepared, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", named({words: line for words, line in OURS.items() if made_small(line).processes}))
+@pytest.mark.parametrize("line", named(TOGETHER))
 def test_commands_in_two_processes(line, prepared, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said = tmp_path / "said"
 
     def run(small: Small) -> None:
-        start = [sys.executable]
         if small.launcher:
-            start += ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        ended = subprocess.run(
-            [*start, "-m", "holotrain", *small.words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert not (failure := fails(small, ended.returncode, ended.stdout, ended.stderr)), failure
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "holotrain"]
+            with said.open("w") as file:
+                started = subprocess.run([*torchrun, *small.words], cwd=tmp_path, env=environment, stderr=file, timeout=300)
+            status = started.returncode
+        else:
+            status = Forked(COMMAND_LINE, *small.words, folder=tmp_path, env=environment, errors=said).wait(timeout=300)
+        assert not (failure := fails(small, status, "", said.read_text())), failure
 
-    small = prepared(line, run)
-    if small.gpu:
-        pytest.skip("needs a GPU")
-    run(small)
+    run(prepared(line, run))
 
 
 # Other programs
@@ -352,14 +321,8 @@ def test_benches_run_at_their_smallest(line, tmp_path):
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
     script = ROOT / line.words[1]
-    ended = subprocess.run(
-        [sys.executable, script, *words, *BENCHES[script.name].split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    ended = Forked(script, *words, *BENCHES[script.name].split(), folder=tmp_path, errors=tmp_path / "errors")
+    assert ended.wait() == 0, (tmp_path / "errors").read_text()[-4000:]
 
 
 # The contents of each package
