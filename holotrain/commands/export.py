@@ -7,6 +7,7 @@ import torch
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
+from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.config import checkpointed
@@ -69,5 +70,10 @@ def run(config: ExportConfig, run: Run) -> int:
     summary.metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": storage_bytes(model)}
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
-    screen.show_exported(summary, folder, [file.name for file in written])
+    weights = summary.metrics["storage_bytes"]
+    rows = {
+        "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
+        "written to": f"{folder}: {', '.join(file.name for file in written)}",
+    }
+    console.print(screen.table(summary.status, rows))
     return 0

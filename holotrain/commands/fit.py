@@ -43,7 +43,9 @@ def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
     started = time.monotonic()
     check_training_device(config)
-    start_checkpoint = _origin(config, run)
+    start_checkpoint = Path(config.ckpt_path) if config.ckpt_path else None
+    if config.resume:  # a job of a resumed sweep may not have started
+        start_checkpoint = run.last_checkpoint if run.last_checkpoint.exists() else None
     if start_checkpoint is not None:
         check_origin(config, start_checkpoint)
     if start_checkpoint is not None and config.resume:
@@ -136,13 +138,6 @@ def _chosen(config: FitConfig, data: pl.LightningDataModule, run: Run) -> FitCon
     option, size = config.batch_option
     setattr(data, option.removeprefix("data."), size)
     return config
-
-
-def _origin(config: FitConfig, run: Run) -> Path | None:
-    """The checkpoint to continue from. None for a job of a resumed sweep that had not started."""
-    if config.resume:
-        return run.last_checkpoint if run.last_checkpoint.exists() else None
-    return Path(config.ckpt_path) if config.ckpt_path else None
 
 
 def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.LightningModule, status: str) -> Summary:

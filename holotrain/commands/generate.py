@@ -10,6 +10,7 @@ import torch
 
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import described_model, in_int8
+from holotrain.commands.console import plain
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import Summary
 from holotrain.commands.writing import write_whole
@@ -19,6 +20,7 @@ from holotrain.data import Tokenizer, tokenizer_from_json
 from holotrain.errors import UserError, naming_group
 from holotrain.files import from_json
 from holotrain.models import Sampling, generate
+from holotrain.numeric import counted
 
 GENERATIONS = "generations.jsonl"
 
@@ -49,8 +51,8 @@ def run(config: GenerateConfig, run: Run) -> int:
             if shown is not None:
                 shown.add(int(token[0]))
     seconds = time.monotonic() - began
-    rows = torch.stack(tokens, dim=1)
-    answers = [tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end_id, row.tolist()))) for row in rows]
+    drawn = torch.stack(tokens, dim=1)
+    answers = [tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end_id, row.tolist()))) for row in drawn]
     if shown is not None:
         shown.end()
     else:
@@ -63,13 +65,18 @@ def run(config: GenerateConfig, run: Run) -> int:
 
     summary = Summary.of(run, config, model)
     summary.checkpoint = str(path)
-    summary.metrics = {"texts": len(texts), "tokens": int((rows != tokenizer.end_id).sum())}
+    summary.metrics = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}
     longest = max(len(ids) for ids in starts)
     full = context if longest + config.max_tokens > context == longest + len(tokens) else None
-    summary.tokens_per_second = rows.numel() / seconds
+    summary.tokens_per_second = drawn.numel() / seconds
     summary.seconds = time.monotonic() - started
     summary.write(run.folder)
-    screen.show_generated(summary, run.folder / GENERATIONS, full)
+    rows = {
+        "tokens": f"{summary.metrics['tokens']} in {counted(len(texts), 'text')}, {summary.tokens_per_second:.1f} tokens/s",
+        "ended": full and f"because the model's context of {full} tokens was full",
+        "written to": run.folder / GENERATIONS,
+    }
+    plain(stderr=True).print(screen.table(summary.status, rows))  # stdout has only the texts
     return 0
 
 

@@ -89,7 +89,11 @@ def planned(
     Raises:
         UserError: the training step cannot be planned.
     """
-    device = _device(config)
+    device = config.device
+    if device == "auto" and config.trainer.accelerator == "mps":
+        raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
+    if device == "auto":
+        device = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
     one_of("link", config.link, LINKS)
     if config.gpu is not None:
         one_of("gpu", config.gpu, GPUS)
@@ -115,14 +119,6 @@ def planned(
     except Unplannable as error:
         raise UserError(f"plan: {error}") from error
     return config, plan, scaling
-
-
-def _device(config: PlanConfig) -> str:
-    if config.device != "auto":
-        return config.device
-    if config.trainer.accelerator == "mps":
-        raise UserError("plan: Apple GPUs are not supported; use device=cpu or device=cuda")
-    return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
 
 def _scaling(config: PlanConfig, devices: int, planner: Planner, plan: Plan, begin: Callable[[str], object]) -> Scaling:

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from rich.table import Table
 from torch import nn
 
-from holotrain.commands.console import console, plain
+from holotrain.commands.console import console
 from holotrain.commands.run_folder import Run
 from holotrain.commands.summary import SUMMARY, Summary, parameter_count
 from holotrain.config.build_trainer import data_shard_of, device_name, model_parallel_size, unsharded_layers
@@ -55,7 +55,7 @@ def show_start(
         "processes": _processes(config, run.process, model) if run.process else None,
         "folder": run.folder,
     }
-    console.print(_table(f"holotrain {command}", {key: value for key, value in rows.items() if value is not None}))
+    console.print(table(f"holotrain {command}", rows))
 
 
 def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str:
@@ -91,34 +91,7 @@ def show_end(summary: Summary, folder: Path) -> None:
     rows["checkpoint"] = summary.checkpoint
     rows |= {name: next(folder.glob(files), None) for name, files in PROFILES.items()}
     rows["written to"] = folder / SUMMARY
-    console.print(_table(summary.status, {key: value for key, value in rows.items() if value is not None}))
-
-
-def show_generated(summary: Summary, path: Path, full: int | None) -> None:
-    """Prints the speed of generation to stderr, so that stdout has only the texts.
-
-    Args:
-        path: file of the texts.
-        full: the model's context, if the texts ended because it was full.
-    """
-    rows = {
-        "tokens": f"{summary.metrics['tokens']} in {counted(summary.metrics['texts'], 'text')}, "
-        f"{summary.tokens_per_second:.1f} tokens/s",
-        "ended": full and f"because the model's context of {full} tokens was full",
-        "written to": path,
-    }
-    rows = {name: value for name, value in rows.items() if value is not None}
-    plain(stderr=True).print(_table(summary.status, rows))
-
-
-def show_exported(summary: Summary, folder: Path, written: list[str]) -> None:
-    """Prints the files that were written and the size of the weights."""
-    weights = summary.metrics["storage_bytes"]
-    rows = {
-        "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
-        "written to": f"{folder}: {', '.join(written)}",
-    }
-    console.print(_table(summary.status, rows))
+    console.print(table(summary.status, rows))
 
 
 def _batches(config: RunConfig, process: ProcessRank | None) -> str:
@@ -130,13 +103,15 @@ def _batches(config: RunConfig, process: ProcessRank | None) -> str:
     return f"batches of {size}" if option == "data.batch_size" else f"batches of up to {size} tokens"
 
 
-def _table(title: str, rows: Mapping[str, object]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")
+def table(title: str, rows: Mapping[str, object]) -> Table:
+    """The rows that have a value."""
+    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    shown.add_column()
+    shown.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, str(value))
-    return table
+        if value is not None:
+            shown.add_row(name, str(value))
+    return shown
 
 
 def _optimizer(config: RunConfig, optimizer: ObjectConfig, run: Run) -> str:

@@ -168,7 +168,16 @@ class RunConfig(Composed):
         if is_a(self.task, ERROR_DIFFUSION):
             raise UserError(f"trainer={strategy}: error diffusion networks have no blocks to shard; use trainer=ddp")
         parts = f"trainer={strategy} {'divides' if strategy == 'pipeline' else 'shards'} them"
-        self._check_shared_out(parts)
+        # What works under FSDP2, but not where layers are divided, too.
+        whole = getattr(self.synthesis, "mode", None) == "bind" or getattr(self.synthesis, "block_length", None) == 0
+        if self.synthesis is not None and (strategy != "fsdp" or whole):
+            also = ", or synthesis=shared or associative with a block length under trainer=fsdp"
+            raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
+        if getattr(self.synthesis, "split", "none") != "none":
+            raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
+        if strategy != "fsdp" and getattr(self.optimizer, "target", None) == LOW_BIT:
+            name = f"adamw_{getattr(self.optimizer, 'bits', 8)}"
+            raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
         if strategy in ("tp", "pipeline") and getattr(self.model, "adapters", 0):
             raise UserError(f"model.adapters: trainer={strategy} does not support adapters; use trainer=fsdp or ddp")
         trained = getattr(self.model, "trained", "all")
@@ -183,19 +192,6 @@ class RunConfig(Composed):
             raise UserError(f"callbacks.{self.average}: needs whole weights, and {parts}; use trainer=ddp")
         if self.backward.open or self.batch_is_open:
             raise UserError(f"auto: planning needs whole parameters, and {parts}; set backward and the batch size yourself")
-
-    def _check_shared_out(self, parts: str) -> None:
-        """What works under FSDP2, but not where layers are divided, too."""
-        strategy = self.trainer.strategy
-        whole = getattr(self.synthesis, "mode", None) == "bind" or getattr(self.synthesis, "block_length", None) == 0
-        if self.synthesis is not None and (strategy != "fsdp" or whole):
-            also = ", or synthesis=shared or associative with a block length under trainer=fsdp"
-            raise UserError(f"synthesis: needs whole gradients, and {parts}; use trainer=ddp{also}")
-        if getattr(self.synthesis, "split", "none") != "none":
-            raise UserError(f"synthesis.split: needs whole gradients, and {parts}; use split=none")
-        if strategy != "fsdp" and getattr(self.optimizer, "target", None) == LOW_BIT:
-            name = f"adamw_{getattr(self.optimizer, 'bits', 8)}"
-            raise UserError(f"optimizer={name}: trainer={strategy} does not support it; use trainer=fsdp or ddp")
 
     def _check_backward(self) -> None:
         backward, model, rebuilds = self.backward, self.model, reversible(self.model)
