@@ -1,10 +1,11 @@
-"""Small data sets in the files of their true formats."""
+"""Small data sets in the files of their true formats, and the documents that are read from such."""
 
 import hashlib
 import pickle
 import shutil
 import struct
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,9 @@ def copy_of_the_standard_library(folder: Path) -> None:
     """A few packages of it."""
     for name in PACKAGES:
         shutil.copytree(Path(sysconfig.get_path("stdlib")) / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def documents_of(data, part) -> list[str]:
+    """The documents of a part of a text data module."""
+    corpus = data.part(part)
+    return [data.tokenizer.decode(corpus.tokens[first:last]) for first, last in pairwise(corpus.offsets.tolist())]

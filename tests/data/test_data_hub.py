@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import datasets
 import pytest
 import torch
-from data_files import write_folder
+from data_files import documents_of, write_folder
 from PIL import Image
 from resumed_loaders import assert_resumes, same, stream
 
@@ -50,20 +50,15 @@ def text(saved, **options) -> HubText:
     return data
 
 
-def texts(data, part) -> list[str]:
-    corpus = data.part(part)
-    return [data.tokenizer.decode(corpus.tokens[a:b]) for a, b in zip(corpus.offsets, corpus.offsets[1:], strict=False)]
-
-
 def test_text_that_was_saved_to_disk(saved):
     data = text(saved, val_fraction=0.1, test_fraction=0.1)
-    parts = {part: texts(data, part) for part in ("train", "val", "test")}
+    parts = {part: documents_of(data, part) for part in ("train", "val", "test")}
     assert sorted(chain(*parts.values())) == sorted(datasets.load_from_disk(str(saved))["train"]["text"])
     assert all(len(part) > 20 for part in parts.values()) and data.class_names == []
     held = text(saved, val_split="held", test_fraction=0.1, label="kind", layout="documents")
-    assert texts(held, "val") == datasets.load_from_disk(str(saved))["held"]["text"][:]
+    assert documents_of(held, "val") == datasets.load_from_disk(str(saved))["held"]["text"][:]
     assert held.class_names == ["even", "odd"]
-    for written, label in zip(texts(held, "train"), held.part("train").labels, strict=True):
+    for written, label in zip(documents_of(held, "train"), held.part("train").labels, strict=True):
         assert int(written.split()[1]) % 2 == label
 
 
@@ -76,7 +71,7 @@ def test_rows_that_are_left_out_are_named(saved, tmp_path):
     assert [str(warning.message) for warning in caught] == [
         "data: left out 3 rows without text or class: " + ", ".join(f"{tmp_path / 'gaps'}:{row}" for row in GAPS)
     ]
-    assert texts(data, "val") == ["a", "c"]
+    assert documents_of(data, "val") == ["a", "c"]
 
 
 def test_nothing_is_written_into_a_saved_data_set(saved):
@@ -94,7 +89,7 @@ def test_files_and_folders_are_read_too(saved, tmp_path, monkeypatch, name):
     )
     data = HubText(name, cache_dir=str(tmp_path / "cache"), val_fraction=0.2, test_fraction=0.2)
     data.setup()
-    assert sorted(chain(*(texts(data, part) for part in ("train", "val", "test")))) == sorted(rows["text"])
+    assert sorted(chain(*(documents_of(data, part) for part in ("train", "val", "test")))) == sorted(rows["text"])
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "b.json", "*.json*"])
@@ -161,7 +156,7 @@ def test_every_row_of_the_training_part_comes_in_each_pass_and_no_other(tmp_path
     rows.save_to_disk(tmp_path / "saved")
     options = {"context": 32, "batch_size": 1, "val_fraction": 0.1, "test_fraction": 0.1}
     whole = text(tmp_path / "saved", **options)
-    expected = {int(re.match(r"<(\d+)>", written)[1]) for written in texts(whole, "train")}
+    expected = {int(re.match(r"<(\d+)>", written)[1]) for written in documents_of(whole, "train")}
     assert 250 < len(expected) < 400
     shares = [passes_of(streamed(tmp_path / "saved", **options), workers, node) for node in range(2 * workers)]
     for number in (0, 1):

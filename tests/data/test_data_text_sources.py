@@ -2,13 +2,14 @@
 
 import json
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
+from data_files import documents_of
 
 from holotrain.data import StdlibText, TextFiles, hub
 from holotrain.data.text import sets, sources
@@ -29,12 +30,6 @@ def module(tmp_path, files, **options) -> TextFiles:
     data = TextFiles(files, **{"cache_dir": str(tmp_path / "cache"), **options})
     data.setup()
     return data
-
-
-def documents(data, part) -> list[str]:
-    corpus = data.part(part)
-    bounds = corpus.offsets.tolist()
-    return [data.tokenizer.decode(corpus.tokens[a:b]) for a, b in pairwise(bounds)]
 
 
 def one_line(call, match) -> str:
@@ -73,7 +68,7 @@ def test_csv_and_tsv_together(tmp_path):
     write(tmp_path, "a.csv", b"n,text\n" + b"".join(b"1,comma %d\n" % number for number in range(30)))
     write(tmp_path, "a.tsv", b"n\ttext\n" + b"".join(b"1\ttab, %d\n" % number for number in range(30)))
     data = module(tmp_path, str(tmp_path / "*.?sv"), val_fraction=0.2, test_fraction=0.2)
-    found = [text for part in ("train", "val", "test") for text in documents(data, part)]
+    found = [text for part in ("train", "val", "test") for text in documents_of(data, part)]
     assert sorted(found) == sorted(f"{kind} {number}" for kind in ("comma", "tab,") for number in range(30))
 
 
@@ -83,7 +78,7 @@ def test_json_files_of_a_project_are_plain_text_and_a_missing_column_names_the_f
     write(tmp_path, "a.txt", b"text")
     write(tmp_path, "b.txt", b"more")
     found = module(tmp_path, str(tmp_path / "*.*"), val_fraction=0.3, test_fraction=0.3)
-    assert sorted(chain(*(documents(found, part) for part in ("train", "val", "test")))) == ["more", "text", settings]
+    assert sorted(chain(*(documents_of(found, part) for part in ("train", "val", "test")))) == ["more", "text", settings]
     write(tmp_path, "b.csv", b"n,m\n1,2\n")
     one_line(
         lambda: module(tmp_path, str(tmp_path / "*.*")), r"data\.text: the rows of .*b\.csv have no column 'text'; they have n"
@@ -208,20 +203,22 @@ def test_files_that_patterns_hold_out(tmp_path):
     data = module(
         tmp_path, str(tmp_path / "**/*.txt"), val_files=str(tmp_path / "a/2.txt"), test_files=[str(tmp_path / "b/2*")]
     )
-    assert [documents(data, part) for part in ("train", "val", "test")] == [["a/1", "b/1"], ["a/2"], ["b/2"]]
+    assert [documents_of(data, part) for part in ("train", "val", "test")] == [["a/1", "b/1"], ["a/2"], ["b/2"]]
 
 
 def test_few_files_are_held_out_by_document_and_equal_ones_never_on_both_sides(tmp_path):
     lines = [f"line {number % 150}" for number in range(300)]
     pattern = write(tmp_path, "a.txt", "\n".join(lines).encode())
     data = module(tmp_path, pattern, unit="line", val_fraction=0.2, test_fraction=0.2)
-    parts = {part: documents(data, part) for part in ("train", "val", "test")}
+    parts = {part: documents_of(data, part) for part in ("train", "val", "test")}
     assert sorted(chain(*parts.values())) == sorted(lines)
     assert all(len(set(part)) > 10 for part in parts.values())
     assert not set(parts["train"]) & set(parts["val"]) and not set(parts["train"]) & set(parts["test"])
     write(tmp_path, "a.txt", "\n".join(lines[::-1]).encode())
     turned = module(tmp_path, pattern, unit="line", val_fraction=0.2, test_fraction=0.2)
-    assert {part: sorted(documents(turned, part)) for part in parts} == {part: sorted(found) for part, found in parts.items()}
+    assert {part: sorted(documents_of(turned, part)) for part in parts} == {
+        part: sorted(found) for part, found in parts.items()
+    }
 
 
 def test_labels_of_folders_and_fields(tmp_path):
@@ -230,7 +227,7 @@ def test_labels_of_folders_and_fields(tmp_path):
     options = {"val_fraction": 0.2, "test_fraction": 0.2, "layout": "documents"}
     data = module(tmp_path, str(tmp_path / "*/*.txt"), label="folder", **options)
     assert data.class_names == ["cat", "dog"] and data.num_classes == 2
-    labels = {text: int(label) for text, label in zip(documents(data, "train"), data.part("train").labels, strict=True)}
+    labels = {text: int(label) for text, label in zip(documents_of(data, "train"), data.part("train").labels, strict=True)}
     assert labels and labels == {text: int(int(text.split()[1]) % 3 > 0) for text in labels}
     rows = [json.dumps({"text": f"row {number}", "k": ["10", "9", "2"][number % 3]}) for number in range(90)]
     data = module(tmp_path, write(tmp_path, "a.jsonl", "\n".join(rows).encode()), label="k", **options)
