@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from holotrain.reversible.replay import generators_among, is_imagined
+from holotrain.reversible.replay import Learned, generators_among, is_imagined
 
 try:
     import numpy
@@ -24,18 +24,9 @@ except ImportError:  # torch works without it
     numpy = None
 
 
-def parts_of(module: nn.Module) -> list[nn.Module]:
-    """The module and all its submodules, each once; several times as fast as ``modules()``."""
-    parts = [module]
-    for part in parts:  # which grows
-        if part._modules:
-            parts += [child for child in part._modules.values() if child is not None]
-    return [*dict.fromkeys(parts)]
-
-
-def is_compiled(parts: Iterable[nn.Module]) -> bool:
-    """Whether one of the modules is compiled."""
-    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in parts)
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module itself is compiled."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def version_of(tensor: Tensor) -> int:
@@ -65,110 +56,110 @@ class _Buffer(NamedTuple):
         return not torch.equal(self.tensor, self.before)
 
 
-_Named = MutableMapping[str, Any]
-"""Parameters or buffers of a module, by name."""
-
-_values, _version = methodcaller("values"), attrgetter("_version")
-
-
-def _all_values(owners: list[_Named]) -> list[Tensor | None]:
-    return [*chain.from_iterable(map(_values, owners))]
+_version, _training = attrgetter("_version"), attrgetter("training")
 
 
 class Reads:
-    """The parameters, buffers and modes of a branch in one forward. As a context: the branch has them again.
+    """The parameters, buffers and modes of a branch in one forward, which it has again in the recomputation.
 
     A module may change its buffers in the forward (running statistics, power iterations). The recomputation reads what the
     forward read and changes nothing. So the buffers that a module's first forward changes are copied before each later one.
 
     Args:
-        parts: the branch and its submodules.
+        learned: what is known of the branch.
     """
 
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self.parts = parts
-        self._modes = [part.training for part in parts]
-        # What holds tensors by name, and what it held.
-        self._owners: list[_Named] = [part._parameters for part in parts if part._parameters]
-        self._owned: list[_Named] = [dict(owner) for owner in self._owners]
-        self._buffers: list[_Buffer] = []
-        for part in parts:
-            if part._buffers:
-                # At first any may turn out to be changed.
-                names = _written.get(part, {}).get(part.training, part._buffers)
-                self._buffers += [
-                    _Buffer(part, name, buffer, version_of(buffer), buffer.clone() if name in names else None)
-                    for name, buffer in part._buffers.items()
-                    if buffer is not None
-                ]
+    def __init__(self, learned: Learned) -> None:
+        self._learned = learned
+        self._modes = [*map(_training, learned.parts)]
+        self._names, self._parameters = [*chain.from_iterable(learned.parameters)], learned.present()
+        self._buffers = [*_buffers_of(learned.parts)] if any(learned.buffers) else []
         self._newly_written: str | None = None
-        self.tensors = [tensor for tensor in _all_values(self._owned) if tensor is not None]
+        self.tensors = [tensor for tensor in self._parameters if tensor is not None]
         """The parameters; after the forward also the buffers that it did not change."""
 
     def settle(self) -> None:
         """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
         if self._buffers:
             self._settle_buffers()
-            self.tensors = [tensor for tensor in _all_values(self._owned) if tensor is not None]
         self._versions = [*map(_version, self.tensors)]
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
 
     def _settle_buffers(self) -> None:
-        written = []
+        kept = []
         for buffer in self._buffers:
             known = _written.setdefault(buffer.owner, {}).setdefault(buffer.owner.training, set())
             if not buffer.was_written():
-                self._owners.append(buffer.owner._buffers)
-                self._owned.append({buffer.name: buffer.tensor})
+                kept.append(buffer._replace(before=None))
+                self.tensors.append(buffer.tensor)
                 continue
             known.add(buffer.name)
             if buffer.before is None:
                 self._newly_written = buffer.name
             else:
-                written.append(buffer)
-        self._buffers = written
+                kept.append(buffer)
+        self._buffers = kept
 
-    def __enter__(self) -> None:
-        """
+    def begin(self) -> None:
+        """From here on the branch has again what it had.
+
         Raises:
-            RuntimeError: a parameter or buffer was changed after the forward, or a module's training mode was.
+            RuntimeError: a parameter, a buffer or a submodule was changed after the forward, or a module's training mode was.
         """
         if self._newly_written is not None:
             raise RuntimeError(
                 f"the forward of a block changed its buffer {self._newly_written!r}, which its first forward did not do, so it "
                 "was not saved for the recomputation; it is from the next forward on"
             )
-        if [part.training for part in self.parts] != self._modes:
+        learned, tensors = self._learned, self.tensors
+        if [*map(_training, learned.parts)] != self._modes:
             raise RuntimeError(
                 "a block was switched between train() and eval() after the forward, so its recomputation in the backward "
                 "would differ; switch after the backward"
             )
-        same_versions = [*map(_version, self.tensors)] == self._versions
-        if not (same_versions and all(map(is_, map(Tensor.untyped_storage, self.tensors), self._storages))):
+        same_versions = [*map(_version, tensors)] == self._versions
+        if not (same_versions and all(map(is_, map(Tensor.untyped_storage, tensors), self._storages)) and learned.is_current()):
             raise RuntimeError(
-                "a parameter or buffer of a block was changed between the forward and its recomputation in the backward, "
-                "so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps in the "
-                "backward trains no weight of a block that an earlier block reads without a gradient)"
+                "a parameter, a buffer or a submodule of a block was changed between the forward and its recomputation in the "
+                "backward, so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps "
+                "in the backward trains no weight of a block that an earlier block reads without a gradient)"
             )
-        self._others = []  # of torch.func.functional_call, for one
-        present, read = _all_values(self._owners), _all_values(self._owned)
-        if len(present) != len(read) or not all(map(is_, present, read)):
-            for owner, owned in zip(self._owners, self._owned, strict=True):
-                for name, tensor in owned.items():
-                    if owner.get(name) is not tensor:
-                        self._put(owner, name, tensor)
-        for buffer in self._buffers:
-            if buffer.before is not None:
-                self._put(buffer.owner._buffers, buffer.name, buffer.before.clone())
+        self.others = []  # what stands in their place otherwise
+        present, read = learned.present(), self._parameters
+        if len(present) != len(read) or not all(map(is_, present, read)):  # by torch.func.functional_call, for one
+            self._put_parameters(present)
+        for owner, name, tensor, _, before in self._buffers:
+            if before is not None or owner._buffers.get(name) is not tensor:
+                self._put(owner._buffers, name, tensor if before is None else before.clone())
 
-    def _put(self, owner: _Named, name: str, tensor: Tensor | None) -> None:
-        self._others.append((owner, name, owner.get(name)))
+    def _put_parameters(self, present: list[Tensor | None]) -> None:
+        owners = [(owner, name) for owner in self._learned.parameters for name in owner]
+        if [name for _, name in owners] != self._names:
+            raise RuntimeError(
+                "parameters were added to a block, or removed from it, between the forward and its recomputation in the "
+                "backward; change the model after the backward"
+            )
+        for (owner, name), now, then in zip(owners, present, self._parameters, strict=True):
+            if now is not then:
+                self._put(owner, name, then)
+
+    def _put(self, owner: MutableMapping[str, Any], name: str, tensor: Tensor | None) -> None:
+        self.others.append((owner, name, owner.get(name)))
         owner[name] = tensor
 
-    def __exit__(self, *error: object) -> None:
-        for owner, name, tensor in self._others:
+    def end(self) -> None:
+        """The branch has what it had before :meth:`begin`."""
+        for owner, name, tensor in self.others:
             owner[name] = tensor
+
+
+def _buffers_of(parts: Iterable[nn.Module]) -> Iterator[_Buffer]:
+    for part in parts:
+        names = _written.get(part, {}).get(part.training, part._buffers)  # at first any may turn out to be changed
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield _Buffer(part, name, buffer, version_of(buffer), buffer.clone() if name in names else None)
 
 
 @contextmanager
@@ -249,17 +240,15 @@ def _mark(leaf: Any) -> int | None:
     return hash(leaf.tobytes()) if numpy is not None and isinstance(leaf, numpy.ndarray) else None
 
 
-def require_unwrapped(parts: Iterable[nn.Module]) -> None:
-    """
-    Raises:
-        ValueError: a branch or a submodule is wrapped in DDP, FSDP1 or similar, or sharded by itself.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _require_unwrapped(frozenset(map(type, parts)))
-
-
 @cache
-def _require_unwrapped(kinds: frozenset[type[nn.Module]]) -> None:
+def require_unwrapped(kinds: frozenset[type[nn.Module]]) -> None:
+    """
+    Args:
+        kinds: the classes of a branch and its submodules.
+
+    Raises:
+        ValueError: one of them is wrapped in DDP, FSDP1 or similar, or sharded by itself.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for the question's sake
     for kind in kinds:
         if kind.__module__.startswith("torch.nn.parallel") or (fsdp and issubclass(kind, fsdp.FullyShardedDataParallel)):

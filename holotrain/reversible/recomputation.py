@@ -10,22 +10,24 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.backward_schedules import Keeper, Schedule
 from holotrain.reversible.block import Coupling, Run
-from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
-from holotrain.reversible.replay import Call, Replay, in_trace, learned_of
+from holotrain.reversible.reads import Arguments, Reads, is_compiled, require_unwrapped
+from holotrain.reversible.replay import Call, Replay, learned_of
 
 _kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
 
@@ -54,23 +56,25 @@ class Branch:
         keep: tuple[str, ...] = (),
         forward: Callable | None = None,
     ) -> None:
-        parts = parts_of(module)
-        require_unwrapped(parts if forward is None else parts[1:])
+        self.learned = learned = learned_of(module)
+        if call.distributed:
+            require_unwrapped(frozenset(map(type, learned.parts if forward is None else learned.parts[1:])))
         self.name, self.module, self.call = name, module, call
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
-        self._reads = Reads(parts)
-        self.learned = learned_of(module, parts)
-        self._replay = Replay(call, module, self.learned, self._arguments.generators if self._arguments else [])
+        self._reads = Reads(learned)
+        self._replay = Replay(call, module, learned, self._arguments.generators if self._arguments else [])
         self._keeping: AbstractContextManager | None = None
         self.reusing: AbstractContextManager | None = None
         if keep:
-            if is_compiled(parts):
+            if any(map(is_compiled, learned.parts)):
                 raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
             self._keeping, self.reusing = Keeper(keep)()
-        # Shape and dtype of the tensors that autograd would have saved in the forward.
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
-        # The leaves that the forward saved, also those that are no parameters of the module, and their versions.
+        self.count = 0
+        """How many tensors autograd would have saved in the forward."""
+        # Their shapes and dtypes; None: a recomputation that saved as many tensors has been compared with its forward before.
+        self._kinds: list[tuple[torch.Size, torch.dtype]] | None = None
+        # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         # What autograd saved in the latest recomputation; None where the backward has taken it.
         self.saved: list[Tensor | None] = []
@@ -81,15 +85,10 @@ class Branch:
         Args:
             supply: called in the backward to have the branch run again, so that ``saved`` is there.
         """
-        version, saved, kinds = source._version, self.saved, self.kinds
-        # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
-        known = {id(source), *map(id, self._reads.tensors)}
-
-        def pack(tensor: Tensor) -> int:
-            kinds.append(_kind_of(tensor))
-            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known:
-                self._leaves.append((tensor, tensor._version))
-            return len(kinds) - 1  # all that the graph keeps of the tensor
+        version, saved, numbers = source._version, self.saved, count()
+        pack = partial(next, numbers)  # of all tensors, the graph keeps a number alone
+        if not self.learned.verified or self.learned.reads_leaves or self._keeping is not None:
+            pack = self._recording(source, pack)
 
         def unpack(number: int) -> Any:
             if not saved or saved[number] is None:
@@ -97,13 +96,8 @@ class Branch:
             tensor, saved[number] = saved[number], None  # activations go as they are used
             return tensor
 
-        with self._replay.recorded(), saved_tensors_hooks(pack, unpack):
-            if self._keeping is None:
-                update = self._forward(source, **self._keywords)
-            else:
-                with self.call.uncached(), self._keeping:  # a cached cast would be one operation fewer
-                    update = self._forward(source, **self._keywords)
-        self._differentiable = source.requires_grad
+        update = self._called(source, pack, unpack, self._replay.repeatable if self._replay.on_gpu else None, self._keeping)
+        self._differentiable, self.count = source.requires_grad, next(numbers)
         if source._version != version:
             raise ValueError(
                 "a branch changed its input in place, so its block cannot be inverted; "
@@ -114,7 +108,42 @@ class Branch:
             self._keywords = self._arguments.keywords()
         self._replay.settle()
         self._reads.settle()
+        if self._kinds is None and self.count not in self.learned.verified:
+            self.run_again(source)  # it did something new: compared now, while all that it reads is as it was
         return update
+
+    def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Callable | None, kept: Any) -> Any:
+        """Calls the module under saved-tensor hooks.
+
+        Args:
+            around: returns a context for the whole call.
+            kept: a context that keeps or reuses results.
+        """
+        _push_hooks(pack, unpack)  # as saved_tensors_hooks does, whose calls of Python count where blocks are tiny
+        try:
+            if around is None and kept is None:
+                return self._forward(source, **self._keywords)
+            with nullcontext() if around is None else around():
+                if kept is None:
+                    return self._forward(source, **self._keywords)
+                with self.call.uncached(), kept:  # a cached cast would be one operation fewer; kept counts every operation
+                    return self._forward(source, **self._keywords)
+        finally:
+            _pop_hooks()
+
+    def _recording(self, source: Tensor, number: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
+        """``number``, which also notes the kinds of the tensors and the leaves among them."""
+        # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
+        known, kinds, leaves = {id(source), *map(id, self._reads.tensors)}, [], self._leaves
+        self._kinds = kinds
+
+        def pack(tensor: Tensor) -> int:
+            kinds.append(_kind_of(tensor))
+            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known:
+                leaves.append((tensor, tensor._version))
+            return number(tensor)
+
+        return pack
 
     def run_again(self, source: Tensor, output: bool = True) -> tuple[Any, list[Tensor]]:
         """The recomputation: returns the output, detached, and the tensors that autograd saves.
@@ -128,16 +157,16 @@ class Branch:
         """
         if self._arguments is not None:
             self._arguments.require_unchanged()
-        packed: list[Tensor] = []
-        pack, versions, verified = packed.append, [], self.learned.verified
+        learned, packed = self.learned, []
+        pack, versions, verified = packed.append, [], self.count in learned.verified
         if not verified:  # later recomputations do as the first one, without this check
 
             def pack(tensor: Tensor) -> None:
                 packed.append(tensor)
                 versions.append(tensor._version)
 
-        elif not output and not any(part._forward_hooks for part in self._reads.parts):  # hooks would not all run
-            last = len(self.kinds)
+        elif not output and not any(part._forward_hooks for part in learned.parts):  # hooks would not all run
+            last = self.count
 
             def pack(tensor: Tensor) -> None:
                 if len(packed) < last:
@@ -145,19 +174,21 @@ class Branch:
                 if len(packed) == last:  # an operation saves its inputs before it runs: its product is left out
                     raise _AllSaved
 
-        update = None
-        source, hooks = source.detach().requires_grad_(self._differentiable), saved_tensors_hooks(pack, _never)
-        with in_trace("recompute", self.name), self._reads, self._replay:
+        update, source = None, source.detach().requires_grad_(self._differentiable)
+        self._reads.begin()
+        try:
+            self._replay.begin(self.name)
             try:
-                with hooks:
-                    if self.reusing is None:
-                        update = self._forward(source, **self._keywords)
-                    else:
-                        source = source.view_as(source)  # no leaf, as in the forward, since hooks on leaves add operations
-                        with self.call.uncached(), self.reusing:  # entered last, because it counts every operation
-                            update = self._forward(source, **self._keywords)
+                if self.reusing is not None:
+                    source = source.view_as(source)  # no leaf, as in the forward, since hooks on leaves add operations
+                update = self._called(source, pack, _never, None, self.reusing)
             except _AllSaved:
                 pass
+            finally:
+                self._replay.end()
+        finally:
+            if self._reads.others:
+                self._reads.end()
         saved = packed.copy()
         packed.clear()  # which their graph holds
         name = type(self.module).__name__
@@ -165,14 +196,16 @@ class Branch:
             raise RuntimeError(
                 f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
             )
-        kinds = [*map(_kind_of, saved)]
-        if kinds != self.kinds:
-            different = next((pair for pair in zip(self.kinds, kinds, strict=False) if pair[0] != pair[1]), "others")
+        kinds = None if self._kinds is None else [*map(_kind_of, saved)]
+        if len(saved) != self.count or kinds != self._kinds:
+            pairs = zip(self._kinds or (), kinds or (), strict=False)
+            different = next((pair for pair in pairs if pair[0] != pair[1]), "others")
             raise RuntimeError(
-                f"{name} saved {len(self.kinds)} tensors for its gradient in the forward and {len(kinds)} in the recomputation "
+                f"{name} saved {self.count} tensors for its gradient in the forward and {len(saved)} in the recomputation "
                 f"({different}), so it did something else; its forward must do the same whenever it runs on the same input"
             )
-        self.learned.verified = True
+        if not verified:
+            self._verify(source, saved)
         if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
                 f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "
@@ -180,6 +213,15 @@ class Branch:
             )
         update = update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update)
         return update, saved
+
+    def _verify(self, source: Tensor, saved: list[Tensor]) -> None:
+        """After the first recomputation that saves so many tensors: notes this, and the leaves if the forward did not."""
+        known = {id(source), *map(id, self._reads.tensors)}
+        leaves = [tensor for tensor in saved if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known]
+        if self._kinds is None:
+            self._leaves = [(leaf, leaf._version) for leaf in leaves]
+        self.learned.reads_leaves |= bool(leaves)
+        self.learned.verified.add(self.count)
 
 
 class _AllSaved(BaseException):
@@ -216,7 +258,7 @@ class Checkpointing:
         self._call = call
 
     def block(self, number: int, schedule: Schedule, coupling: Coupling, forward: Callable | None = None) -> Run:
-        """As :meth:`Tape.block`."""
+        """As :meth:`~holotrain.reversible.tape.Rebuilding.block`."""
 
         def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
             branch = Branch(f"{number}.{name}", module, keywords, self._call, (), forward)

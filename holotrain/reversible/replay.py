@@ -11,8 +11,10 @@ import random
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from ctypes import string_at
+from ctypes import c_char, string_at
 from functools import partial
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +30,7 @@ except ImportError:  # torch works without it
 
 _NOTHING = nullcontext()
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+_values, from_iterable = methodcaller("values"), chain.from_iterable
 
 
 def recomputing() -> bool:
@@ -55,41 +58,43 @@ def _fake_mode_active() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-class _Source(NamedTuple):
-    """A source of random numbers: how to read, set and compare its state."""
+class _Source:
+    """A source of random numbers.
 
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-    same: Callable[[Any, Any], bool]
+    Args:
+        get, set: read and set its state.
+        mark: what of a state tells whether numbers were drawn since; None: all of it.
+    """
 
-    @classmethod
-    def of(cls, get: Callable[[], torch.Tensor], set: Callable[[torch.Tensor], None]) -> _Source:
-        """A generator of PyTorch's. States are compared by their first and last bytes, in a tenth of the time: these are the
-        counters, the first of 624 words, and a normal number that is left over."""
+    def __init__(self, get: Callable[[], Any], set: Callable[[Any], None], mark: Callable[[Any], Any] | None = None) -> None:
+        self._get, self.set, self._mark = get, set, mark
 
-        def read() -> tuple[torch.Tensor, bytes, bytes]:
-            state = get()
-            at, size = state.data_ptr(), state.numel()
-            part = min(64, size)
-            return state, string_at(at, part), string_at(at + size - part, part)
+    def get(self) -> tuple[_Source, Any, Any]:
+        """The source, its state and the state's mark."""
+        state = self._get()
+        return self, state, state if self._mark is None else self._mark(state)
 
-        return cls(read, lambda state: set(state[0]), lambda a, b: a[1] == b[1] and a[2] == b[2])
+
+_State = tuple[_Source, Any, Any]
+
+
+def _ends(state: torch.Tensor) -> Any:
+    """The first and last bytes of the state of a generator of PyTorch's, which are compared in a tenth of the time: the
+    counters, the first of 624 words, and a normal number that is left over."""
+    memory = (c_char * state.numel()).from_address(state.data_ptr())
+    return memory[:64], memory[-64:]
 
 
 _KINDS = (torch.Generator, random.Random) if numpy is None else (torch.Generator, random.Random, numpy.random.Generator)
 
 
-def _same_text(a: object, b: object) -> bool:
-    return repr(a) == repr(b)
-
-
 def _of_generator(generator: Any) -> _Source:
     if isinstance(generator, torch.Generator):
-        return _Source.of(generator.get_state, generator.set_state)
+        return _Source(generator.get_state, generator.set_state, _ends)
     if isinstance(generator, random.Random):
-        return _Source(generator.getstate, generator.setstate, tuple.__eq__)
+        return _Source(generator.getstate, generator.setstate)
     bits = generator.bit_generator
-    return _Source(lambda: bits.state, partial(setattr, bits, "state"), _same_text)
+    return _Source(lambda: bits.state, partial(setattr, bits, "state"), repr)
 
 
 def generators_among(values: Iterable[Any]) -> list[Any]:
@@ -98,29 +103,50 @@ def generators_among(values: Iterable[Any]) -> list[Any]:
 
 
 class Learned:
-    """What the runs of a branch have shown so far.
+    """The modules of a branch, and what its runs have shown so far.
 
     Args:
-        parts: the branch and its submodules.
+        branch: with the submodules that it has now.
     """
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self.verified = False
-        """A recomputation was compared with the forward in full."""
+    def __init__(self, branch: nn.Module) -> None:
+        self.parts = [branch]
+        """The branch and its submodules, each once."""
+        for part in self.parts:  # which grows
+            if part._modules:
+                self.parts += [child for child in part._modules.values() if child is not None]
+        self.parts = [*dict.fromkeys(self.parts)]
+        self._submodules = [part._modules for part in self.parts]
+        self._children = [*from_iterable(map(_values, self._submodules))]
+        self.parameters = [part._parameters for part in self.parts]
+        self.buffers = [part._buffers for part in self.parts]
+        self.generators = generators_among(value for part in self.parts for value in vars(part).values())
+        """Generators that it holds."""
         self.draws: dict[bool, bool] = {}
         """Whether it draws Python's or NumPy's global random numbers, in training mode and not."""
-        self.generators = generators_among(value for part in parts for value in vars(part).values())
-        """Generators that it holds."""
+        self.verified: set[int] = set()
+        """Numbers of saved tensors with which a recomputation was compared with its forward in full."""
+        self.reads_leaves = False
+        """It saves leaves that are no parameters of its own."""
+
+    def present(self) -> list[torch.Tensor | None]:
+        """The parameters that it has now."""
+        return [*from_iterable(map(_values, self.parameters))]
+
+    def is_current(self) -> bool:
+        """Whether the branch still has the same submodules."""
+        children = [*from_iterable(map(_values, self._submodules))]
+        return len(children) == len(self._children) and all(map(is_, children, self._children))
 
 
 _learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
 
 
-def learned_of(branch: nn.Module, parts: Iterable[nn.Module]) -> Learned:
+def learned_of(branch: nn.Module) -> Learned:
     """What is known of a branch."""
     learned = _learned.get(branch)
-    if learned is None:
-        learned = _learned[branch] = Learned(parts)
+    if learned is None or not learned.is_current():
+        learned = _learned[branch] = Learned(branch)
     return learned
 
 
@@ -128,7 +154,7 @@ _CPU = _of_generator(torch.default_generator)
 _GLOBAL = [_of_generator(random._inst)]
 """The global generators of Python and NumPy. Reading their state takes 70 us, so it is read only for branches that use them."""
 if numpy is not None:
-    _GLOBAL.append(_Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same_text))
+    _GLOBAL.append(_Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, repr))
 
 _HEADER, _OBJECT = object.__basicsize__, _random.Random.__basicsize__
 
@@ -145,7 +171,8 @@ def _global_marks() -> tuple[bytes, ...]:
 
 
 class _Settings(NamedTuple):
-    """Autocast, the attention kernels allowed and which comes first. The backward runs outside autocast."""
+    """Autocast, the attention kernels allowed and which comes first, and the default dtype. The backward runs outside
+    autocast."""
 
     kinds: tuple[str, ...]
     enabled: list[bool]
@@ -153,13 +180,15 @@ class _Settings(NamedTuple):
     cached: bool
     kernels: list[bool]
     order: list[int]
+    default: torch.dtype
 
     @classmethod
     def present(cls, kinds: tuple[str, ...]) -> _Settings:
         enabled = [*map(torch.is_autocast_enabled, kinds)]
         dtypes = [*map(torch.get_autocast_dtype, kinds)] if any(enabled) else []
         allowed = [allowed() for allowed, _ in _KERNELS]
-        return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, torch._C._get_sdp_priority_order())
+        order, default = torch._C._get_sdp_priority_order(), torch.get_default_dtype()
+        return cls(kinds, enabled, dtypes, torch.is_autocast_cache_enabled(), allowed, order, default)
 
     @contextmanager
     def reinstated(self, cached: bool) -> Generator[None]:
@@ -172,6 +201,8 @@ class _Settings(NamedTuple):
                 stack.callback(allow, was)
             stack.callback(torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order())
             torch._C._set_sdp_priority_order(self.order)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.default)
             yield
 
 
@@ -214,27 +245,23 @@ class Call:
             self.sources.append(_CPU)
             if len(self.settings.kinds) == 2 and not _captured(device):
                 module = torch.get_device_module(device)
-                self.sources.append(
-                    _Source.of(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))
-                )
-        self.present: list[tuple[_Source, Any]] | None = None
+                set_state = partial(module.set_rng_state, device=device)
+                self.sources.append(_Source(partial(module.get_rng_state, device), set_state, _ends))
+        self.present: list[_State] | None = None
         """The states of the sources, if nothing can have drawn since they were read."""
         self._marks, self.drew_unexpectedly = _global_marks(), False
-        self._task, self._unchanged = -1, False
+        self._asked, self._unchanged = -1, False
+        self.distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def end(self) -> None:
         """After the last branch: notices random numbers of Python or NumPy that no branch was known to use."""
         self.drew_unexpectedly = _global_marks() != self._marks
 
     def as_now(self) -> bool:
-        """Whether autocast and the attention kernels are now as they were."""
-        return _Settings.present(self.settings.kinds) == self.settings
-
-    def is_unchanged(self) -> bool:
-        """:meth:`as_now`, compared once in a backward."""
+        """Whether autocast and the attention kernels are now as they were; compared once in a backward."""
         task = torch._C._current_graph_task_id()
-        if task != self._task or task == -1:
-            self._task, self._unchanged = task, self.as_now()
+        if task == -1 or task != self._asked:
+            self._asked, self._unchanged = task, _Settings.present(self.settings.kinds) == self.settings
         return self._unchanged
 
     def uncached(self) -> AbstractContextManager:
@@ -243,8 +270,7 @@ class Call:
 
 
 class Replay:
-    """The state before one run of a branch. As a context: everything is as it was then, gradients are recorded, and
-    :func:`recomputing` is true.
+    """The state before one run of a branch, put back for its recomputation.
 
     Args:
         call: what the branches of the forward share.
@@ -256,62 +282,66 @@ class Replay:
     def __init__(self, call: Call, branch: nn.Module, learned: Learned, generators: list[Any]) -> None:
         self._call, self._branch, self._training, self._learned = call, branch, branch.training, learned
         self._known = learned.draws.get(branch.training)
-        self._states = call.present or [(source, source.get()) for source in call.sources]
-        others = [*map(_of_generator, generators + learned.generators)] if generators or learned.generators else []
-        if self._known is not False:
-            others += _GLOBAL
-        if others:
-            self._states = self._states + [(source, source.get()) for source in others]
-        self._on_gpu = call.device.type == "cuda"
-        self._pair = _next_pair(call.device) if self._on_gpu else None
+        self._states = call.present or [source.get() for source in call.sources]
+        if generators or learned.generators or self._known is not False:
+            others = [*map(_of_generator, generators + learned.generators), *(_GLOBAL if self._known is not False else ())]
+            self._states = self._states + [source.get() for source in others]
+        self.on_gpu = call.device.type == "cuda"
+        self._pair = _next_pair(call.device) if self.on_gpu else None
 
     @contextmanager
-    def _repeatable(self, recomputation: bool) -> Generator[None]:
+    def repeatable(self, recomputation: bool = False) -> Generator[None]:
+        """The context in which the branch runs on a GPU."""
         pair = self._pair
         own = _NOTHING if pair is None else pair.used(pair.recomputation if recomputation else pair.forward)
         with _one_convolution(), own:
             yield
 
-    def recorded(self) -> AbstractContextManager:
-        """The context in which the branch runs."""
-        return self._repeatable(recomputation=False) if self._on_gpu else _NOTHING
-
     def settle(self) -> None:
         """After the run: keeps the state of the generators that were used."""
-        after = [(source, source.get()) for source, _ in self._states]
+        before, self._states, after = self._states, [], []
+        for then in before:
+            now = then[0].get()
+            after.append(now)
+            if now[2] != then[2]:
+                self._states.append(then)
         self._call.present = after[: len(self._call.sources)]
-        self._states = [
-            before for before, (source, state) in zip(self._states, after, strict=True) if not source.same(before[1], state)
-        ]
         if self._known is None:
-            self._learned.draws[self._training] = any(source in _GLOBAL for source, _ in self._states)
+            self._learned.draws[self._training] = any(source in _GLOBAL for source, _, _ in self._states)
 
-    def __enter__(self) -> None:
+    def begin(self, doing: str) -> None:
+        """From here on everything is as it was then, gradients are recorded, and :func:`recomputing` is true.
+
+        Args:
+            doing: what a trace says of the work until :meth:`end`.
+        """
         call = self._call
         self._token, self._grad_mode = _recomputing.set(True), torch.is_grad_enabled()
         self._watched = _global_marks() if call.drew_unexpectedly and self._known is False else None
-        self._present = [(source, source.get()) for source, _ in self._states]
-        for source, state in self._states:
-            source.set(state)
-        self._contexts = [] if call.is_unchanged() else [call.settings.reinstated(call.settings.cached)]
-        if self._on_gpu:
-            self._contexts.append(self._repeatable(recomputation=True))
-        for context in self._contexts:
-            context.__enter__()
+        self._present = _exchanged(self._states) if self._states else None
+        unchanged, self._contexts = call.as_now(), None
+        if self.on_gpu or not unchanged or profiler._is_profiler_enabled:
+            self._contexts = ExitStack()
+            self._contexts.enter_context(in_trace("recompute", doing))
+            if not unchanged:
+                self._contexts.enter_context(call.settings.reinstated(call.settings.cached))
+            if self.on_gpu:
+                self._contexts.enter_context(self.repeatable(recomputation=True))
         torch._C._set_grad_enabled(True)
 
-    def __exit__(self, *error: object) -> None:
-        """
+    def end(self) -> None:
+        """Everything is again as it was before :meth:`begin`.
+
         Raises:
-            RuntimeError: the branch draws random numbers of Python or NumPy, and did not when it first ran.
+            RuntimeError: the branch drew random numbers of Python or NumPy, and did not when it first ran.
         """
         torch._C._set_grad_enabled(self._grad_mode)
-        for context in reversed(self._contexts):
-            context.__exit__(None, None, None)
-        for source, state in self._present:
-            source.set(state)
+        if self._contexts is not None:
+            self._contexts.close()
+        if self._present is not None:
+            _exchanged(self._present)
         _recomputing.reset(self._token)
-        if error[0] is None and self._watched is not None and _global_marks() != self._watched:
+        if self._watched is not None and _global_marks() != self._watched:
             self._learned.draws[self._training] = True
             raise RuntimeError(
                 f"{type(self._branch).__name__} drew from Python's or NumPy's global random numbers, which it did not do when "
@@ -319,15 +349,22 @@ class Replay:
             )
 
 
+def _exchanged(states: list[_State]) -> list[_State]:
+    """Sets the states of some sources and returns those that they had."""
+    present = [source.get() for source, _, _ in states]
+    for source, state, _ in states:
+        source.set(state)
+    return present
+
+
 @contextmanager
 def generators_unmoved(device: torch.device, others: Iterable[Any]) -> Generator[None]:
     """After the context all generators of a device, and others, are as they were before it."""
-    states = [(source, source.get()) for source in (*Call(device).sources, *_GLOBAL, *map(_of_generator, others))]
+    states = [source.get() for source in (*Call(device).sources, *_GLOBAL, *map(_of_generator, others))]
     try:
         yield
     finally:
-        for source, state in states:
-            source.set(state)
+        _exchanged(states)
 
 
 # During the capture of a CUDA graph the state of a generator cannot be read or set. It can only be replaced by the state of

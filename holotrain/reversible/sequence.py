@@ -141,7 +141,7 @@ class ReversibleSequence(nn.Module):
             if hooked or block._forward_pre_hooks or block._forward_hooks:
                 recorder.call.present = None  # a hook may draw random numbers
             run = recorder.block(number, schedule, coupling, block, (x1, x2))
-            if is_compiled([block]) and schedule.kind != "stored":
+            if is_compiled(block) and schedule.kind != "stored":
                 run = torch.compiler.disable(run)  # a recomputation runs outside the compiled block
             with in_trace("forward", number):
                 x1, x2 = block(x1, x2, *words, run=run)

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -106,10 +106,10 @@ class _Rebuilt(Branch):
     """Whether its source is what the branch before it wrote; if not, it is that one's source."""
 
 
-class Tape:
-    """Runs consecutive branches whose inputs are rebuilt in the backward, and holds them.
+class Rebuilding:
+    """Runs consecutive branches whose inputs are rebuilt in the backward.
 
-    The graph holds the tape, and the tape never the graph. Only the streams after the last branch are kept from the forward.
+    It holds the streams with their graph, which holds the tape. So the tape must not hold it.
 
     Args:
         call: what all branches of the forward share.
@@ -118,21 +118,11 @@ class Tape:
     """
 
     def __init__(self, call: Call, x1: Tensor, x2: Tensor, witness: Witness | None = None) -> None:
-        self._call, self._witness = call, witness
-        self._branches: list[_Rebuilt] = []
-        # Forward: the streams after the latest branch, (coupled, source).
-        # Backward: those after ``_branches[_position]``, the next to be rebuilt. Empty: they are being replaced.
-        self._streams: tuple[Tensor, ...]
-        self._leave(x1, x2, x2.detach())
+        self._call, self._tape = call, Tape(witness)
+        # What the latest branch wrote, and what it read.
+        self._streams, self._versions = (x1, x2), (x1._version, x2._version)
         if witness is not None:
             witness.remember(x1, x2)
-        self._complete, self._position = False, -1
-        self._end: BackwardCFunction | None = None
-        self._task = -1
-        self._current: tuple[_Rebuilt, Tensor] | None = None
-        self._early: tuple[_Rebuilt, list[Tensor], tuple[Tensor, ...], Any] | None = None
-
-    # forward
 
     def block(self, number: int, schedule: Schedule, coupling: Coupling, forward: Callable | None = None) -> Run:
         """How to run the branches of the next block.
@@ -144,39 +134,33 @@ class Tape:
         """
 
         def run(name: str, module: nn.Module, target: Tensor, source: Tensor, keywords: dict) -> Tensor:
-            streams = self._streams
-            crossed = self._enter(source, target)
+            tape, crossed = self._tape, self._has_crossed(source, target)
             branch = _Rebuilt(f"{number}.{name}", module, keywords, self._call, schedule.keep, forward)
             branch.coupling, branch.crossed = coupling, crossed
-            branch.place, branch.ahead = len(self._branches), schedule.ahead
-            coupled = coupling.couple(target, source, branch.run(coupling.read(source), self._supply))
-            self._branches.append(branch)
-            self._leave(coupled, source, streams[0 if crossed else 1])
+            branch.place, branch.ahead = len(tape.branches), schedule.ahead
+            coupled = coupling.couple(target, source, branch.run(coupling.read(source), tape.supply))
+            tape.branches.append(branch)
+            self._streams, self._versions = (coupled, source), (coupled._version, source._version)
             return coupled
 
         return run
 
-    def _leave(self, coupled: Tensor, source: Tensor, source_alone: Tensor) -> None:
-        # Without their graph, which holds the tape: a forward that does not end must not leave the two to hold each other.
-        self._streams, self._left = (coupled.detach(), source_alone), (ref(coupled), ref(source))
-        self._versions = coupled._version, source._version
-
-    def _enter(self, first: Tensor, second: Tensor) -> bool:
-        """Whether the tensors are the streams as they were left, (coupled, source); False if the other way round.
+    def _has_crossed(self, first: Tensor, second: Tensor) -> bool:
+        """Whether two tensors are what the latest branch wrote and what it read; False if the other way round.
 
         Raises:
-            ValueError: they are not, so a hook replaced or changed them.
+            ValueError: they are neither, so a hook replaced or changed them.
         """
-        (coupled, source), streams, self._streams = self._left, self._streams, ()
-        crossed = first is coupled() or (first is not source() and same_tensor(first, streams[0]))
+        written, read = self._streams
+        crossed = first is written or (first is not read and same_tensor(first, written))
         pair = (first, second) if crossed else (second, first)
-        if not ((pair[0] is coupled() and pair[1] is source()) or all(map(same_tensor, pair, streams))):
+        if (pair[0] is not written or pair[1] is not read) and not all(map(same_tensor, pair, self._streams)):
             raise ValueError(
                 "something replaced the inputs or outputs of a ReversibleBlock (a hook, or fully_shard with a "
                 "MixedPrecisionPolicy, which casts the streams: set cast_forward_inputs=False and no output_dtype, and train "
                 'under torch.autocast), so the block cannot be rebuilt; use backward="autograd" or "checkpoint"'
             )
-        if (streams[0]._version, streams[1]._version) != self._versions:
+        if (written._version, read._version) != self._versions:
             raise ValueError(
                 "something changed the inputs or outputs of a ReversibleBlock in place (a hook), so the block cannot be "
                 'rebuilt; use backward="autograd" or "checkpoint"'
@@ -185,21 +169,39 @@ class Tape:
 
     def end(self, y1: Tensor, y2: Tensor) -> None:
         """After the last block, with what it returned."""
-        coupled, source = self._streams
-        self._enter(y1, y2)
-        self._end, self._complete = kept(coupled, source), True
+        self._has_crossed(y1, y2)
+        self._tape.complete(*self._streams)
 
-    # backward
 
-    def _supply(self, branch: _Rebuilt) -> None:
+class Tape:
+    """Holds consecutive branches and rebuilds their inputs in the backward.
+
+    The graph holds the tape, and the tape never the graph. Only the streams after the last branch are kept from the forward.
+
+    Args:
+        witness: compares the rebuilt input of the first branch with the true one.
+    """
+
+    def __init__(self, witness: Witness | None) -> None:
+        self._witness = witness
+        self.branches: list[_Rebuilt] = []
+        # What ``branches[_position]``, the next to be rebuilt, wrote and read.
+        self._streams: tuple[Tensor, ...] = ()
+        self._complete, self._position = False, -1
+        self._end: BackwardCFunction | None = None
+        self._task = -1
+        self._current: tuple[_Rebuilt, Tensor] | None = None
+        self._early: tuple[_Rebuilt, list[Tensor], tuple[Tensor, ...], Any] | None = None
+
+    def complete(self, written: Tensor, read: Tensor) -> None:
+        """At the end of the forward, with the streams of the last branch."""
+        self._end, self._complete = kept(written, read), True
+
+    def supply(self, branch: _Rebuilt) -> None:
         """Has ``branch.saved`` filled: rebuilds the streams down to the branch."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # as a backward may be called
             with torch.inference_mode(False), torch.no_grad():
-                self._rebuild_to(branch)
-        else:
-            self._rebuild_to(branch)
-
-    def _rebuild_to(self, branch: _Rebuilt) -> None:
+                return self.supply(branch)
         task = torch._C._current_graph_task_id()
         if task != self._task or task == -1:  # -1: no backward, but a look at what a node saved
             self._begin(task)
@@ -225,7 +227,8 @@ class Tape:
             source = self._streams[1]
             branch.saved[:] = self._rebuild()
         self._current = branch, source
-        self._run_ahead()
+        if self._side is not None:
+            self._run_ahead(self._side)
 
     def _begin(self, task: int) -> None:
         if not self._complete:
@@ -233,9 +236,9 @@ class Tape:
         self._task = task
         if self._end is None:
             return  # an earlier backward, which did not retain the graph, has advanced the tape to here
-        for branch in self._branches:
+        for branch in self.branches:
             branch.saved.clear()
-        self._streams, self._position = self._end.saved_tensors, len(self._branches) - 1
+        self._streams, self._position = self._end.saved_tensors, len(self.branches) - 1
         self._current, self._early = None, None
         self._side = side_of(self._streams[0])
         if task != -1 and not _get_current_graph_task_keep_graph():
@@ -243,7 +246,7 @@ class Tape:
 
     def _rebuild(self) -> list[Tensor]:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
-        branch, (coupled, source) = self._branches[self._position], self._streams
+        branch, (coupled, source) = self.branches[self._position], self._streams
         inverted = branch.place > 0 or self._witness is not None
         output, saved = branch.run_again(branch.coupling.read(source), output=inverted)
         if inverted:
@@ -254,20 +257,20 @@ class Tape:
         self._position -= 1
         return saved
 
-    def _run_ahead(self) -> None:
+    def _run_ahead(self, side: SideStream | _SameStream) -> None:
         """Runs the next branch, if it may run ahead.
 
         The side stream waits for the main one first. So the main one has let go of what it used of the side's memory.
         """
-        if self._side is None or self._position < 0:
+        if self._position < 0:
             return
-        branch, streams, saved = self._branches[self._position], self._streams, []
+        branch, streams, saved = self.branches[self._position], self._streams, []
         size = streams[0].numel()
         # Nobody would wait for a branch without gradient.
-        if not branch.ahead or not branch.kinds or size >= _no_room.get(branch.module, math.inf):
+        if not branch.ahead or not branch.count or size >= _no_room.get(branch.module, math.inf):
             return
         try:
-            done = self._side.run(lambda: saved.extend(self._rebuild()))
+            done = side.run(lambda: saved.extend(self._rebuild()))
         except torch.OutOfMemoryError:
             if branch.reusing is not None or _is_tensor_parallel(branch.module):
                 raise  # what was kept can be reused once; other processes would meet the branch's collectives in another order
@@ -303,7 +306,7 @@ class Recorder:
         streams: tuple[Tensor, Tensor],
         forward: Callable | None = None,
     ) -> Run:
-        """How to run the branches of the next block; see :meth:`Tape.block`.
+        """How to run the branches of the next block; see :meth:`Rebuilding.block`.
 
         Args:
             streams: before the block.
@@ -312,7 +315,7 @@ class Recorder:
             self._end_group(*streams)
             self._kind = schedule.kind
             if schedule.kind == "rebuilt":
-                self._group = self._tape(*streams)
+                self._group = self._rebuilding(*streams)
             elif schedule.kind == "checkpointed":
                 self._group = Checkpointing(self.call)
         if self._group is None:
@@ -332,7 +335,7 @@ class Recorder:
             self._group.end(y1, y2)
         self._group = None
 
-    def _tape(self, x1: Tensor, x2: Tensor) -> Tape:
+    def _rebuilding(self, x1: Tensor, x2: Tensor) -> Rebuilding:
         if x1.dtype.itemsize < 4:
             warnings.warn(
                 f"streams of {x1.dtype} are rounded at every addition, so rebuilt activations and gradients are inexact (by up "
@@ -342,7 +345,7 @@ class Recorder:
         witness = None
         if self._witnesses is not None:
             self._witnesses.append(witness := Witness())
-        return Tape(self.call, x1, x2, witness)
+        return Rebuilding(self.call, x1, x2, witness)
 
 
 def _is_tensor_parallel(module: nn.Module) -> bool:

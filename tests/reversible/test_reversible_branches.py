@@ -601,6 +601,41 @@ def test_a_branch_may_catch_exceptions_and_have_hooks(engine, hooked):
         assert runs == [2, 4]  # the plain one, and the one that is recomputed as a whole both times
 
 
+@recomputing_engines
+def test_a_leaf_that_is_read_from_the_second_run_on(engine):
+    scale = 1.0
+    plain, net = both(engine, lambda: Reading(lambda: scale))
+    loss_of(net).backward()
+    scale = torch.full((WIDTH,), 2.0, dtype=F64, requires_grad=True)
+    gradients = []
+    for each in (net, net, plain):
+        scale.grad = None
+        loss_of(each).backward()
+        gradients.append([scale.grad])
+    assert relative_error(gradients[0], gradients[2]) < 1e-12 and relative_error(gradients[1], gradients[2]) < 1e-12
+    scale = 1.0
+    _, net = both(engine, lambda: Reading(lambda: scale))
+    loss_of(net).backward()
+    scale = torch.full((WIDTH,), 2.0, dtype=F64, requires_grad=True)
+    loss = loss_of(net)
+    with torch.no_grad():
+        scale.fill_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@recomputing_engines
+def test_a_submodule_replaced_before_the_backward(engine):
+    _, net = both(engine, lambda: Reading(lambda: 1.0))
+    loss = loss_of(net)
+    branch = net.blocks[1].f
+    branch.inner = nn.Linear(WIDTH, WIDTH, dtype=F64)
+    with pytest.raises(RuntimeError, match="a submodule of a block was changed"):
+        loss.backward()
+    loss_of(net).backward()  # with the new one
+    assert branch.inner.weight.grad is not None
+
+
 class Settings(nn.Module):
     """Notes what the library that computes it is told: in which order attention's kernels, which convolutions."""
 
@@ -610,26 +645,34 @@ class Settings(nn.Module):
 
     def forward(self, x):
         cudnn = torch.backends.cudnn
-        self.seen.append((torch._C._get_sdp_priority_order(), cudnn.benchmark, cudnn.deterministic))
+        order, dtype = torch._C._get_sdp_priority_order(), torch.get_default_dtype()
+        self.seen.append((order, cudnn.benchmark, cudnn.deterministic, dtype))
         return (x * self.weight).sin()
 
 
 @pytest.mark.parametrize("backward", ["checkpoint", "reversible"])
 def test_libraries_choose_in_the_recomputation_as_in_the_forward(monkeypatch, backward):
-    """Attention's order is that of the forward, and no convolution is chosen by a race, which each thread has for itself."""
+    """Attention's order and the default dtype are those of the forward, and no convolution is chosen by a race, which each
+    thread has for itself."""
     ordinary = replay.Replay.__init__
 
     def on_gpu(self, *arguments):
         ordinary(self, *arguments)
-        self._on_gpu = True
+        self.on_gpu = True
 
     monkeypatch.setattr(replay.Replay, "__init__", on_gpu)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     default, branch = torch._C._get_sdp_priority_order(), Settings()
     net = ReversibleSequence([ReversibleBlock(branch, branch)], backward)
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        y1, y2 = net(torch.rand(2, 4), torch.rand(2, 4))
+    x1, x2 = torch.rand(2, 2, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            y1, y2 = net(x1, x2)
+    finally:
+        torch.set_default_dtype(torch.float32)
     (y1 * y2).sum().backward()
     assert len(branch.seen) == 4 and set(map(str, branch.seen)) == {str(branch.seen[0])}
-    assert branch.seen[0][0][0] == SDPBackend.MATH.value and branch.seen[0][1:] == (False, True)
+    assert branch.seen[0][0][0] == SDPBackend.MATH.value and branch.seen[0][1:] == (False, True, F64)
+    assert torch.get_default_dtype() == torch.float32
     assert torch._C._get_sdp_priority_order() == default and torch.backends.cudnn.benchmark
