@@ -1,18 +1,19 @@
-"""Starts a script as several gloo processes and reads the result of rank 0; also the setup and end of such a script."""
+"""Starts a script or a command line as several gloo processes; also the setup and end of such a script."""
 
 import gc
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forked import Forked
+from forked import COMMAND_LINE, Forked
 
 
 def found_by_processes(script: Path, folder: Path, count: int = 2) -> dict:
@@ -32,6 +33,29 @@ def found_by_processes(script: Path, folder: Path, count: int = 2) -> dict:
             statuses = [process.poll() for process in ranks]
     assert statuses == [0] * count, "\n".join([f"statuses {statuses}", *(path.read_text() for path in errors)])
     return json.loads((folder / "found.json").read_text())
+
+
+def free_port(*wanted: int) -> int:
+    """A port that is free, among those wanted if any are."""
+    for port in wanted or (0,):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise OSError("no port is free")
+
+
+def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:
+    """Starts a command line as torchrun would: its exit status, and what each process says on stderr."""
+    shared = os.environ | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = [Path(f"errors_{rank}") for rank in range(processes)]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(processes):
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(Forked(COMMAND_LINE, *words, folder=Path.cwd(), env=env, errors=said[rank]))
+            stack.callback(ranks[-1].kill)
+        statuses = [process.wait(timeout=300) for process in ranks]
+    return max(map(abs, statuses)), [path.read_text() for path in said]
 
 
 def find_as_one_of_them(find: Callable[[int], dict]) -> None:

@@ -298,7 +298,7 @@ def test_a_reader_returns_or_names_the_file(name, tmp_path, monkeypatch):
         ways.append(changed_values(value).map(partial(written, reader)))
     left = sorted(tmp_path.rglob("*"))
 
-    @settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
     @given(st.one_of(*ways))
     def every(content):
         with warnings.catch_warnings():

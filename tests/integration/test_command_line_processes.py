@@ -5,10 +5,9 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ import torch
 import torch.distributed
 from compared import assert_close, assert_equal
 from covering import pairwise
-from forked import COMMAND_LINE, Forked
+from forked import Forked
+from gloo_pair import by_forks, free_port
 from left_by_runs import assert_same_weights, only, summary, weights
 from made_once import made_once
 from torch.nn import functional
@@ -47,15 +47,6 @@ SIGNALLED = [*IMAGES, *SHARED, *FEW, "data.augment=true"]
 DROPOUT = [*IMAGES, *SHARED, *FEW, "model.dropout=0.3", "trainer.max_steps=3"]
 MUON = [*TEXT, *SHARED, *FEW, "optimizer=muon", "optimizer.lr=1e-2", "trainer.max_steps=3"]
 COMPRESSED = [*TEXT, *SHARED, "trainer.limit_val_batches=1", f"trainer.limit_train_batches={2 * 8}"]
-
-
-def free_port(*wanted: int) -> int:
-    """A port that is free, among those wanted if any are."""
-    for port in wanted or (0,):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
-    raise OSError("no port is free")
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -334,20 +325,6 @@ def by_torchrun(processes: int, *words: str) -> tuple[int, list[str]]:
     done = subprocess.run([sys.executable, "-m", *torchrun, "-m", "holotrain", *words], env=environment(), capture_output=True)
     said = sorted(Path("logs").glob("*/attempt_0/*/stderr.log"), key=lambda path: int(path.parent.name))
     return done.returncode, [path.read_text() for path in said]
-
-
-def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:
-    """The same without torchrun, whose variables say as much."""
-    shared = environment() | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    said = [Path(f"errors_{rank}") for rank in range(processes)]
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(processes):
-            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Forked(COMMAND_LINE, *words, folder=Path.cwd(), env=env, errors=said[rank]))
-            stack.callback(ranks[-1].kill)
-        statuses = [process.wait(timeout=300) for process in ranks]
-    return max(map(abs, statuses)), [path.read_text() for path in said]
 
 
 @pytest.mark.slow
