@@ -6,7 +6,6 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -72,7 +71,9 @@ class Reads:
     def __init__(self, learned: Learned) -> None:
         self._learned = learned
         self._modes = [*map(_training, learned.parts)]
-        self._names, self._parameters = [*chain.from_iterable(learned.parameters)], learned.present()
+        self._parameters = learned.present()
+        if len(self._parameters) != len(learned.names):  # some were registered since
+            learned.names = learned.present_names()
         self._buffers = [*_buffers_of(learned.parts)] if any(learned.buffers) else []
         self._newly_written: str | None = None
         self.tensors = [tensor for tensor in self._parameters if tensor is not None]
@@ -135,7 +136,7 @@ class Reads:
 
     def _put_parameters(self, present: list[Tensor | None]) -> None:
         owners = [(owner, name) for owner in self._learned.parameters for name in owner]
-        if [name for _, name in owners] != self._names:
+        if self._learned.present_names() != self._learned.names:
             raise RuntimeError(
                 "parameters were added to a block, or removed from it, between the forward and its recomputation in the "
                 "backward; change the model after the backward"

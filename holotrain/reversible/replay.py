@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from ctypes import c_char, string_at
 from functools import partial
 from itertools import chain
-from operator import is_, methodcaller
+from operator import methodcaller
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -119,6 +119,8 @@ class Learned:
         self._submodules = [part._modules for part in self.parts]
         self._children = [*from_iterable(map(_values, self._submodules))]
         self.parameters = [part._parameters for part in self.parts]
+        self.names = self.present_names()
+        """Of the parameters."""
         self.buffers = [part._buffers for part in self.parts]
         self.generators = generators_among(value for part in self.parts for value in vars(part).values())
         """Generators that it holds."""
@@ -133,10 +135,13 @@ class Learned:
         """The parameters that it has now."""
         return [*from_iterable(map(_values, self.parameters))]
 
+    def present_names(self) -> list[str]:
+        """Their names."""
+        return [*from_iterable(self.parameters)]
+
     def is_current(self) -> bool:
         """Whether the branch still has the same submodules."""
-        children = [*from_iterable(map(_values, self._submodules))]
-        return len(children) == len(self._children) and all(map(is_, children, self._children))
+        return [*from_iterable(map(_values, self._submodules))] == self._children
 
 
 _learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
