@@ -6,7 +6,8 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,12 +16,25 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from holotrain.reversible.replay import Learned, generators_among, is_imagined
+from holotrain.reversible.replay import generators_among, is_imagined
 
 try:
     import numpy
 except ImportError:  # torch works without it
     numpy = None
+
+
+_version, _training, _buffers = attrgetter("_version"), attrgetter("training"), attrgetter("_buffers")
+_values, _flat = methodcaller("values"), chain.from_iterable
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """The module and all its submodules, each once; several times as fast as ``modules()``."""
+    parts = [module]
+    for part in parts:  # which grows
+        if part._modules:
+            parts += [child for child in part._modules.values() if child is not None]
+    return [*dict.fromkeys(parts)]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -55,9 +69,6 @@ class _Buffer(NamedTuple):
         return not torch.equal(self.tensor, self.before)
 
 
-_version, _training = attrgetter("_version"), attrgetter("training")
-
-
 class Reads:
     """The parameters, buffers and modes of a branch in one forward, which it has again in the recomputation.
 
@@ -65,18 +76,16 @@ class Reads:
     forward read and changes nothing. So the buffers that a module's first forward changes are copied before each later one.
 
     Args:
-        learned: what is known of the branch.
+        parts: the branch and its submodules.
     """
 
-    def __init__(self, learned: Learned) -> None:
-        self._learned = learned
-        self._modes = [*map(_training, learned.parts)]
-        self._parameters = learned.present()
-        if len(self._parameters) != len(learned.names):  # some were registered since
-            learned.names = learned.present_names()
-        self._buffers = [*_buffers_of(learned.parts)] if any(learned.buffers) else []
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self.parts, self._modes = parts, [*map(_training, parts)]
+        self._owners = [part._parameters for part in parts]
+        self._names, self._owned = [*_flat(self._owners)], [*_flat(map(_values, self._owners))]
+        self._buffers = [*_buffers_of(parts)] if any(map(_buffers, parts)) else []
         self._newly_written: str | None = None
-        self.tensors = [tensor for tensor in self._parameters if tensor is not None]
+        self.tensors = [tensor for tensor in self._owned if tensor is not None]
         """The parameters; after the forward also the buffers that it did not change."""
 
     def settle(self) -> None:
@@ -113,35 +122,37 @@ class Reads:
                 f"the forward of a block changed its buffer {self._newly_written!r}, which its first forward did not do, so it "
                 "was not saved for the recomputation; it is from the next forward on"
             )
-        learned, tensors = self._learned, self.tensors
-        if [*map(_training, learned.parts)] != self._modes:
+        if [*map(_training, self.parts)] != self._modes:
             raise RuntimeError(
                 "a block was switched between train() and eval() after the forward, so its recomputation in the backward "
                 "would differ; switch after the backward"
             )
-        same_versions = [*map(_version, tensors)] == self._versions
-        if not (same_versions and all(map(is_, map(Tensor.untyped_storage, tensors), self._storages)) and learned.is_current()):
+        if not (
+            [*map(_version, self.tensors)] == self._versions
+            and all(map(is_, map(Tensor.untyped_storage, self.tensors), self._storages))
+            and parts_of(self.parts[0]) == self.parts
+        ):
             raise RuntimeError(
                 "a parameter, a buffer or a submodule of a block was changed between the forward and its recomputation in the "
                 "backward, so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps "
                 "in the backward trains no weight of a block that an earlier block reads without a gradient)"
             )
         self.others = []  # what stands in their place otherwise
-        present, read = learned.present(), self._parameters
-        if len(present) != len(read) or not all(map(is_, present, read)):  # by torch.func.functional_call, for one
+        present, owned = [*_flat(map(_values, self._owners))], self._owned
+        if len(present) != len(owned) or not all(map(is_, present, owned)):  # by torch.func.functional_call, for one
             self._put_parameters(present)
         for owner, name, tensor, _, before in self._buffers:
             if before is not None or owner._buffers.get(name) is not tensor:
                 self._put(owner._buffers, name, tensor if before is None else before.clone())
 
     def _put_parameters(self, present: list[Tensor | None]) -> None:
-        owners = [(owner, name) for owner in self._learned.parameters for name in owner]
-        if self._learned.present_names() != self._learned.names:
+        owners = [(owner, name) for owner in self._owners for name in owner]
+        if [name for _, name in owners] != self._names:
             raise RuntimeError(
                 "parameters were added to a block, or removed from it, between the forward and its recomputation in the "
                 "backward; change the model after the backward"
             )
-        for (owner, name), now, then in zip(owners, present, self._parameters, strict=True):
+        for (owner, name), now, then in zip(owners, present, self._owned, strict=True):
             if now is not then:
                 self._put(owner, name, then)
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holotrain.reversible.backward_schedules import Keeper, Schedule
 from holotrain.reversible.block import Coupling, Run
-from holotrain.reversible.reads import Arguments, Reads, is_compiled, require_unwrapped
+from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
 
 _kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
@@ -56,18 +56,18 @@ class Branch:
         keep: tuple[str, ...] = (),
         forward: Callable | None = None,
     ) -> None:
-        self.learned = learned = learned_of(module)
+        parts = parts_of(module)
         if call.distributed:
-            require_unwrapped(frozenset(map(type, learned.parts if forward is None else learned.parts[1:])))
+            require_unwrapped(frozenset(map(type, parts if forward is None else parts[1:])))
         self.name, self.module, self.call = name, module, call
         self._forward = forward or module
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
-        self._reads = Reads(learned)
-        self._replay = Replay(call, module, learned, self._arguments.generators if self._arguments else [])
+        self._reads, self.learned = Reads(parts), learned_of(module, parts)
+        self._replay = Replay(call, module, self.learned, self._arguments.generators if self._arguments else [])
         self._keeping: AbstractContextManager | None = None
         self.reusing: AbstractContextManager | None = None
         if keep:
-            if any(map(is_compiled, learned.parts)):
+            if any(map(is_compiled, parts)):
                 raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
             self._keeping, self.reusing = Keeper(keep)()
         self.count = 0
@@ -165,7 +165,7 @@ class Branch:
                 packed.append(tensor)
                 versions.append(tensor._version)
 
-        elif not output and not any(part._forward_hooks for part in learned.parts):  # hooks would not all run
+        elif not output and not any(part._forward_hooks for part in self._reads.parts):  # hooks would not all run
             last = self.count
 
             def pack(tensor: Tensor) -> None:

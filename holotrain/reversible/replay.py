@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from ctypes import c_char, string_at
 from functools import partial
-from itertools import chain
-from operator import methodcaller
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,7 +28,6 @@ except ImportError:  # torch works without it
 
 _NOTHING = nullcontext()
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
-_values, from_iterable = methodcaller("values"), chain.from_iterable
 
 
 def recomputing() -> bool:
@@ -103,26 +100,14 @@ def generators_among(values: Iterable[Any]) -> list[Any]:
 
 
 class Learned:
-    """The modules of a branch, and what its runs have shown so far.
+    """What the runs of a branch have shown so far. It holds no module, so that a branch can go.
 
     Args:
-        branch: with the submodules that it has now.
+        parts: the branch and its submodules.
     """
 
-    def __init__(self, branch: nn.Module) -> None:
-        self.parts = [branch]
-        """The branch and its submodules, each once."""
-        for part in self.parts:  # which grows
-            if part._modules:
-                self.parts += [child for child in part._modules.values() if child is not None]
-        self.parts = [*dict.fromkeys(self.parts)]
-        self._submodules = [part._modules for part in self.parts]
-        self._children = [*from_iterable(map(_values, self._submodules))]
-        self.parameters = [part._parameters for part in self.parts]
-        self.names = self.present_names()
-        """Of the parameters."""
-        self.buffers = [part._buffers for part in self.parts]
-        self.generators = generators_among(value for part in self.parts for value in vars(part).values())
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.generators = generators_among(value for part in parts for value in vars(part).values())
         """Generators that it holds."""
         self.draws: dict[bool, bool] = {}
         """Whether it draws Python's or NumPy's global random numbers, in training mode and not."""
@@ -131,27 +116,15 @@ class Learned:
         self.reads_leaves = False
         """It saves leaves that are no parameters of its own."""
 
-    def present(self) -> list[torch.Tensor | None]:
-        """The parameters that it has now."""
-        return [*from_iterable(map(_values, self.parameters))]
-
-    def present_names(self) -> list[str]:
-        """Their names."""
-        return [*from_iterable(self.parameters)]
-
-    def is_current(self) -> bool:
-        """Whether the branch still has the same submodules."""
-        return [*from_iterable(map(_values, self._submodules))] == self._children
-
 
 _learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
 
 
-def learned_of(branch: nn.Module) -> Learned:
+def learned_of(branch: nn.Module, parts: Iterable[nn.Module]) -> Learned:
     """What is known of a branch."""
     learned = _learned.get(branch)
-    if learned is None or not learned.is_current():
-        learned = _learned[branch] = Learned(branch)
+    if learned is None:
+        learned = _learned[branch] = Learned(parts)
     return learned
 
 

@@ -243,6 +243,21 @@ def test_what_is_stored_does_not_grow_with_depth():
 
 
 @every_engine
+def test_a_model_that_is_dropped_is_freed(engine):
+    """Also if a submodule knows the block, by a hook: nothing that is noted of a branch may hold it."""
+    net = sequence(2, engine=engine)
+    for block in net.blocks:
+        for part in block.f.modules():
+            part.register_forward_hook(lambda *_, block=block: None)
+    x = torch.randn(2, 3, WIDTH, dtype=F64)
+    sum(y.sum() for y in net(x, x)).backward()
+    alive = [weakref.ref(block.f) for block in net.blocks]
+    del net, block, part
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+@every_engine
 def test_a_graph_that_is_dropped_frees_what_it_kept(engine, monkeypatch):
     """Without waiting for the garbage collector: a forward in training that is never differentiated must leave nothing."""
     alive, begin = weakref.WeakSet(), recomputation.Branch.__init__
