@@ -4,6 +4,7 @@ import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,18 @@ def config_folder() -> str:
 
 def register(resume: bool = False) -> None:
     """Fills the ConfigStore; ``resume``: use the folder of the latest run or sweep instead of a new one."""
-    for command in COMMANDS:
-        ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
+    _store_options()
     # Cached like Hydra's ${now:}, because every use within one launch must give the same folder.
     OmegaConf.register_new_resolver(
         "run_folder", lambda kind, root: run_folder(kind, root, resume), replace=True, use_cache=True
     )
     OmegaConf.register_new_resolver("direction", recommended, replace=True)
+
+
+@cache
+def _store_options() -> None:
+    for command in COMMANDS:
+        ConfigStore.instance().store(name=command, node=options(command, ["_self_", "_common"]))
 
 
 def options(command: str, parts: list[Any]) -> DictConfig:
