@@ -27,6 +27,9 @@ except ImportError:  # torch works without it
 _version, _training, _buffers = attrgetter("_version"), attrgetter("training"), attrgetter("_buffers")
 _values, _flat = methodcaller("values"), chain.from_iterable
 
+_Named = MutableMapping[str, Any]
+"""Parameters, submodules or buffers of a module, by name."""
+
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """The module and all its submodules, each once; several times as fast as ``modules()``."""
@@ -70,7 +73,7 @@ class _Buffer(NamedTuple):
 
 
 class Reads:
-    """The parameters, buffers and modes of a branch in one forward, which it has again in the recomputation.
+    """The parameters, buffers, submodules and modes of a branch in one forward, which it has again in the recomputation.
 
     A module may change its buffers in the forward (running statistics, power iterations). The recomputation reads what the
     forward read and changes nothing. So the buffers that a module's first forward changes are copied before each later one.
@@ -81,12 +84,15 @@ class Reads:
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.parts, self._modes = parts, [*map(_training, parts)]
-        self._owners = [part._parameters for part in parts]
-        self._names, self._owned = [*_flat(self._owners)], [*_flat(map(_values, self._owners))]
-        self._buffers = [*_buffers_of(parts)] if any(map(_buffers, parts)) else []
-        self._newly_written: str | None = None
-        self.tensors = [tensor for tensor in self._owned if tensor is not None]
+        # What holds parameters and submodules by name, and what it held.
+        self._owners: list[_Named] = [part._parameters for part in parts if part._parameters]
+        self.tensors = [tensor for tensor in _flat(map(_values, self._owners)) if tensor is not None]
         """The parameters; after the forward also the buffers that it did not change."""
+        self._owners += [part._modules for part in parts if part._modules]
+        self._owned = [*map(dict, self._owners)]
+        self._buffers = [*_buffers_of(parts)] if any(map(_buffers, parts)) else []
+        self._others: list[tuple[_Named, str, Any]] = []
+        self._newly_written: str | None = None
 
     def settle(self) -> None:
         """After the forward: keeps the copies of buffers that it changed, and notes what it read."""
@@ -115,7 +121,7 @@ class Reads:
         """From here on the branch has again what it had.
 
         Raises:
-            RuntimeError: a parameter, a buffer or a submodule was changed after the forward, or a module's training mode was.
+            RuntimeError: a parameter or buffer was changed after the forward, or a module's training mode was.
         """
         if self._newly_written is not None:
             raise RuntimeError(
@@ -127,43 +133,33 @@ class Reads:
                 "a block was switched between train() and eval() after the forward, so its recomputation in the backward "
                 "would differ; switch after the backward"
             )
-        if not (
-            [*map(_version, self.tensors)] == self._versions
-            and all(map(is_, map(Tensor.untyped_storage, self.tensors), self._storages))
-            and parts_of(self.parts[0]) == self.parts
-        ):
+        same_versions = [*map(_version, self.tensors)] == self._versions
+        if not (same_versions and all(map(is_, map(Tensor.untyped_storage, self.tensors), self._storages))):
             raise RuntimeError(
-                "a parameter, a buffer or a submodule of a block was changed between the forward and its recomputation in the "
-                "backward, so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps "
-                "in the backward trains no weight of a block that an earlier block reads without a gradient)"
+                "a parameter or buffer of a block was changed between the forward and its recomputation in the backward, "
+                "so the activations can no longer be rebuilt; step the optimizer after the backward (one that steps in the "
+                "backward trains no weight of a block that an earlier block reads without a gradient)"
             )
-        self.others = []  # what stands in their place otherwise
-        present, owned = [*_flat(map(_values, self._owners))], self._owned
+        present, owned = [*_flat(map(_values, self._owners))], [*_flat(map(_values, self._owned))]
         if len(present) != len(owned) or not all(map(is_, present, owned)):  # by torch.func.functional_call, for one
-            self._put_parameters(present)
+            for owner, held in zip(self._owners, self._owned, strict=True):
+                for name, value in held.items():
+                    if owner.get(name) is not value:
+                        self._put(owner, name, value)
         for owner, name, tensor, _, before in self._buffers:
             if before is not None or owner._buffers.get(name) is not tensor:
                 self._put(owner._buffers, name, tensor if before is None else before.clone())
 
-    def _put_parameters(self, present: list[Tensor | None]) -> None:
-        owners = [(owner, name) for owner in self._owners for name in owner]
-        if [name for _, name in owners] != self._names:
-            raise RuntimeError(
-                "parameters were added to a block, or removed from it, between the forward and its recomputation in the "
-                "backward; change the model after the backward"
-            )
-        for (owner, name), now, then in zip(owners, present, self._owned, strict=True):
-            if now is not then:
-                self._put(owner, name, then)
-
-    def _put(self, owner: MutableMapping[str, Any], name: str, tensor: Tensor | None) -> None:
-        self.others.append((owner, name, owner.get(name)))
-        owner[name] = tensor
+    def _put(self, owner: _Named, name: str, value: Any) -> None:
+        self._others.append((owner, name, owner.get(name)))
+        owner[name] = value
 
     def end(self) -> None:
         """The branch has what it had before :meth:`begin`."""
-        for owner, name, tensor in self.others:
-            owner[name] = tensor
+        if self._others:
+            for owner, name, value in self._others:
+                owner[name] = value
+            self._others = []
 
 
 def _buffers_of(parts: Iterable[nn.Module]) -> Iterator[_Buffer]:

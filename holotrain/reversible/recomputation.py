@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import count
 from operator import attrgetter
 from typing import Any, Self
 
@@ -29,7 +28,7 @@ from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
 
-_kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
+_shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class Branch:
@@ -70,10 +69,8 @@ class Branch:
             if any(map(is_compiled, parts)):
                 raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
             self._keeping, self.reusing = Keeper(keep)()
-        self.count = 0
-        """How many tensors autograd would have saved in the forward."""
-        # Their shapes and dtypes; None: a recomputation that saved as many tensors has been compared with its forward before.
-        self._kinds: list[tuple[torch.Size, torch.dtype]] | None = None
+        # Of the tensors that autograd would have saved in the forward.
+        self.shapes: list[torch.Size] = []
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         # What autograd saved in the latest recomputation; None where the backward has taken it.
@@ -85,10 +82,17 @@ class Branch:
         Args:
             supply: called in the backward to have the branch run again, so that ``saved`` is there.
         """
-        version, saved, numbers = source._version, self.saved, count()
-        pack = partial(next, numbers)  # of all tensors, the graph keeps a number alone
-        if not self.learned.verified or self.learned.reads_leaves or self._keeping is not None:
-            pack = self._recording(source, pack)
+        version, saved, shapes = source._version, self.saved, self.shapes
+        # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
+        known, leaves = {id(source), *map(id, self._reads.tensors)}, self._leaves
+
+        def pack(tensor: Tensor) -> int:
+            shapes.append(tensor.shape)
+            if tensor.requires_grad:
+                leaf = tensor if tensor.is_leaf else tensor._base  # a product saves the transpose of its weight
+                if leaf is not None and leaf.is_leaf and id(leaf) not in known:
+                    leaves.append((leaf, leaf._version))
+            return len(shapes) - 1  # all that the graph keeps of the tensor
 
         def unpack(number: int) -> Any:
             if not saved or saved[number] is None:
@@ -97,7 +101,7 @@ class Branch:
             return tensor
 
         update = self._called(source, pack, unpack, self._replay.repeatable if self._replay.on_gpu else None, self._keeping)
-        self._differentiable, self.count = source.requires_grad, next(numbers)
+        self._differentiable = source.requires_grad
         if source._version != version:
             raise ValueError(
                 "a branch changed its input in place, so its block cannot be inverted; "
@@ -108,8 +112,6 @@ class Branch:
             self._keywords = self._arguments.keywords()
         self._replay.settle()
         self._reads.settle()
-        if self._kinds is None and self.count not in self.learned.verified:
-            self.run_again(source)  # it did something new: compared now, while all that it reads is as it was
         return update
 
     def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Callable | None, kept: Any) -> Any:
@@ -131,20 +133,6 @@ class Branch:
         finally:
             _pop_hooks()
 
-    def _recording(self, source: Tensor, number: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
-        """``number``, which also notes the kinds of the tensors and the leaves among them."""
-        # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
-        known, kinds, leaves = {id(source), *map(id, self._reads.tensors)}, [], self._leaves
-        self._kinds = kinds
-
-        def pack(tensor: Tensor) -> int:
-            kinds.append(_kind_of(tensor))
-            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known:
-                leaves.append((tensor, tensor._version))
-            return number(tensor)
-
-        return pack
-
     def run_again(self, source: Tensor, output: bool = True) -> tuple[Any, list[Tensor]]:
         """The recomputation: returns the output, detached, and the tensors that autograd saves.
 
@@ -158,7 +146,7 @@ class Branch:
         if self._arguments is not None:
             self._arguments.require_unchanged()
         learned, packed = self.learned, []
-        pack, versions, verified = packed.append, [], self.count in learned.verified
+        pack, versions, verified = packed.append, [], learned.verified
         if not verified:  # later recomputations do as the first one, without this check
 
             def pack(tensor: Tensor) -> None:
@@ -166,7 +154,7 @@ class Branch:
                 versions.append(tensor._version)
 
         elif not output and not any(part._forward_hooks for part in self._reads.parts):  # hooks would not all run
-            last = self.count
+            last = len(self.shapes)
 
             def pack(tensor: Tensor) -> None:
                 if len(packed) < last:
@@ -175,10 +163,10 @@ class Branch:
                     raise _AllSaved
 
         update, source = None, source.detach().requires_grad_(self._differentiable)
-        self._reads.begin()
         try:
-            self._replay.begin(self.name)
+            self._reads.begin()
             try:
+                self._replay.begin(self.name)
                 if self.reusing is not None:
                     source = source.view_as(source)  # no leaf, as in the forward, since hooks on leaves add operations
                 update = self._called(source, pack, _never, None, self.reusing)
@@ -187,8 +175,8 @@ class Branch:
             finally:
                 self._replay.end()
         finally:
-            if self._reads.others:
-                self._reads.end()
+            self._reads.end()
+        self._replay.require_known_sources()
         saved = packed.copy()
         packed.clear()  # which their graph holds
         name = type(self.module).__name__
@@ -196,16 +184,15 @@ class Branch:
             raise RuntimeError(
                 f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
             )
-        kinds = None if self._kinds is None else [*map(_kind_of, saved)]
-        if len(saved) != self.count or kinds != self._kinds:
-            pairs = zip(self._kinds or (), kinds or (), strict=False)
-            different = next((pair for pair in pairs if pair[0] != pair[1]), "others")
+        shapes = [*map(_shape, saved)]
+        if shapes != self.shapes:
+            different = next((pair for pair in zip(self.shapes, shapes, strict=False) if pair[0] != pair[1]), "others")
             raise RuntimeError(
-                f"{name} saved {self.count} tensors for its gradient in the forward and {len(saved)} in the recomputation "
-                f"({different}), so it did something else; its forward must do the same whenever it runs on the same input"
+                f"{name} saved {len(self.shapes)} tensors for its gradient in the forward and {len(shapes)} in the "
+                f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
+                "same input"
             )
-        if not verified:
-            self._verify(source, saved)
+        learned.verified = True
         if self._leaves and any(tensor._version != version for tensor, version in self._leaves):
             raise RuntimeError(
                 f"a tensor that {name} reads, other than its parameters, was modified by an inplace operation between "
@@ -213,15 +200,6 @@ class Branch:
             )
         update = update.detach() if isinstance(update, Tensor) else tree_map_only(Tensor, Tensor.detach, update)
         return update, saved
-
-    def _verify(self, source: Tensor, saved: list[Tensor]) -> None:
-        """After the first recomputation that saves so many tensors: notes this, and the leaves if the forward did not."""
-        known = {id(source), *map(id, self._reads.tensors)}
-        leaves = [tensor for tensor in saved if tensor.requires_grad and tensor.is_leaf and id(tensor) not in known]
-        if self._kinds is None:
-            self._leaves = [(leaf, leaf._version) for leaf in leaves]
-        self.learned.reads_leaves |= bool(leaves)
-        self.learned.verified.add(self.count)
 
 
 class _AllSaved(BaseException):

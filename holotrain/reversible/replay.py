@@ -1,7 +1,7 @@
 """What a branch's result depends on besides its input and its weights, put back for the recomputation.
 
 This is the state of every random number generator that the branch used (PyTorch's on the CPU and on the device, those among the
-keyword arguments, Python's and NumPy's global ones), autocast, and the attention kernels that may be chosen.
+keyword arguments, Python's and NumPy's global ones), autocast, the default dtype, and the attention kernels that may be chosen.
 """
 
 from __future__ import annotations
@@ -111,10 +111,8 @@ class Learned:
         """Generators that it holds."""
         self.draws: dict[bool, bool] = {}
         """Whether it draws Python's or NumPy's global random numbers, in training mode and not."""
-        self.verified: set[int] = set()
-        """Numbers of saved tensors with which a recomputation was compared with its forward in full."""
-        self.reads_leaves = False
-        """It saves leaves that are no parameters of its own."""
+        self.verified = False
+        """A recomputation was compared with the forward in full."""
 
 
 _learned: WeakKeyDictionary[nn.Module, Learned] = WeakKeyDictionary()
@@ -236,10 +234,14 @@ class Call:
         self.drew_unexpectedly = _global_marks() != self._marks
 
     def as_now(self) -> bool:
-        """Whether autocast and the attention kernels are now as they were; compared once in a backward."""
+        """Whether the settings are now as they were."""
+        return _Settings.present(self.settings.kinds) == self.settings
+
+    def is_unchanged(self) -> bool:
+        """:meth:`as_now`, compared once in a backward."""
         task = torch._C._current_graph_task_id()
         if task == -1 or task != self._asked:
-            self._asked, self._unchanged = task, _Settings.present(self.settings.kinds) == self.settings
+            self._asked, self._unchanged = task, self.as_now()
         return self._unchanged
 
     def uncached(self) -> AbstractContextManager:
@@ -295,9 +297,11 @@ class Replay:
         """
         call = self._call
         self._token, self._grad_mode = _recomputing.set(True), torch.is_grad_enabled()
+        self._present, self._contexts = None, None
         self._watched = _global_marks() if call.drew_unexpectedly and self._known is False else None
-        self._present = _exchanged(self._states) if self._states else None
-        unchanged, self._contexts = call.as_now(), None
+        if self._states:
+            self._present = _exchanged(self._states)
+        unchanged = call.is_unchanged()
         if self.on_gpu or not unchanged or profiler._is_profiler_enabled:
             self._contexts = ExitStack()
             self._contexts.enter_context(in_trace("recompute", doing))
@@ -308,17 +312,20 @@ class Replay:
         torch._C._set_grad_enabled(True)
 
     def end(self) -> None:
-        """Everything is again as it was before :meth:`begin`.
-
-        Raises:
-            RuntimeError: the branch drew random numbers of Python or NumPy, and did not when it first ran.
-        """
+        """Everything is again as it was before :meth:`begin`."""
         torch._C._set_grad_enabled(self._grad_mode)
         if self._contexts is not None:
             self._contexts.close()
         if self._present is not None:
             _exchanged(self._present)
         _recomputing.reset(self._token)
+
+    def require_known_sources(self) -> None:
+        """After a recomputation.
+
+        Raises:
+            RuntimeError: the branch drew random numbers of Python or NumPy, and did not when it first ran.
+        """
         if self._watched is not None and _global_marks() != self._watched:
             self._learned.draws[self._training] = True
             raise RuntimeError(

@@ -69,7 +69,7 @@ class ReversibleSequence(nn.Module):
             _require_block(block)
         self._shorthands = {"backward": backward, "store": store}
         self.keep = keep
-        self.exact = exact
+        self._exact = exact
         if not isinstance(exact, int) or exact < 0:
             raise ValueError(f"exact must be False, True or a number of bits, not {exact!r}")
         self.grid = None if exact is False else FixedPointGrid(None if exact is True else exact)
@@ -181,6 +181,11 @@ class ReversibleSequence(nn.Module):
                 streams = block(*streams, *words)
                 largest = torch.maximum(largest, torch.stack(streams).abs().amax())
         grid.choose(largest.item(), x1.dtype)
+
+    @property
+    def exact(self) -> bool | int:
+        """As it was made; a grid cannot be added or taken away later."""
+        return self._exact
 
     @property
     def ends(self) -> tuple[nn.Module, nn.Module]:

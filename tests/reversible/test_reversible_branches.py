@@ -85,11 +85,17 @@ def test_a_tensor_that_the_engine_is_not_told_of(engine, way):
     assert relative_error(found[1], found[0]) <= 1e-12
 
 
+class Projecting(Reading):
+    def forward(self, x):
+        return torch.tanh(self.inner(x)) @ self.read().T  # saved is the transpose
+
+
 @every_engine
-def test_a_tensor_of_a_closure_that_is_stepped_before_the_backward_is_refused(engine):
+@pytest.mark.parametrize(("kind", "rows"), [(Reading, 1), (Projecting, WIDTH)])
+def test_a_tensor_of_a_closure_that_is_stepped_before_the_backward_is_refused(kind, rows, engine):
     """As plain autograd refuses it: the tensor is saved, but it is no parameter of the branch."""
-    prompt = torch.linspace(0.5, 1, WIDTH, dtype=F64).requires_grad_()
-    for net in both(engine, lambda: Reading(lambda: prompt)):
+    prompt = torch.linspace(0.5, 1, WIDTH, dtype=F64).expand(rows, WIDTH).clone().requires_grad_()
+    for net in both(engine, lambda: kind(lambda: prompt)):
         loss = loss_of(net)
         with torch.no_grad():
             prompt.mul_(0.5)
@@ -625,15 +631,65 @@ def test_a_leaf_that_is_read_from_the_second_run_on(engine):
 
 
 @recomputing_engines
-def test_a_submodule_replaced_before_the_backward(engine):
-    _, net = both(engine, lambda: Reading(lambda: 1.0))
-    loss = loss_of(net)
-    branch = net.blocks[1].f
-    branch.inner = nn.Linear(WIDTH, WIDTH, dtype=F64)
-    with pytest.raises(RuntimeError, match="a submodule of a block was changed"):
-        loss.backward()
-    loss_of(net).backward()  # with the new one
-    assert branch.inner.weight.grad is not None
+def test_what_a_block_registers_before_the_backward(engine):
+    """The recomputation has the submodules and parameters of the forward, also if others stand in their place by then."""
+    plain, net = both(engine, lambda: Reading(lambda: 1.0))
+    loss_of(plain).backward()
+    loss, branch = loss_of(net), net.blocks[1].f
+    old = branch.inner
+    branch.inner = new = nn.Linear(WIDTH, WIDTH, dtype=F64)
+    with torch.no_grad():
+        new.weight.zero_()
+    net.blocks[2].g.other = nn.Parameter(torch.ones(1))
+    weight = net.blocks[0].g.inner.weight
+    del net.blocks[0].g.inner.weight
+    net.blocks[0].g.inner.weight = nn.Parameter(torch.zeros_like(weight))
+    loss.backward()
+    assert branch.inner is new and new.weight.grad is None
+    found = [old.weight.grad, net.blocks[0].f.inner.weight.grad, weight.grad]
+    expected = [plain.blocks[1].f.inner.weight.grad, *(getattr(plain.blocks[0], name).inner.weight.grad for name in "fg")]
+    assert relative_error(found, expected) < 1e-12
+
+
+class LateParameter(Branch):
+    """Registers a parameter and a submodule as it first runs."""
+
+    def forward(self, x, **keywords):
+        if not hasattr(self, "scale"):
+            self.scale, self.act = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=F64)), nn.Tanh()
+        return self.act(super().forward(x, **keywords)) * self.scale
+
+
+@recomputing_engines
+def test_a_parameter_that_the_first_forward_registers(engine):
+    found = []
+    for net in both(engine, LateParameter):
+        loss_of(net).backward()
+        found.append([block.f.scale.grad for block in net.blocks])
+    assert relative_error(found[1], found[0]) < 1e-12
+
+
+@recomputing_engines
+@pytest.mark.parametrize("fails", ["reads", "branch"])
+def test_a_recomputation_that_fails_leaves_everything_as_it_was(engine, fails, monkeypatch):
+    class Failing(Branch):
+        def forward(self, x, **keywords):
+            if torch.is_grad_enabled() and replay.recomputing():
+                random.random()  # which it did not do in the forward
+                raise KeyboardInterrupt
+            return super().forward(x, **keywords)
+
+    _, net = both(engine, Failing)
+    loss_of(net)  # what it draws is known from here on
+    own = {name: torch.full_like(value, 0.5) for name, value in net.named_parameters()}
+    y1, _ = torch.func.functional_call(net, own, streams())
+    before = dict(net.named_parameters())
+    if fails == "reads":
+        monkeypatch.setattr(replay.Replay, "begin", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(replay.Replay, "end", lambda self: None)
+    with pytest.raises(KeyboardInterrupt):
+        y1.sum().backward()
+    assert all(value is before[name] for name, value in net.named_parameters()) and not replay.recomputing()
 
 
 class Settings(nn.Module):

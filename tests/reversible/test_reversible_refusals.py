@@ -69,6 +69,13 @@ def test_options(options, error, words):
         ReversibleSequence(sequence().blocks, **options)
 
 
+def test_a_grid_is_not_added_later():
+    net = sequence()
+    with pytest.raises(AttributeError, match="exact"):
+        net.exact = True
+    assert net.exact is False
+
+
 def test_arguments_that_are_no_keyword_arguments():
     with pytest.raises(TypeError, match="one dict for each block, not 3"):
         sequence()(*streams(), f_kwargs=3)

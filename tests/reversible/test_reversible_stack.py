@@ -13,6 +13,7 @@ from compared import assert_equal
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from tracked_memory import TrackedMemory
 
 from holotrain.reversible import make_reversible, recomputing, stack_of, undo
@@ -358,6 +359,10 @@ class Changing(Model):
                 with torch.autocast("cpu", torch.bfloat16, enabled=index % 2 == 0):
                     x = layer(x, mask=self.mask)
                 continue
+            if self.what == "casts later":
+                with torch.autocast("cpu", torch.bfloat16, enabled=index >= 2):
+                    x = layer(x, mask=self.mask)
+                continue
             if self.what == "freezes":
                 with torch.set_grad_enabled(index != 2):
                     x = layer(x, mask=self.mask)
@@ -502,6 +507,21 @@ def test_a_forward_without_backward_leaves_nothing(what):
 def test_what_a_model_does_around_its_blocks(what, backward):
     expected = gradients(double(what, "autograd"))
     assert_equal(gradients(double(what, backward)), expected)
+
+
+def test_settings_that_the_model_changes_within_a_checkpoint():
+    """The forward of the stack then runs in a backward, where settings must be compared before each block."""
+    torch.manual_seed(0)
+    net = make_reversible(Changing("casts later"))
+    gradients(net, steps=1)
+    found = []
+    for checkpointed in (False, True):
+        net.zero_grad()
+        torch.manual_seed(2)
+        x = inputs().requires_grad_()
+        (checkpoint(net, x, use_reentrant=False) if checkpointed else net(x)).sin().sum().backward()
+        found.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("what", ["freezes", "detaches"])
