@@ -87,7 +87,7 @@ def runs_at(word: str) -> list[Path]:
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from error
     if not runs:
-        raise UserError(f"{word} is not the folder of a run and contains none; give runs/fit, for example")
+        raise UserError(f"{word} is not the folder of a run and contains none")
     return runs
 
 

@@ -100,10 +100,12 @@ class Sweep:
         if not wrong:
             return
         number, error = next(iter(wrong.items()))
-        if len(wrong) == len(launched) and len({*map(str, wrong.values())}) == 1:  # nothing that jobs differ in
+        every = self.launched.values()
+        if len(wrong) == len(every) and len({*map(str, wrong.values())}) == 1:  # nothing that jobs differ in
             raise error
-        varied = [word for word in launched[number] if any(word not in others for others in launched.values())]
-        raise UserError(f"job {number} ({' '.join(varied)}): {error}; no job was started") from error
+        varied = [word for word in launched[number] if any(word not in others for others in every)]
+        started = f"no job from {min(launched)} on was started" if min(launched) else "no job was started"
+        raise UserError(f"job {number} ({' '.join(varied)}): {error}; {started}") from error
 
     def ended(self) -> list[Job]:
         """The jobs that ended, in order. A signal that ends a sweep may leave some unstarted."""
@@ -122,7 +124,7 @@ class Sweep:
         launched = {initial_job_idx + index: list(overrides) for index, overrides in enumerate(job_overrides)}
         self.launched |= launched
         basic = str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper")  # others may find that some values fail
-        if basic and not initial_job_idx:
+        if basic:
             self._check_all(launched)
         for number, job in self.left().items():
             if number in launched and job.folder is not None:  # the sweep is resumed

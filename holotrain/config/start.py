@@ -237,7 +237,9 @@ class Start:
             bits, name = config.optimizer.bits, found.get("optimizer") or ""
             said = "optimizer" in options or "optimizer.bits" in map(key_of, overrides)  # not by an earlier run alone
             if said and re.fullmatch("adamw_(8bit|4bit|fp8)", name) and name != f"adamw_{bits}":
-                raise UserError(f"optimizer.bits={bits}: not those of optimizer={name}; use optimizer=adamw_{bits}")
+                raise UserError(
+                    f"optimizer.bits={bits}: optimizer={name} has another number of bits; use optimizer=adamw_{bits}"
+                )
         return found
 
 

@@ -1,7 +1,7 @@
 """Data: one LightningDataModule for each data set, and the loaders and transforms that they share.
 
 image_sets    Digits, MNIST, CIFAR10, CIFAR100, Fake
-image_folder  ImageFolder; image files, and what to do with one that cannot be read
+image_folder  ImageFolder; image files, and what to do with one that cannot be read: it is skipped or ends the run
 hub_images    HubImages
 images        what image data sets share: transforms, normalisation, a choice of classes
 hub           what Hugging Face's datasets library reads

@@ -231,13 +231,18 @@ class ImageDataModule(LoadingModule):
         """The deterministic transforms from a raw image to ``image_shape``; empty if it already has that shape."""
         return []
 
+    def train_transform(self) -> v2.Compose:
+        moved = self.geometry() if self.augment else self.framing()
+        return v2.Compose([*moved, *self.randaugment, *normalised(self.statistics)])
+
+    def eval_transform(self) -> v2.Compose:
+        return v2.Compose([*self.framing(), *normalised(self.statistics)])
+
     def setup(self, stage: str | None = None) -> None:
         """Reads nothing by default."""
 
     def train_dataloader(self) -> ResumableLoader:
-        moved = self.geometry() if self.augment else self.framing()
-        transform = v2.Compose([*moved, *self.randaugment, *normalised(self.statistics)])
-        seeded = SeededDataset(self.split("train"), transform, self.seed)
+        seeded = SeededDataset(self.split("train"), self.train_transform(), self.seed)
         return ResumableLoader(seeded, self.batch_size, self.seed, **self.loading)
 
     def val_dataloader(self) -> Loader:
@@ -256,8 +261,7 @@ class ImageDataModule(LoadingModule):
         return batch
 
     def _in_order(self, part: str) -> Loader:
-        transform = v2.Compose([*self.framing(), *normalised(self.statistics)])
-        return Loader(TransformedDataset(self.split(part), transform), self.batch_size, **self.loading)
+        return Loader(TransformedDataset(self.split(part), self.eval_transform()), self.batch_size, **self.loading)
 
 
 class SizedImages(ImageDataModule):

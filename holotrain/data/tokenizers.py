@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from holotrain.errors import UserError, one_of
 from holotrain.files import from_json
+from holotrain.numeric import require_at_least
 
 ROLES = ("pad", "start", "end", "mask")
 """The special tokens that tasks need: padding, the start of a document (bos, cls), its end (eos, sep), a masked position."""
@@ -159,9 +160,12 @@ class SubwordTokenizer(Tokenizer):
 
         Args:
             texts: read once, one after another.
-            vocab_size: number of ids, including special tokens, at least that of ``ByteTokenizer``; fewer if the texts do
-                not have enough pairs to merge.
+            vocab_size: number of ids, including special tokens; fewer if the texts do not have enough pairs to merge.
+
+        Raises:
+            ValueError: ``vocab_size`` is smaller than the number of bytes and special tokens.
         """
+        require_at_least(ByteTokenizer.vocab_size, vocab_size=vocab_size)
         encoder = Encoder(models.BPE())
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encoder.decoder = decoders.ByteLevel()

@@ -360,7 +360,7 @@ def test_a_wrong_value_is_named(overrides, words, tmp_path):
 def test_the_name_of_an_optimizer_says_its_bits(bits):
     assert holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={bits}"]).optimizer.bits == bits
     other = "4bit" if bits == "8bit" else "8bit"
-    words = f"optimizer.bits={other}: not those of optimizer=adamw_{bits}; use optimizer=adamw_{other}"
+    words = f"optimizer.bits={other}: optimizer=adamw_{bits} has another number of bits; use optimizer=adamw_{other}"
     with pytest.raises(UserError, match=words):
         holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={other}"])
     named = ["optimizer._target_=holotrain.tasks.optimizers.adamw_low_bit", f"optimizer.bits={bits}"]

@@ -97,6 +97,7 @@ def test_evaluation_reads_from_short_to_long_within_the_budget():
     assert {len(batch) for batch in by_length(LENGTHS, 16, None)[:-1]} == {16}
     with pytest.raises(UserError, match=f"max_tokens: 9 is out of range; the longest document has {LENGTHS.max()}"):
         by_length(LENGTHS, 16, 9)
+    assert [batch.tolist() for batch in by_length(np.array([0, 3, 2]), 16, 8)] == [[0, 2], [1]]
 
 
 @pytest.fixture(scope="module")

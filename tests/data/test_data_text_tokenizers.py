@@ -36,6 +36,12 @@ def bpe() -> SubwordTokenizer:
     return SubwordTokenizer.trained(["the quick brown fox <s> jumps\n" * 3, "def f(x):\n    return the fox\n"] * 5, 300)
 
 
+def test_a_vocabulary_without_room_for_the_bytes():
+    with pytest.raises(ValueError, match="vocab_size must be at least"):
+        SubwordTokenizer.trained(SAMPLES, ByteTokenizer.vocab_size - 1)
+    assert SubwordTokenizer.trained(SAMPLES, ByteTokenizer.vocab_size).vocab_size == ByteTokenizer.vocab_size
+
+
 @pytest.fixture(params=["bytes", "bpe"])
 def tokenizer(request, bpe):
     return ByteTokenizer() if request.param == "bytes" else bpe

@@ -197,7 +197,7 @@ def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> l
     capacities(lengths, None, max_tokens)
     batches = []
     while len(order):
-        widths = lengths[order[: max_tokens // lengths[order[0]]]]
+        widths = lengths[order[: max_tokens // max(int(lengths[order[0]]), 1)]]
         count = np.searchsorted(widths * np.arange(1, len(widths) + 1), max_tokens, side="right")
         batches.append(order[:count])
         order = order[count:]

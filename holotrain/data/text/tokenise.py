@@ -49,7 +49,7 @@ class Reading:
     Attributes:
         unit: what a document is: a ``file`` or row, a ``paragraph`` between blank lines, or a ``line``.
         text, label: columns; ``label`` may be None.
-        skip: leave out rows without text.
+        skip: leave out rows without text or class.
         fractions: of validation and test, for documents whose part is drawn.
         part: that all documents belong to; None: it is drawn for each.
         given: label of all documents; None: that of the column, or none.
