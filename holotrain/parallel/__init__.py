@@ -3,7 +3,7 @@
 rank           ProcessRank: rank and size of this process
 launch         starts the processes of one machine, with torch.distributed.elastic
 process_group  Processes: messages between the processes of a job, and their process group
-strategies     DDP, and FSDP2 with tensor parallel
+strategies     DDP, and FSDP2 with tensor parallel; clipping of gradients over a mesh
 stages         pipelines: each process has some of the blocks
 checkpoints    sharded checkpoints: written by each process, read by all strategies
 
