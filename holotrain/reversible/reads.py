@@ -30,6 +30,8 @@ _values, _flat = methodcaller("values"), chain.from_iterable
 _Named = MutableMapping[str, Any]
 """Parameters, submodules or buffers of a module, by name."""
 
+_ABSENT = object()
+
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """The module and all its submodules, each once; several times as fast as ``modules()``."""
@@ -151,14 +153,17 @@ class Reads:
                 self._put(owner._buffers, name, tensor if before is None else before.clone())
 
     def _put(self, owner: _Named, name: str, value: Any) -> None:
-        self._others.append((owner, name, owner.get(name)))
+        self._others.append((owner, name, owner.get(name, _ABSENT)))
         owner[name] = value
 
     def end(self) -> None:
         """The branch has what it had before :meth:`begin`."""
         if self._others:
             for owner, name, value in self._others:
-                owner[name] = value
+                if value is _ABSENT:
+                    del owner[name]
+                else:
+                    owner[name] = value
             self._others = []
 
 
