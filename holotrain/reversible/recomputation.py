@@ -28,7 +28,7 @@ from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
 
-_shape, _version = attrgetter("shape"), attrgetter("_version")
+_kind_of, _version = attrgetter("shape", "dtype"), attrgetter("_version")
 
 
 class Branch:
@@ -69,8 +69,8 @@ class Branch:
             if any(map(is_compiled, parts)):
                 raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
             self._keeping, self.reusing = Keeper(keep)()
-        # Of the tensors that autograd would have saved in the forward.
-        self.shapes: list[torch.Size] = []
+        # Shape and dtype of the tensors that autograd would have saved in the forward.
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
         self._leaves: list[tuple[Tensor, int]] = []
         # What autograd saved in the latest recomputation; None where the backward has taken it.
@@ -82,17 +82,17 @@ class Branch:
         Args:
             supply: called in the backward to have the branch run again, so that ``saved`` is there.
         """
-        version, saved, shapes = source._version, self.saved, self.shapes
+        version, saved, kinds = source._version, self.saved, self.kinds
         # The graph holds the hooks, and must not hold the stream through them. The parameters are looked after already.
         known, leaves = {id(source), *map(id, self._reads.tensors)}, self._leaves
 
         def pack(tensor: Tensor) -> int:
-            shapes.append(tensor.shape)
+            kinds.append(_kind_of(tensor))
             if tensor.requires_grad:
                 leaf = tensor if tensor.is_leaf else tensor._base  # a product saves the transpose of its weight
                 if leaf is not None and leaf.is_leaf and id(leaf) not in known:
                     leaves.append((leaf, leaf._version))
-            return len(shapes) - 1  # all that the graph keeps of the tensor
+            return len(kinds) - 1  # all that the graph keeps of the tensor
 
         def unpack(number: int) -> Any:
             if not saved or saved[number] is None:
@@ -154,7 +154,7 @@ class Branch:
                 versions.append(tensor._version)
 
         elif not output and not any(part._forward_hooks for part in self._reads.parts):  # hooks would not all run
-            last = len(self.shapes)
+            last = len(self.kinds)
 
             def pack(tensor: Tensor) -> None:
                 if len(packed) < last:
@@ -184,11 +184,11 @@ class Branch:
             raise RuntimeError(
                 f"a tensor that {name} needs for its gradient was modified by an inplace operation after its use"
             )
-        shapes = [*map(_shape, saved)]
-        if shapes != self.shapes:
-            different = next((pair for pair in zip(self.shapes, shapes, strict=False) if pair[0] != pair[1]), "others")
+        kinds = [*map(_kind_of, saved)]
+        if kinds != self.kinds:
+            different = next((pair for pair in zip(self.kinds, kinds, strict=False) if pair[0] != pair[1]), "others")
             raise RuntimeError(
-                f"{name} saved {len(self.shapes)} tensors for its gradient in the forward and {len(shapes)} in the "
+                f"{name} saved {len(self.kinds)} tensors for its gradient in the forward and {len(kinds)} in the "
                 f"recomputation ({different}), so it did something else; its forward must do the same whenever it runs on the "
                 "same input"
             )

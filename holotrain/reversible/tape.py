@@ -267,7 +267,7 @@ class Tape:
         branch, streams, saved = self.branches[self._position], self._streams, []
         size = streams[0].numel()
         # Nobody would wait for a branch without gradient.
-        if not branch.ahead or not branch.shapes or size >= _no_room.get(branch.module, math.inf):
+        if not branch.ahead or not branch.kinds or size >= _no_room.get(branch.module, math.inf):
             return
         try:
             done = side.run(lambda: saved.extend(self._rebuild()))

@@ -85,6 +85,18 @@ def test_a_tensor_that_the_engine_is_not_told_of(engine, way):
     assert relative_error(found[1], found[0]) <= 1e-12
 
 
+@recomputing_engines
+@pytest.mark.parametrize("other", [torch.ones(1, dtype=F64), torch.ones(WIDTH)], ids=["shape", "dtype"])
+def test_a_tensor_of_another_kind_in_the_recomputation(engine, other):
+    """Also after recomputations that did as their forward."""
+    gain = torch.full((WIDTH,), 2.0, dtype=F64)
+    _, net = both(engine, lambda: Reading(lambda: gain))
+    loss_of(net).backward()
+    loss, gain = loss_of(net), other
+    with pytest.raises(RuntimeError, match="so it did something else"):
+        loss.backward()
+
+
 class Projecting(Reading):
     def forward(self, x):
         return torch.tanh(self.inner(x)) @ self.read().T  # saved is the transpose
