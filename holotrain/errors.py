@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from errno import EACCES, ELOOP, ENAMETOOLONG, EPERM
 
@@ -50,22 +50,25 @@ def files_named() -> Generator[None]:
 
 
 @contextmanager
-def naming_group(group: str, options: Collection[str] = ()) -> Generator[None]:
+def naming_group(group: str, options: Collection[str] = (), elsewhere: Mapping[str, str] | None = None) -> Generator[None]:
     """Turns a ValueError inside into a UserError about this configuration group.
 
     Args:
         options: those of the group. If the message begins with the name of one, the error is about ``group.name``, as the user
             writes it.
+        elsewhere: the keys of options of other groups, by the names that messages begin with.
     """
     try:
         yield
     except ValueError as error:
-        raise UserError(_about(group, options, str(error))) from error
+        raise UserError(
+            _about(group, {name: f"{group}.{name}" for name in options} | {**(elsewhere or {})}, str(error))
+        ) from error
 
 
-def _about(group: str, options: Collection[str], text: str) -> str:
+def _about(group: str, keys: Mapping[str, str], text: str) -> str:
     name = re.split(r"\W", text, maxsplit=1)[0]
     sign, rest = text[len(name) : len(name) + 1], text[len(name) + 1 :]
-    if name not in options or sign not in " =:" or rest.startswith(("and ", "or ")):  # about several, or about none
+    if name not in keys or sign not in " =:" or rest.startswith(("and ", "or ")):  # about several, or about none
         return f"{group}: {text}"
-    return f"{group}.{name}: {rest}" if sign == " " else f"{group}.{text}"
+    return f"{keys[name]}: {rest}" if sign == " " else f"{keys[name]}{sign}{rest}"

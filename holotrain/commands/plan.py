@@ -5,6 +5,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+import torch
 from rich import box
 from rich.table import Table
 
@@ -150,6 +151,8 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         name = f"{name} *" if name == plan.backward else name
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     plain(width=max(console.width, 120)).print(table)  # one line per row
+    if plan.device == "cuda" and config.device == "auto" and not torch.cuda.is_available():
+        console.print("no GPU was found here; device=cpu plans for this machine")
     if plan.configured.scratch:
         console.print(
             f"scratch: what operations and libraries may hold for a moment on this CPU, at most; peak and scratch together, "

@@ -77,7 +77,7 @@ def _processes(config: RunConfig, process: ProcessRank, model: nn.Module) -> str
 def show_end(summary: Summary, folder: Path) -> None:
     """Prints the results; the same figures as summary.json."""
     rows: dict[str, object] = {
-        name: f"{value:.4f}" if isinstance(value, float) else value for name, value in summary.metrics.items()
+        name: _rounded(value) if isinstance(value, float) else value for name, value in summary.metrics.items()
     }
     if summary.steps is not None and summary.epochs is not None:
         rows["steps"] = f"{summary.steps} in {counted(summary.epochs, 'epoch')}"
@@ -124,6 +124,10 @@ def _parameters(model: nn.Module) -> str:
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     whole = parameter_count(model)
     return f"{_large(whole)} parameters" + (f", {_large(learned)} trainable" if 0 < learned < whole else "")
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
 
 def _text(data: TextDataModule) -> str:

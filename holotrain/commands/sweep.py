@@ -14,13 +14,14 @@ from holotrain.commands.plan import PLAN
 from holotrain.commands.writing import write_table
 from holotrain.config.annotations import read_fields
 from holotrain.config.jobs import Job
+from holotrain.errors import UserError
 from holotrain.numeric import counted
 
 FIGURES = {
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
     "step_seconds": "s/step",
-    "peak_memory_bytes": "peak bytes",
+    "peak_memory_bytes": "peak MiB",
     "seconds": "seconds",
 }
 """The figures of a summary that the table shows, and their headings."""
@@ -32,7 +33,12 @@ PLANNED = {"backward": "str", "fits": "bool | None", "peak_bytes": "int", "large
 def show_sweep(command: str, folder: Path, jobs: list[Job]) -> None:
     """Prints the table of the jobs and the best of them, and writes sweep.csv into the sweep's folder."""
     read = read_plan if command == "plan" else summary.read
-    found = {job.number: read(job.folder) if job.folder and not job.error else None for job in jobs}
+    found: dict[int, dict[str, Any] | None] = {}
+    for job in jobs:
+        try:
+            found[job.number] = read(job.folder) if job.folder and not job.error else None
+        except UserError as error:  # the rows of the others are still worth seeing
+            found[job.number], job.error = None, str(error)
     rows = [_row(job, found[job.number]) for job in jobs]
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name == "error")
     constant = {name for name in columns if name.startswith("train/") or len({row[name] for row in rows if name in row}) == 1}
@@ -43,13 +49,13 @@ def show_sweep(command: str, folder: Path, jobs: list[Job]) -> None:
     for name in shown:
         table.add_column(FIGURES.get(name, name), no_wrap=True)
     for row in rows:
-        table.add_row(*(_short(row.get(name, "")) for name in shown))
+        table.add_row(*(_short(name, row.get(name, "")) for name in shown))
     aside = command == "plan" and any("json=-" in job.overrides for job in jobs)  # stdout is for the figures
     # Wider than the screen, so that each row is one line, also in a log file.
     plain(width=max(console.width, 240), stderr=aside).print(table)
     if command != "plan" and (best := _best([one for one in found.values() if one])):
         number = next(number for number, one in found.items() if one is best)
-        console.print(f"best job: {number}, {best['monitor']} {_short(summary.best_value(best))}")
+        console.print(f"best job: {number}, {best['monitor']} {_short(best['monitor'], summary.best_value(best))}")
     plain(stderr=aside, soft_wrap=True).print(f"written to {path}")
 
 
@@ -87,7 +93,9 @@ def _best(found: list[dict[str, Any]]) -> dict[str, Any] | None:
     return choose(known, key=itemgetter(0))[1]
 
 
-def _short(value: object) -> str:
+def _short(column: str, value: object) -> str:
+    if column == "peak_memory_bytes" and isinstance(value, int):
+        return f"{value / 2**20:.0f}"
     if isinstance(value, str) and re.fullmatch(r"-?\d\.\d{6,}(e-?\d+)?", value):  # a sweeper chose it
         value = float(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

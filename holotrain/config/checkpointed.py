@@ -23,7 +23,7 @@ from holotrain.config.given import PYTHON_OBJECT
 from holotrain.config.option_groups import CLASSIFIER, IMAGES, TEXT, is_a
 from holotrain.config.signatures import is_defined_in, signature
 from holotrain.config.structured import structured, to_container
-from holotrain.errors import UserError, naming_group
+from holotrain.errors import UserError, did_you_mean, naming_group
 from holotrain.models import checkpoint_files
 from holotrain.models.saved import read_config
 from holotrain.targets import TARGET, first_line, missing_package, targets
@@ -83,7 +83,7 @@ def load(path: Path) -> dict[str, Any]:
     if is_exported(path):
         return _exported(path)
     if not path.exists():
-        raise UserError(f"ckpt_path: there is no file {path}")
+        raise UserError(f"ckpt_path: there is no file {path}.{did_you_mean(str(path), ('best', 'last'))}")
     if not path.is_file() and not path.is_dir():  # a pipe would wait for a writer
         raise UserError(f"ckpt_path: {path} is neither a file nor a folder")
     try:

@@ -213,7 +213,7 @@ def explained(error: Exception, arguments: Arguments) -> UserError:
     """Turns one of ``CONFIGURATION_ERRORS``, raised while composing ``arguments``, into a UserError."""
     cause = error.__cause__ or error
     if isinstance(error, MissingConfigException):
-        return _missing_option(error)
+        return _missing_option(error, arguments.command)
     if isinstance(cause, MissingMandatoryValue):
         return UserError(f"{cause.full_key}: a value is needed; give {cause.full_key}=...")
     if isinstance(error, OverrideParseException):
@@ -259,15 +259,17 @@ def _key_of_group(name: str, keys: list[str]) -> str | None:
     return next((key for key in keys if key.rpartition(".")[2] in (name, f"max_{name}")), None)
 
 
-def _missing_option(error: MissingConfigException) -> UserError:
+def _missing_option(error: MissingConfigException, command: str) -> UserError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if extra := PLUGINS.get(option if group in ("hydra/sweeper", "hydra/launcher") else ""):
         return UserError(f"{group}={option}: the package is not installed; pip install 'holotrain[{extra}]'")
     options = [name for name in error.options or () if not name.startswith("_")]
     if not group or not options:
         return UserError(first_line(error))
-    near = did_you_mean(option, options)
-    return UserError(f"{group}={option}: not found; {group} is one of {', '.join(options)}.{near}")
+    named = f"{group} is one of {', '.join(options)}"
+    if len(named) > 200:
+        named = f"holotrain {command} --help lists the {len(options)} options of {group}"
+    return UserError(f"{group}={option}: not found; {named}.{did_you_mean(option, options)}")
 
 
 def _unknown_key(key: str, arguments: Arguments) -> UserError:

@@ -27,6 +27,9 @@ from holotrain.targets import first_line
 
 JOB = "job.json"
 
+MULTIRUN = "multirun.yaml"
+"""What Hydra writes into the folder of a sweep before it launches a job."""
+
 KEPT = {"number": "int", "overrides": "list[str]", "exit_status": "int", "error": "str | None", "value": "float | None"}
 """What it holds of a job, with the types as annotations."""
 
@@ -113,6 +116,13 @@ class Sweep:
         jobs |= self.left()
         return [jobs[number] for number in sorted(jobs)]
 
+    @staticmethod
+    def _leave_nothing(folder: Path) -> None:
+        """Removes the folder of a sweep in which no job was started."""
+        if [path.name for path in folder.glob("*")] == [MULTIRUN]:
+            (folder / MULTIRUN).unlink()
+            folder.rmdir()
+
     def left(self) -> dict[int, Job]:
         """What the launched jobs have left, by number."""
         found = [Job.read(path) for path in self.folder.rglob(JOB)] if self.folder else []
@@ -125,7 +135,11 @@ class Sweep:
         self.launched |= launched
         basic = str(launcher.config.hydra.sweeper._target_).endswith("BasicSweeper")  # others may find that some values fail
         if basic:
-            self._check_all(launched)
+            try:
+                self._check_all(launched)
+            except UserError:
+                self._leave_nothing(self.folder)
+                raise
         for number, job in self.left().items():
             if number in launched and job.folder is not None:  # the sweep is resumed
                 (job.folder / JOB).unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +60,7 @@ class GroupSchema:
 
     Args:
         names: parameters that the program fills in, which are no options.
+        elsewhere: parameters that are options of other groups, with their keys there.
         known: parameters that the program fills in if it knows them; if not, they are options that need a value.
         also: another class whose parameters are options too, and come first.
         unless_given: options that the program fills in where they are null, which is their default.
@@ -66,6 +68,7 @@ class GroupSchema:
     """
 
     names: tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     known: tuple[str, ...] = ()
     also: str | None = None
     unless_given: tuple[str, ...] = ()
@@ -82,7 +85,7 @@ class GroupSchema:
             options[name] = replace(options[name], type=kind, default=None)
         for name in options.keys() & {*self.or_auto}:
             options[name] = replace(options[name], type=options[name].type and f'{options[name].type} | Literal["auto"]')
-        return {name: option for name, option in options.items() if name not in self.names}
+        return {name: option for name, option in options.items() if name not in {*self.names, *self.elsewhere}}
 
     def make(self, where: str, config: ObjectConfig, of: type, *positional: Any, **known: Any) -> Any:
         """Calls what is configured, with what the program knows of those parameters that are not given.
@@ -97,7 +100,7 @@ class GroupSchema:
         own = {name: value for name, value in config.arguments.items() if value is not None or name not in self.unless_given}
         names = {*signature(config.target).options, *config.arguments}
         known = {name: value for name, value in known.items() if name in names and own.get(name) is None}
-        with naming_group(where, self.options(config.target)):
+        with naming_group(where, self.options(config.target), self.elsewhere):
             found = replace(config, arguments=own).make(*positional, **known)
             if not isinstance(found, of):
                 raise ValueError(f"{config.target} is not a {of.__name__}; calling it gives a {type(found).__name__}")

@@ -369,7 +369,9 @@ OBJECT_GROUPS = {
     "task": GroupSchema(("model", "optimizer", "scheduler", "cuda_graph", "token_bytes", "mask_id"), known=FACTS),
     "data": GroupSchema(("seed", "layout", "tokenizer_json", "labels"), or_auto=("batch_size", "max_tokens")),
     "model": GroupSchema(
-        ("backward", "store", "exact", "keep"), known=(*FACTS, "head"), also="holotrain.config.option_groups.ModelOptions"
+        elsewhere={"backward": "backward.kind", "store": "backward.store", "exact": "backward.exact", "keep": "backward.keep"},
+        known=(*FACTS, "head"),
+        also="holotrain.config.option_groups.ModelOptions",
     ),
     "synthesis": GroupSchema(),
     "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.OptimizerOptions"),

@@ -130,7 +130,7 @@ def object_config(group: str, plain: dict[str, Any], schema: GroupSchema) -> Obj
     """
     target, options = plain[TARGET], schema.options(plain[TARGET])
     given = {name: value for name, value in plain.items() if name != TARGET}
-    free = given.keys() - options.keys() - {*schema.names} if signature(target).takes_others else {}
+    free = given.keys() - options.keys() - {*schema.names, *schema.elsewhere} if signature(target).takes_others else {}
     arguments = {name: given.pop(name) for name in plain if name in free} | _checked_options(group, options, given)
     for name, option in options.items():
         if option.default is REQUIRED and name not in arguments and name not in schema.known:

@@ -19,7 +19,7 @@ from holotrain.config.composition import run_folder
 def test_the_job_and_its_values_are_named_before_any_job_starts(holotrain, words, said):
     status, out, err = holotrain("fit", "-m", *words.split())
     assert (status, out) == (2, "") and err.startswith(f"holotrain: {said}") and err.count("\n") == 1
-    assert not [path for path in Path("runs").rglob("*") if path.is_file() and path.name != "multirun.yaml"]
+    assert not [*Path("runs/fit/sweeps").iterdir()]
 
 
 def test_a_sweep_without_a_job_is_not_resumed(tmp_path):
