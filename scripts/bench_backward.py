@@ -236,6 +236,7 @@ def engines(options) -> dict[str, Callable[[list], Run]]:
         "pareprop": functools.partial(ours, backward="pareprop"),
         "store half": functools.partial(ours, backward="reversible", store=half),
         "keep attention": functools.partial(ours, backward="reversible", keep=("attention",)),
+        "keep matmul": functools.partial(ours, backward="reversible", keep=("matmul",)),
         "exact": functools.partial(ours, backward="reversible", exact=True),
     }
     if options.device == "cuda":
@@ -247,7 +248,8 @@ def engines(options) -> dict[str, Callable[[list], Run]]:
     if options.minrev:
         made["minREV"] = functools.partial(minrev, checkout=options.minrev)
     if options.compiled:  # dispatch modes do not work inside compiled code, and memcnn frees tensors that the compiler needs
-        made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
+        left_out = ("selective checkpoint", "keep attention", "keep matmul", "memcnn")
+        made = {name: make for name, make in made.items() if name not in left_out}
     if options.engines:
         unknown = set(options.engines) - set(made)
         if unknown:

@@ -39,6 +39,7 @@ from holotrain.models.block_schedules import schedule_blocks, sequences
 from holotrain.planning import ALLOCATORS, TrainingStep, choose, seconds, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import measured_peak, simulate_step
+from holotrain.reversible.backward_schedules import KEPT
 from holotrain.reversible.tape import imagining_a_side_stream
 
 
@@ -110,12 +111,14 @@ def engines(options) -> dict[str, Callable[[nn.Module], None]]:
         "pareprop": ours(backward="pareprop"),
         "store half": ours(backward="reversible", store="half"),
         "keep attention": ours(backward="reversible", keep=("attention",)),
+        "keep matmul": ours(backward="reversible", keep=("matmul",)),
     }
     if options.device == "cuda":
         made["offload"] = foreign(offloaded)
     made |= {"minREV-like": foreign(minrev_like), "revlib": foreign(revlib), "memcnn": foreign(memcnn)}
     if options.compiled:
-        made = {name: make for name, make in made.items() if name not in ("selective checkpoint", "keep attention", "memcnn")}
+        left_out = ("selective checkpoint", "keep attention", "keep matmul", "memcnn")
+        made = {name: make for name, make in made.items() if name not in left_out}
     if options.engines:
         return {name: make for name, make in made.items() if name in {"autograd", "reversible", *options.engines}}
     del made["compile"]
@@ -175,7 +178,7 @@ class Auto:
     def __init__(self, shape: Shape, options) -> None:
         self.shape, self.options = shape, options
         recomputing = "pareprop" if options.device == "cuda" else "reversible"
-        keeping = [] if options.compiled else [f"{recomputing}+attention"]
+        keeping = [] if options.compiled else [f"{recomputing}+{result}" for result in KEPT]
         names = [recomputing, *keeping, "checkpoint", "autograd"]
         real = make_step(shape, ours(backward=recomputing), options)
         costs = [seconds(visit, names, real.autocast) for visit in visits_of(real)]
@@ -202,11 +205,12 @@ NAMES = {
     "selective checkpoint": "selective checkpointing",
     "offload": "offloading to the CPU",
     "keep attention": "reversible, keep=attention",
+    "keep matmul": "reversible, keep=matmul",
     "store half": "reversible, store=half",
 }
 """What the picture calls an engine, where its name alone would not say."""
 
-OURS = ("reversible", "pareprop", "store half", "keep attention")
+OURS = ("reversible", "pareprop", "store half", "keep attention", "keep matmul")
 
 
 def draw(result: dict, path: Path) -> None:

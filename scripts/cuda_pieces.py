@@ -87,7 +87,7 @@ PIECES = (
     Piece(
         "gradients_in_float64",
         (*script("bench_backward", "--double --rounds 2 --engines reversible pareprop checkpoint exact"),
-         *("selective checkpoint", "store half", "keep attention", "minREV-like")),
+         *("selective checkpoint", "store half", "keep attention", "keep matmul", "minREV-like")),
         BACKWARD_TOY,
     ),
     equal_batch("vit_small"),

@@ -14,7 +14,7 @@ WIDTH = 8
 F64 = torch.float64
 
 
-MIXED = ("reversible", "pareprop", "reversible+attention", "checkpoint", "autograd")
+MIXED = ("reversible", "pareprop", "reversible+matmul", "checkpoint", "autograd")
 """Computes the blocks one after the other."""
 
 
@@ -33,7 +33,7 @@ ENGINES = {
     "pareprop": Engine("pareprop"),
     "storing the last": Engine("reversible", store=1),
     "storing every other": Engine("pareprop", store="even"),
-    "keeping attention": Engine("reversible", keep=("attention",)),
+    "keeping products": Engine("reversible", keep=("matmul",)),
     "a schedule a block": Engine(MIXED),
 }
 

@@ -40,7 +40,7 @@ class BackwardConfig:
     """recompute activations bit for bit on a fixed-point grid; true: choose its step from the first batch; k: step 2^-k"""
 
     keep: Sequence[str] = ()
-    """results to store instead of recomputing: [attention], or operator names such as aten.mm.default"""
+    """results to store instead of recomputing: [attention], [matmul] (with it), or operators such as aten.mm.default"""
 
     cuda_graph: bool = False
     """capture forward and backward as a CUDA graph; faster for small models, whose kernel launches dominate (GPU only)"""

@@ -50,7 +50,7 @@ def planner_of(config: RunConfig, data: pl.LightningDataModule, device: str) -> 
         None if backward.store else _depth(config),  # what is stored depends on the depth
         schedules,
         (list(backward.blocks) or None) if backward.kind == AUTO else backward.kind or own,
-        keeps_attention=not config.compile,  # compiled blocks cannot keep results
+        keeps_results=not config.compile,  # compiled blocks cannot keep results
         selected=config.task.mask_probability if is_a(config.task, MASKED_LM) else None,
         listed=listed,
     )

@@ -18,6 +18,7 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.choice import MARGIN, Choice, TooSmall, choose, flops, seconds, stage_of, visits_of
 from holotrain.planning.planner import Backward, Planner
 from holotrain.planning.tracker import Footprint
+from holotrain.reversible.backward_schedules import KEPT
 
 
 def largest(bound: Callable[[int], int], budget: int, start: int, unit: int = 1, most: int | None = None) -> int:
@@ -193,7 +194,8 @@ def _candidates(planner: Planner) -> list[str]:
     recomputing, plain = _recomputing(planner), [name for name in ("autograd", "checkpoint") if name in planner.schedules]
     if recomputing not in planner.schedules:
         return plain
-    return [recomputing, *([f"{recomputing}+attention"] if planner.keeps_attention else []), *plain]
+    kept = [f"{recomputing}+{result}" for result in KEPT] if planner.keeps_results else []
+    return [recomputing, *kept, *plain]
 
 
 def _recomputing(planner: Planner) -> str:

@@ -73,7 +73,7 @@ class Planner:
         depth: the number of blocks; None: it cannot be changed.
         schedules: names of the schedules that the blocks support.
         backward: the configured schedules; None: they are to be chosen.
-        keeps_attention: whether blocks that are recomputed can keep the output of attention.
+        keeps_results: whether blocks that are rebuilt can keep the outputs of attention and of matrix products.
         selected: the share of its entries that a boolean mask is assumed to select; None: the step uses no such mask.
         listed: number of equal blocks in lists of a model without sequences; they can be checkpointed.
     """
@@ -85,7 +85,7 @@ class Planner:
     depth: Size | None = None
     schedules: Sequence[str] = ("autograd", "checkpoint", "reversible", "pareprop")
     backward: Backward | None = None
-    keeps_attention: bool = True
+    keeps_results: bool = True
     selected: float | None = None
     listed: int = 0
     _updates: dict[int | None, Update] = field(default_factory=dict, init=False, repr=False)

@@ -5,14 +5,18 @@ A recomputed block may keep results that are slow to recompute and cheap to stor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Schedule:
         kind: ``"stored"`` keeps every activation, ``"checkpointed"`` the inputs of f and g, ``"rebuilt"`` nothing: its input is
             computed from its output.
         ahead: a rebuilt block is recomputed while the gradients of the block behind it are computed.
-        keep: results that a rebuilt block keeps all the same, as in :class:`~holotrain.reversible.backward_schedules.Keeper`.
+        keep: results that a rebuilt block keeps all the same, as in :class:`~holotrain.reversible.backward_schedules.Kept`.
     """
 
     kind: Literal["stored", "checkpointed", "rebuilt"]
@@ -83,7 +87,7 @@ def keeping(schedule: Schedule, words: Collection[str]) -> Schedule:
         ValueError: no such result.
     """
     if words:
-        Keeper(words)
+        Kept(words)
     return replace(schedule, keep=(*schedule.keep, *words)) if schedule.kind == "rebuilt" else schedule
 
 
@@ -118,8 +122,13 @@ def _attention() -> tuple[OpOverload, ...]:
     return tuple(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
 
 
-KEPT = {"attention": _attention}
-"""Short names of what can be kept: ``attention`` is the output of scaled_dot_product_attention, as large as one stream."""
+def _matmul() -> tuple[OpOverload, ...]:
+    return (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")), *_attention())
+
+
+KEPT = {"attention": _attention, "matmul": _matmul}
+"""Short names of what can be kept: ``attention`` is the output of scaled_dot_product_attention, as large as one stream.
+``matmul`` adds the outputs of all matrix products; what is recomputed is then cheap (norms, activation functions, dropout)."""
 
 
 def _operators(word: str) -> tuple[OpOverload, ...]:
@@ -130,36 +139,88 @@ def _operators(word: str) -> tuple[OpOverload, ...]:
         found = getattr(found, name, None)
     if not isinstance(found, OpOverload):
         raise ValueError(f"keep takes {', '.join(KEPT)} or operators such as aten.mm.default, not {word!r}")
+    if found._schema.is_mutable or any(result.alias_info for result in found._schema.returns):
+        raise ValueError(f"keep takes operators that compute a new tensor; {word} changes or returns its input")
+    if torch.Tag.nondeterministic_seeded in found.tags and _place_of_dropout(found) is None:
+        raise ValueError(f"keep takes operators that draw no random numbers; all that follows {word} would draw others")
     return (found,)
 
 
-class Keeper:
-    """Returns two contexts for each half: one that keeps results in the forward, one that reuses them in the recomputation.
+class Kept:
+    """The results that one run of a branch keeps for its recomputations, in the order in which they were computed.
+
+    What was changed in place since, or was taken by an earlier recomputation, is computed again.
 
     Args:
-        words: ``"attention"``, or full names of operators.
+        words: ``"attention"``, ``"matmul"``, or full names of operators.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or an operator whose result cannot stand for its call.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
         self._operators = frozenset(operator for word in words for operator in _operators(word))
+        # Operator, result, and the versions of its tensors; None: taken.
+        self._results: list[tuple[OpOverload, Any, list[int]] | None] = []
 
-    def __call__(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        keeping, reusing = create_selective_checkpoint_contexts(self._policy)
-        keeping.respect_saved_tensors_hooks = False  # what is kept must not be discarded like the rest
-        return keeping, reusing
+    def keeping(self) -> AbstractContextManager:
+        """The context of the forward."""
+        return _Interposed(self._operators, self._keep)
 
-    def _policy(self, context, operator, *args, **kwargs) -> CheckpointPolicy:
-        if operator in self._operators and not _drops(operator, args, kwargs):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    def reusing(self, again: bool) -> AbstractContextManager:
+        """The context of a recomputation.
+
+        Args:
+            again: there may be another recomputation; else a result goes as it is used.
+        """
+        return _Interposed(self._operators, partial(self._reuse, count(), again))
+
+    def _keep(self, operator: OpOverload, compute: Callable[[], Any]) -> Any:
+        result = compute()
+        kept = tree_map_only(Tensor, _alias, result)
+        self._results.append((operator, kept, _versions(kept)))
+        return result
+
+    def _reuse(self, numbers: Iterator[int], again: bool, operator: OpOverload, compute: Callable[[], Any]) -> Any:
+        number = next(numbers)
+        found = self._results[number] if number < len(self._results) else None
+        if found is None or found[0] is not operator or _versions(found[1]) != found[2]:
+            return compute()
+        if not again:
+            self._results[number] = None
+        return tree_map_only(Tensor, _alias, found[1])
+
+
+class _Interposed(TorchDispatchMode):
+    """Calls something instead of some operators, with the operator and what would compute its result."""
+
+    def __init__(self, operators: Collection[OpOverload], instead: Callable[[OpOverload, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._operators, self._instead = operators, instead
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        compute = partial(func, *args, **(kwargs or {}))
+        if func not in self._operators or _drops(func, args, kwargs or {}):
+            return compute()
+        return self._instead(func, compute)
+
+
+def _alias(result: Tensor) -> Tensor:
+    """The same memory and the same count of versions, without the graph, which would hold itself."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return result.detach()
+
+
+def _versions(result: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _place_of_dropout(operator: OpOverload) -> int | None:
+    """The position of the probability with which an operator drops; None: it drops nothing."""
+    return next((place for place, each in enumerate(operator._schema.arguments) if each.name == "dropout_p"), None)
 
 
 def _drops(operator: OpOverload, args: tuple, kwargs: dict) -> bool:
     """Whether the call draws a dropout mask: skipping it would shift the random numbers of all that follows."""
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == "dropout_p":
-            return (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0
-    return False
+    place = _place_of_dropout(operator)
+    return place is not None and (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0

@@ -10,20 +10,21 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from holotrain.reversible.backward_schedules import Keeper, Schedule
+from holotrain.reversible.backward_schedules import Kept, Schedule
 from holotrain.reversible.block import Coupling, Run
 from holotrain.reversible.reads import Arguments, Reads, is_compiled, parts_of, require_unwrapped
 from holotrain.reversible.replay import Call, Replay, learned_of
@@ -39,7 +40,7 @@ class Branch:
         module: f or g.
         keywords: its keyword arguments.
         call: what all branches of the forward share.
-        keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.backward_schedules.Keeper`.
+        keep: results that are kept and not recomputed, as in :class:`~holotrain.reversible.backward_schedules.Kept`.
         forward: what to call instead of the module, without the module's hooks.
 
     Raises:
@@ -63,12 +64,9 @@ class Branch:
         self._keywords, self._arguments = keywords, Arguments(keywords) if keywords else None
         self._reads, self.learned = Reads(parts), learned_of(module, parts)
         self._replay = Replay(call, module, self.learned, self._arguments.generators if self._arguments else [])
-        self._keeping: AbstractContextManager | None = None
-        self.reusing: AbstractContextManager | None = None
-        if keep:
-            if any(map(is_compiled, parts)):
-                raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
-            self._keeping, self.reusing = Keeper(keep)()
+        self._kept = Kept(keep) if keep else None
+        if keep and any(map(is_compiled, parts)):
+            raise ValueError("keep does not work with compiled branches; do not compile f and g, or set keep=()")
         # Shape and dtype of the tensors that autograd would have saved in the forward.
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         # The leaves that the forward saved and that are no parameters of the module, and their versions.
@@ -100,7 +98,8 @@ class Branch:
             tensor, saved[number] = saved[number], None  # activations go as they are used
             return tensor
 
-        update = self._called(source, pack, unpack, self._replay.repeatable if self._replay.on_gpu else None, self._keeping)
+        around = self._replay.repeatable() if self._replay.on_gpu else None
+        update = self._called(source, pack, unpack, around, None if self._kept is None else self._kept.keeping())
         self._differentiable = source.requires_grad
         if source._version != version:
             raise ValueError(
@@ -114,22 +113,16 @@ class Branch:
         self._reads.settle()
         return update
 
-    def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Callable | None, kept: Any) -> Any:
-        """Calls the module under saved-tensor hooks.
-
-        Args:
-            around: returns a context for the whole call.
-            kept: a context that keeps or reuses results.
-        """
+    def _called(self, source: Tensor, pack: Callable, unpack: Callable, *around: AbstractContextManager | None) -> Any:
+        """Calls the module under saved-tensor hooks, in some contexts."""
         _push_hooks(pack, unpack)  # as saved_tensors_hooks does, whose calls of Python count where blocks are tiny
         try:
-            if around is None and kept is None:
+            if not any(around):
                 return self._forward(source, **self._keywords)
-            with nullcontext() if around is None else around():
-                if kept is None:
-                    return self._forward(source, **self._keywords)
-                with self.call.uncached(), kept:  # a cached cast would be one operation fewer; kept counts every operation
-                    return self._forward(source, **self._keywords)
+            with ExitStack() as contexts:
+                for context in filter(None, around):
+                    contexts.enter_context(context)
+                return self._forward(source, **self._keywords)
         finally:
             _pop_hooks()
 
@@ -167,9 +160,7 @@ class Branch:
             self._reads.begin()
             try:
                 self._replay.begin(self.name)
-                if self.reusing is not None:
-                    source = source.view_as(source)  # no leaf, as in the forward, since hooks on leaves add operations
-                update = self._called(source, pack, _never, None, self.reusing)
+                update = self._called(source, pack, _never, None if self._kept is None else self._kept.reusing(_retained()))
             except _AllSaved:
                 pass
             finally:
@@ -204,6 +195,11 @@ class Branch:
 
 class _AllSaved(BaseException):
     """Ends a recomputation whose output is not needed. No Exception, because a branch may catch those."""
+
+
+def _retained() -> bool:
+    """Whether the graph stays after this backward; where there is no backward, somebody looks at what a node saved."""
+    return torch._C._current_graph_task_id() == -1 or _get_current_graph_task_keep_graph()
 
 
 def _never(nothing: None) -> Tensor:

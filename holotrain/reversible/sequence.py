@@ -36,8 +36,9 @@ class ReversibleSequence(nn.Module):
         exact: rounds the input streams and the outputs of f and g to a fixed-point grid, so that streams are rebuilt bit for
             bit at any depth. True chooses the grid from the first batch and saves it in the ``state_dict``. A number k chooses
             multiples of 2^-k, with magnitudes below 2^(24-k) (fp64: 2^(53-k)).
-        keep: results that are stored and not recomputed: ``"attention"`` (the output of scaled_dot_product_attention) or
-            names of operators such as ``"aten.mm.default"``. For ``"reversible"`` and ``"pareprop"``.
+        keep: results that are stored and not recomputed: ``"attention"`` (the output of scaled_dot_product_attention),
+            ``"matmul"`` (also the outputs of all matrix products) or names of operators such as ``"aten.mm.default"``. For
+            ``"reversible"`` and ``"pareprop"``.
 
     ``backward``, ``store`` and ``keep`` are plain attributes: they can be changed between calls and are not in the
     ``state_dict``. Together they make ``schedules``, the schedule of each block.

@@ -272,8 +272,8 @@ class Tape:
         try:
             done = side.run(lambda: saved.extend(self._rebuild()))
         except torch.OutOfMemoryError:
-            if branch.reusing is not None or _is_tensor_parallel(branch.module):
-                raise  # what was kept can be reused once; other processes would meet the branch's collectives in another order
+            if _is_tensor_parallel(branch.module):
+                raise  # other processes would meet the branch's collectives in another order
             if not _no_room:
                 warnings.warn(
                     "there is no memory to recompute one block beside the gradients of another; where this happens, blocks are "

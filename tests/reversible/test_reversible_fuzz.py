@@ -22,7 +22,7 @@ from torch import nn
 
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
 
-SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop", "reversible+attention", "pareprop+attention")
+SCHEDULES = ("autograd", "checkpoint", "reversible", "pareprop", "reversible+attention", "pareprop+matmul")
 DEFAULT, MORE = 100, 2000
 
 
@@ -85,7 +85,7 @@ def run(seed: int, plain: bool) -> Found:
         blocks[dice.randrange(depth)] = dice.choice(blocks)
     net = ReversibleSequence(blocks).double()
     retained = dice.random() < 0.3
-    chosen = [dice.choice(SCHEDULES[:4] if retained else SCHEDULES) for _ in blocks]
+    chosen = [dice.choice(SCHEDULES) for _ in blocks]
     net.backward = chosen if dice.random() < 0.8 else chosen[0]
     net.store = [number for number in range(depth) if dice.random() < 0.1]
     net.witnesses = [] if dice.random() < 0.1 else None

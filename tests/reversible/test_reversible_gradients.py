@@ -5,6 +5,7 @@ import functools
 import gc
 import pickle
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -199,25 +200,20 @@ def test_copies_and_pickles(engine):
         assert relative_error([p.grad for p in twin.parameters()], [p.grad for p in net.parameters()]) == 0
 
 
-def test_the_attention_output_that_is_kept_is_not_recomputed():
-    """Counted in calls of the operator: forwards, and recomputations that were not skipped."""
+@pytest.mark.parametrize(("keep", "attention", "products"), [((), 2, 2), (("attention",), 1, 2), (("matmul",), 1, 1)])
+def test_what_is_kept_is_not_recomputed(keep, attention, products):
+    """Counted in calls of the operators: forwards, and recomputations that were not skipped."""
+    calls = Counter()
 
-    class Counter(torch.utils._python_dispatch.TorchDispatchMode):
-        calls = 0
-
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            Counter.calls += "scaled_dot_product" in str(function) and "backward" not in str(function)
+            calls[function.overloadpacket.__name__] += 1
             return function(*args, **(kwargs or {}))
 
-    counts = []
-    for keep in ((), ("attention",)):
-        Counter.calls = 0
-        net = sequence(3, branch=AttentionBranch, engine=Engine("reversible", keep=keep))
-        x = torch.zeros(2, 3, WIDTH, dtype=F64)
-        with Counter():
-            sum(net(x, x)).sum().backward()
-        counts.append(Counter.calls)
-    assert counts == [12, 6]
+    net, x = sequence(3, branch=AttentionBranch, engine=Engine("reversible", keep=keep)), torch.zeros(2, 3, WIDTH, dtype=F64)
+    with Counting():
+        sum(net(x, x)).sum().backward()
+    assert calls["_scaled_dot_product_flash_attention_for_cpu"] == attention * 6 and calls["addmm"] == products * 6
 
 
 def test_what_is_stored_does_not_grow_with_depth():
@@ -336,9 +332,11 @@ def test_what_is_not_asked_for_is_not_computed(engine):
                     torch.autograd.grad(loss, [x] if wanted == "input" else [x, *net.parameters()])
             flops[kind, wanted] = counter.get_total_flops()
     forward = flops["plain", "nothing"]
-    kinds = [schedule.kind for schedule in net.schedules]
-    recomputed = (len(kinds) - kinds.count("stored")) / len(kinds) * forward
-    begun = sum(kind == "rebuilt" and before != kind for before, kind in zip([None, *kinds], kinds, strict=False))
+    kinds = [
+        "kept" if schedule.keep else schedule.kind for schedule in net.schedules
+    ]  # the products, which are all that counts
+    recomputed = sum(kind in ("rebuilt", "checkpointed") for kind in kinds) / len(kinds) * forward
+    begun = sum(kind == "rebuilt" and before not in (kind, "kept") for before, kind in zip([None, *kinds], kinds, strict=False))
     left_out = (2 * kinds.count("checkpointed") + begun) * 2 * (2 * 3) * (2 * WIDTH) * WIDTH
     assert flops["ours", "nothing"] == forward
     assert flops["ours", "input"] == flops["plain", "input"] + recomputed
