@@ -501,7 +501,7 @@ def test_the_options_of_the_engine_reach_the_model():
 
 def test_an_engine_option_that_does_not_fit_the_model_is_named():
     config = configuration("fit", "backward.store=99")
-    with pytest.raises(UserError, match="store must be a number of blocks up to 6"):
+    with pytest.raises(UserError, match="backward.store: must be a number of blocks up to 6"):
         build_model(config, facts_of(build_data(config)))
 
 

@@ -76,6 +76,13 @@ TABLES = {
         ("fit seed=-1", "seed must be in [0, 4294967296), not -1"),
         ("fit compile=3", "compile: 3 is not true or false"),
         ("fit memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
+        ("fit backward.store=40", "backward.store: must be a number of blocks up to 6 or indices below 6, not 40"),
+        (
+            "fit backward.keep=[atention]",
+            "backward.keep: takes attention, matmul or operators such as aten.mm.default, not 'atention'",
+        ),
+        ("fit model=rev_vit_tinny", "of model. Did you mean 'rev_vit_tiny'?"),
+        ("test ckpt_path=bes", "ckpt_path: there is no file bes. Did you mean 'best'?"),
         ("fit model.depth=4611686018427387904", "model: it has more than 1000 tensors of parameters; give it fewer blocks"),
         ("plan model.depth=10000000", "model: it has more than 1000 tensors of parameters; give it fewer blocks"),
         ("fit task=error_diffusion model.width=60000000", "model: its weights take"),
