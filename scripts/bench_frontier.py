@@ -246,8 +246,9 @@ def draw(result: dict, path: Path) -> None:
         color = blue if name in OURS else grey
         axes.plot(peak, speed, "o" if name in OURS else "s", color=color, markersize=8, zorder=4)
         left = name in ("reversible", "revlib", "memcnn")  # the least memory, where the line begins
+        below = 10 * (name in ("revlib", "keep attention", "keep matmul"))  # beside another point
         axes.annotate(
-            NAMES.get(name, name), (peak, speed), (-9 if left else 9, -4), textcoords="offset points",
+            NAMES.get(name, name), (peak, speed), (-9 if left else 9, -4 - below), textcoords="offset points",
             color=color, fontsize=10, ha="right" if left else "left",
         )  # fmt: skip
     axes.set(
