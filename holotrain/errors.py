@@ -62,7 +62,7 @@ def naming_group(group: str, options: Collection[str] = (), elsewhere: Mapping[s
         yield
     except ValueError as error:
         raise UserError(
-            _about(group, {name: f"{group}.{name}" for name in options} | {**(elsewhere or {})}, str(error))
+            _about(group, {name: f"{group}.{name}" for name in options} | dict(elsewhere or {}), str(error))
         ) from error
 
 

@@ -119,13 +119,13 @@ def gradients(net, x):
     return torch.autograd.grad((y1 * y2.sin()).sum(), [x, *net.parameters()])
 
 
-ENGINES = ["checkpoint", "reversible", "pareprop", MIXED]
+ENGINES = ["checkpoint", "reversible", "pareprop", "pareprop+matmul", MIXED]
 
 
 def engine(depth, backward, device, exact=False):
     """Gradients of a sequence, twice, as the second backward meets memory of the first."""
     net = sequence(depth)
-    net.backward = [*backward[:depth]] if isinstance(backward, tuple) else backward
+    net.backward = [*backward[:depth]] if isinstance(backward, tuple) else [backward] * depth
     if exact:
         net.exact = 30
     x = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(2, 3, WIDTH)
@@ -138,7 +138,9 @@ def engine(depth, backward, device, exact=False):
 def test_the_engine(on_paper, backward):
     for depth in (1, 2, 5):
         assert_close(engine(depth, backward, "cuda"), engine(depth, backward, "cpu"))
-    assert any("side" in stream for _, stream in on_paper.log) == ("pareprop" in backward)
+    assert any("side" in stream for _, stream in on_paper.log) == (
+        isinstance(backward, tuple) or backward.startswith("pareprop")
+    )
 
 
 def test_the_exact_grid_reports_what_has_arrived(on_paper):

@@ -152,7 +152,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     plain(width=max(console.width, 120)).print(table)  # one line per row
     if plan.device == "cuda" and config.device == "auto" and not torch.cuda.is_available():
-        console.print("no GPU was found here; device=cpu plans for this machine")
+        console.print("no GPU was found here; to plan for this machine, give device=cpu")
     if plan.configured.scratch:
         console.print(
             f"scratch: what operations and libraries may hold for a moment on this CPU, at most; peak and scratch together, "

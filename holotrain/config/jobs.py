@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -116,13 +116,6 @@ class Sweep:
         jobs |= self.left()
         return [jobs[number] for number in sorted(jobs)]
 
-    @staticmethod
-    def _leave_nothing(folder: Path) -> None:
-        """Removes the folder of a sweep in which no job was started."""
-        if [path.name for path in folder.glob("*")] == [MULTIRUN]:
-            (folder / MULTIRUN).unlink()
-            folder.rmdir()
-
     def left(self) -> dict[int, Job]:
         """What the launched jobs have left, by number."""
         found = [Job.read(path) for path in self.folder.rglob(JOB)] if self.folder else []
@@ -138,7 +131,10 @@ class Sweep:
             try:
                 self._check_all(launched)
             except UserError:
-                self._leave_nothing(self.folder)
+                with suppress(OSError):  # another program's files, or a folder that cannot be removed
+                    if [path.name for path in self.folder.iterdir()] == [MULTIRUN]:
+                        (self.folder / MULTIRUN).unlink()
+                        self.folder.rmdir()
                 raise
         for number, job in self.left().items():
             if number in launched and job.folder is not None:  # the sweep is resumed

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -128,7 +127,7 @@ def _matmul() -> tuple[OpOverload, ...]:
 
 KEPT = {"attention": _attention, "matmul": _matmul}
 """Short names of what can be kept: ``attention`` is the output of scaled_dot_product_attention, as large as one stream.
-``matmul`` adds the outputs of all matrix products; what is recomputed is then cheap (norms, activation functions, dropout)."""
+``matmul`` adds the outputs of linear layers and batched products; what is recomputed is then cheap."""
 
 
 def _operators(word: str) -> tuple[OpOverload, ...]:
@@ -139,17 +138,54 @@ def _operators(word: str) -> tuple[OpOverload, ...]:
         found = getattr(found, name, None)
     if not isinstance(found, OpOverload):
         raise ValueError(f"keep takes {', '.join(KEPT)} or operators such as aten.mm.default, not {word!r}")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CompositeImplicitAutograd"):
+        raise ValueError(f"keep takes operators that are not made of others, such as aten.mm.default; {word} is")
     if found._schema.is_mutable or any(result.alias_info for result in found._schema.returns):
         raise ValueError(f"keep takes operators that compute a new tensor; {word} changes or returns its input")
     if torch.Tag.nondeterministic_seeded in found.tags and _place_of_dropout(found) is None:
         raise ValueError(f"keep takes operators that draw no random numbers; all that follows {word} would draw others")
+    if found is torch.ops.aten._to_copy.default:
+        raise ValueError(f"keep does not take {word}, since autocast does not cast a weight again that it has in its cache")
     return (found,)
+
+
+@dataclass
+class _Result:
+    """What an operator returned.
+
+    Args:
+        operator: the operator.
+        read: shape, dtype and storage of each tensor that it was called with.
+        value: None: it is gone, and has to be computed again.
+    """
+
+    operator: OpOverload
+    read: list[tuple[torch.Size, torch.dtype, int]]
+    value: Any
+
+    def __post_init__(self) -> None:
+        self._versions = _versions(self.value)
+
+    def forget_if_changed(self) -> None:
+        """Lets go of a value that was changed in place since."""
+        if self.value is not None and _versions(self.value) != self._versions:
+            self.value = None
+
+    def is_of(self, operator: OpOverload, read: list[tuple[torch.Size, torch.dtype, int]], weights: Collection[int]) -> bool:
+        """Whether this call was the same as far as can be told.
+
+        Args:
+            weights: storages that are the same in each run.
+        """
+        kinds = [each[:2] for each in self.read] == [each[:2] for each in read]
+        same = (a[2] == b[2] for a, b in zip(self.read, read, strict=False) if a[2] in weights or b[2] in weights)
+        return operator is self.operator and kinds and all(same)
 
 
 class Kept:
     """The results that one run of a branch keeps for its recomputations, in the order in which they were computed.
 
-    What was changed in place since, or was taken by an earlier recomputation, is computed again.
+    What an operation changed in place after that is not reused, but computed again.
 
     Args:
         words: ``"attention"``, ``"matmul"``, or full names of operators.
@@ -160,49 +196,86 @@ class Kept:
 
     def __init__(self, words: Iterable[str]) -> None:
         self._operators = frozenset(operator for word in words for operator in _operators(word))
-        # Operator, result, and the versions of its tensors; None: taken.
-        self._results: list[tuple[OpOverload, Any, list[int]] | None] = []
+        self._results: list[_Result] = []
 
     def keeping(self) -> AbstractContextManager:
         """The context of the forward."""
         return _Interposed(self._operators, self._keep)
 
-    def reusing(self, again: bool) -> AbstractContextManager:
+    def settle(self, needed: bool) -> None:
+        """After the forward: lets go of what cannot be reused.
+
+        Args:
+            needed: the backward will need what the branch saved.
+        """
+        for result in self._results:
+            result.forget_if_changed()
+        if not needed:
+            self.release()
+
+    def reusing(self, weights: Collection[int], again: bool) -> AbstractContextManager:
         """The context of a recomputation.
 
         Args:
-            again: there may be another recomputation; else a result goes as it is used.
+            weights: storages that are the same in each run.
+            again: values stay after their use; else each goes as it is used.
         """
-        return _Interposed(self._operators, partial(self._reuse, count(), again))
+        return _Interposed(self._operators, partial(self._reuse, iter(self._results), weights, again))
 
-    def _keep(self, operator: OpOverload, compute: Callable[[], Any]) -> Any:
-        result = compute()
-        kept = tree_map_only(Tensor, _alias, result)
-        self._results.append((operator, kept, _versions(kept)))
-        return result
+    def release(self) -> None:
+        """Lets go of all values."""
+        for result in self._results:
+            result.value = None
 
-    def _reuse(self, numbers: Iterator[int], again: bool, operator: OpOverload, compute: Callable[[], Any]) -> Any:
-        number = next(numbers)
-        found = self._results[number] if number < len(self._results) else None
-        if found is None or found[0] is not operator or _versions(found[1]) != found[2]:
-            return compute()
+    def _keep(self, compute: Callable[[], Any], operator: OpOverload, read: list) -> Any:
+        value = compute()
+        self._results.append(_Result(operator, read, tree_map_only(Tensor, _alias, value)))
+        return value
+
+    def _reuse(
+        self,
+        results: Iterator[_Result],
+        weights: Collection[int],
+        again: bool,
+        compute: Callable[[], Any],
+        operator: OpOverload,
+        read: list,
+    ) -> Any:
+        result = next(results, None)
+        if result is None or not result.is_of(operator, read, weights):
+            raise RuntimeError(
+                f"the recomputation of a branch calls {operator} where its forward did not, or with other inputs, so it did "
+                "something else; its forward must do the same whenever it runs on the same input"
+            )
+        result.forget_if_changed()
+        value = result.value
         if not again:
-            self._results[number] = None
-        return tree_map_only(Tensor, _alias, found[1])
+            result.value = None
+        return compute() if value is None else tree_map_only(Tensor, _alias, value)
 
 
 class _Interposed(TorchDispatchMode):
-    """Calls something instead of some operators, with the operator and what would compute its result."""
+    """Calls something instead of some operators, with what would compute their result, the operator, and what it reads."""
 
-    def __init__(self, operators: Collection[OpOverload], instead: Callable[[OpOverload, Callable[[], Any]], Any]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, operators: Collection[OpOverload], instead: Callable[[Callable[[], Any], OpOverload, list], Any]
+    ) -> None:
         super().__init__()
         self._operators, self._instead = operators, instead
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Functions that are compiled stay so in the context."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         compute = partial(func, *args, **(kwargs or {}))
         if func not in self._operators or _drops(func, args, kwargs or {}):
             return compute()
-        return self._instead(func, compute)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return self._instead(compute, func, [(each.shape, each.dtype, each.untyped_storage()._cdata) for each in tensors])
 
 
 def _alias(result: Tensor) -> Tensor:

@@ -104,6 +104,10 @@ class Reads:
         # Held, so that their memory is not used again, at the same address, when ``.data`` is replaced.
         self._storages = [*map(Tensor.untyped_storage, self.tensors)]
 
+    def storages(self) -> set[int]:
+        """Those of the parameters, by their address."""
+        return {storage._cdata for storage in self._storages}
+
     def _settle_buffers(self) -> None:
         kept = []
         for buffer in self._buffers:
@@ -242,7 +246,7 @@ class Arguments:
 
 def _without_graph(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-        return leaf.detach().requires_grad_().view_as(leaf)  # no leaf, as in the forward, since hooks on leaves add operations
+        return leaf.detach().requires_grad_()
     return leaf
 
 

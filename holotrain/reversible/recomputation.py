@@ -9,7 +9,7 @@ A checkpointed branch runs again from its stored input, and one on a tape (:mod:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from operator import attrgetter
@@ -98,8 +98,10 @@ class Branch:
             tensor, saved[number] = saved[number], None  # activations go as they are used
             return tensor
 
-        around = self._replay.repeatable() if self._replay.on_gpu else None
-        update = self._called(source, pack, unpack, around, None if self._kept is None else self._kept.keeping())
+        around: list[AbstractContextManager] = [self._replay.repeatable()] if self._replay.on_gpu else []
+        if self._kept is not None:
+            around.append(self._kept.keeping())
+        update = self._called(source, pack, unpack, around)
         self._differentiable = source.requires_grad
         if source._version != version:
             raise ValueError(
@@ -111,27 +113,35 @@ class Branch:
             self._keywords = self._arguments.keywords()
         self._replay.settle()
         self._reads.settle()
+        if self._kept is not None:
+            self._kept.settle(needed=bool(kinds))
         return update
 
-    def _called(self, source: Tensor, pack: Callable, unpack: Callable, *around: AbstractContextManager | None) -> Any:
+    def release(self) -> None:
+        """After a recomputation that ran ahead: lets go of the results that were kept for it, unless the graph stays."""
+        if self._kept is not None and not _retained():
+            self._kept.release()
+
+    def _called(self, source: Tensor, pack: Callable, unpack: Callable, around: Sequence[AbstractContextManager] = ()) -> Any:
         """Calls the module under saved-tensor hooks, in some contexts."""
         _push_hooks(pack, unpack)  # as saved_tensors_hooks does, whose calls of Python count where blocks are tiny
         try:
-            if not any(around):
+            if not around:
                 return self._forward(source, **self._keywords)
             with ExitStack() as contexts:
-                for context in filter(None, around):
+                for context in around:
                     contexts.enter_context(context)
                 return self._forward(source, **self._keywords)
         finally:
             _pop_hooks()
 
-    def run_again(self, source: Tensor, output: bool = True) -> tuple[Any, list[Tensor]]:
+    def run_again(self, source: Tensor, output: bool = True, ahead: bool = False) -> tuple[Any, list[Tensor]]:
         """The recomputation: returns the output, detached, and the tensors that autograd saves.
 
         Args:
             output: False: the output may be None, because the branch stops when autograd has saved its last tensor. What comes
                 after that is not done again. The first recomputation of a module, and modules with hooks, do not stop.
+            ahead: what it reuses stays until :meth:`release`.
 
         Raises:
             RuntimeError: something that the branch reads has changed since the forward, or the branch does something else.
@@ -160,7 +170,8 @@ class Branch:
             self._reads.begin()
             try:
                 self._replay.begin(self.name)
-                update = self._called(source, pack, _never, None if self._kept is None else self._kept.reusing(_retained()))
+                around = [] if self._kept is None else [self._kept.reusing(self._reads.storages(), ahead or _retained())]
+                update = self._called(source, pack, _never, around)
             except _AllSaved:
                 pass
             finally:

@@ -214,6 +214,7 @@ class Tape:
         early, self._early = self._early, None
         if early is not None and self._side is not None:
             self._side.wait(early[-1])
+            early[0].release()
         if early is not None and early[0] is branch:
             _, branch.saved[:], (_, source), _ = early
         else:
@@ -244,11 +245,11 @@ class Tape:
         if task != -1 and not _get_current_graph_task_keep_graph():
             self._end = None
 
-    def _rebuild(self) -> list[Tensor]:
+    def _rebuild(self, ahead: bool = False) -> list[Tensor]:
         """Runs the next branch again and inverts its coupling; returns what it saved."""
         branch, (coupled, source) = self.branches[self._position], self._streams
         inverted = branch.place > 0 or self._witness is not None
-        output, saved = branch.run_again(branch.coupling.read(source), output=inverted)
+        output, saved = branch.run_again(branch.coupling.read(source), inverted, ahead)
         if inverted:
             target = branch.coupling.undo(coupled, source, output)
             if branch.place == 0 and self._witness is not None:
@@ -270,7 +271,7 @@ class Tape:
         if not branch.ahead or not branch.kinds or size >= _no_room.get(branch.module, math.inf):
             return
         try:
-            done = side.run(lambda: saved.extend(self._rebuild()))
+            done = side.run(lambda: saved.extend(self._rebuild(ahead=True)))
         except torch.OutOfMemoryError:
             if _is_tensor_parallel(branch.module):
                 raise  # other processes would meet the branch's collectives in another order

@@ -231,7 +231,7 @@ class Parametrized(Branch):
 @every_engine
 def test_parametrized_weights_that_are_cached(engine):
     """The recomputation cannot find what the forward found in the cache."""
-    reference, net = both(engine, Parametrized, keep=())
+    reference, net = both(engine, Parametrized)
     with parametrize.cached():
         true, loss = loss_of(reference), loss_of(net)
     if all(schedule.kind == "stored" for schedule in net.schedules):

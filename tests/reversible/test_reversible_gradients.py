@@ -15,7 +15,7 @@ from engine_cases import CASES, ENGINES, F64, WIDTH, AttentionBranch, Case, Engi
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from holotrain.reversible import recomputation, recomputing
+from holotrain.reversible import ReversibleBlock, ReversibleSequence, backward_schedules, recomputation, recomputing
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
@@ -100,7 +100,6 @@ def test_a_gradient_of_one_block_alone(engine):
 @every_engine
 def test_backward_twice_through_a_retained_graph(engine):
     net = sequence(5, dropout=0.2, engine=engine)
-    net.keep = ()
     x = torch.randn(2, 3, WIDTH, dtype=F64, requires_grad=True)
     y1, y2 = net(x, x)
     loss = (y1 * y2).sum()
@@ -200,9 +199,9 @@ def test_copies_and_pickles(engine):
         assert relative_error([p.grad for p in twin.parameters()], [p.grad for p in net.parameters()]) == 0
 
 
-@pytest.mark.parametrize(("keep", "attention", "products"), [((), 2, 2), (("attention",), 1, 2), (("matmul",), 1, 1)])
+@pytest.mark.parametrize(("keep", "attention", "products"), [((), 3, 3), (("attention",), 1, 3), (("matmul",), 1, 1)])
 def test_what_is_kept_is_not_recomputed(keep, attention, products):
-    """Counted in calls of the operators: forwards, and recomputations that were not skipped."""
+    """Counted in calls of the operators: a forward, and two recomputations that were not skipped."""
     calls = Counter()
 
     class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -212,8 +211,66 @@ def test_what_is_kept_is_not_recomputed(keep, attention, products):
 
     net, x = sequence(3, branch=AttentionBranch, engine=Engine("reversible", keep=keep)), torch.zeros(2, 3, WIDTH, dtype=F64)
     with Counting():
-        sum(net(x, x)).sum().backward()
+        loss = sum(net(x, x)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
     assert calls["_scaled_dot_product_flash_attention_for_cpu"] == attention * 6 and calls["addmm"] == products * 6
+
+
+class Rectified(nn.Module):
+    """Changes the first of its products in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).relu_()).tanh()
+
+
+def test_what_is_kept_goes_when_it_is_of_no_more_use(monkeypatch):
+    """What was changed in place, what no backward will ask for, and what a backward has used."""
+    kept, alias = [], backward_schedules._alias
+
+    def noted(result):
+        found = alias(result)
+        kept.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(backward_schedules, "_alias", noted)
+    net = ReversibleSequence([ReversibleBlock(Rectified(), Rectified()) for _ in range(3)], keep="matmul")
+    net.blocks[0].requires_grad_(False)
+    x = torch.ones(2, WIDTH)
+    y1, y2 = net(x, x)
+    assert [result() is not None for result in kept] == 4 * [False] + 4 * [False, True]
+    torch.autograd.grad((y1 * y2).sum(), [*net.blocks[1:].parameters()])
+    assert not [result for result in kept if result() is not None]
+
+
+def test_products_that_a_hook_leaves_out_in_the_recomputation_are_refused():
+    """Those that come later would be taken for them."""
+    net = sequence(2, engine=ENGINES["keeping products"])
+
+    def measure(module, inputs, output):
+        if not recomputing():
+            output.detach().flatten(1) @ output.detach().flatten(1).T
+
+    net.blocks[0].f.inner.register_forward_hook(measure)
+    x = torch.ones(2, 3, WIDTH, dtype=F64)
+    loss = sum(net(x, x)).sum()
+    with pytest.raises(RuntimeError, match="did something else"):
+        loss.backward()
+
+
+def test_compiled_functions_stay_compiled_where_results_are_kept():
+    compiled = torch.compile(torch.sin, backend="eager", fullgraph=True)
+
+    class Calling(Rectified):
+        def forward(self, x):
+            return self.outer(compiled(self.inner(x)))
+
+    net, x = ReversibleSequence([ReversibleBlock(Calling(), Calling())], keep="matmul"), torch.ones(2, WIDTH)
+    sum(net(x, x)).sum().backward()  # under another mode, such a function is an error
 
 
 def test_what_is_stored_does_not_grow_with_depth():
@@ -290,8 +347,6 @@ def test_second_derivatives(engine):
     """A penalty on the gradient, as in WGAN-GP: the graph of the first backward is differentiated, too."""
     found = []
     for net in (sequence(3, dropout=0.2), sequence(3, dropout=0.2, engine=engine)):
-        net.keep = ()
-        net.backward = [words.split("+")[0] for words in net.backward] if isinstance(net.backward, list) else net.backward
         x = torch.linspace(-1, 1, 6 * WIDTH, dtype=F64).view(2, 3, WIDTH).requires_grad_()
         torch.manual_seed(2)
         y1, y2 = net(x, x.tanh())

@@ -51,9 +51,9 @@ def machine(monkeypatch):
 
     with paper_gpu(monkeypatch) as machine:
 
-        def logged(self, source, output=True):
+        def logged(self, *arguments):
             machine.log.append((f"recompute {self.name}", machine.current.name))
-            return again(self, source, output)
+            return again(self, *arguments)
 
         monkeypatch.setattr(recomputation.Branch, "run_again", logged)
         yield machine
@@ -97,12 +97,12 @@ def test_a_recomputation_that_finds_no_memory_is_put_off(machine, monkeypatch):
     """Once, and said once: where there was none, no later backward tries again, unless its batch is smaller."""
     logged, failures = recomputation.Branch.run_again, []
 
-    def short_of_memory(self, source, output=True):
+    def short_of_memory(self, source, *rest):
         if machine.current.name == SIDE and self.name in ("2.f", "1.g") and len(source) == 3:
             failures.append(self.name)
             source * 2  # it had begun
             raise torch.OutOfMemoryError
-        return logged(self, source, output)
+        return logged(self, source, *rest)
 
     net, x = net_on(machine, 4), rows(3)
     plain = gradients(net, x)
@@ -123,10 +123,10 @@ def test_a_branch_that_talks_to_other_processes_is_not_put_off(machine, monkeypa
     """They would have met its collectives in another order."""
     logged = recomputation.Branch.run_again
 
-    def short_of_memory(self, source, output=True):
+    def short_of_memory(self, source, *rest):
         if machine.current.name == SIDE:
             raise torch.OutOfMemoryError
-        return logged(self, source, output)
+        return logged(self, source, *rest)
 
     monkeypatch.setattr(tape, "_is_tensor_parallel", lambda module: True)
     monkeypatch.setattr(recomputation.Branch, "run_again", short_of_memory)

@@ -62,6 +62,8 @@ def test_a_branch_that_changes_shape_or_dtype(f, words, backward):
         ({"keep": ["aten.mm"]}, ValueError, "aten.mm.default"),
         ({"keep": ["aten.view.default"]}, ValueError, "changes or returns its input"),
         ({"keep": ["aten.relu_.default"]}, ValueError, "changes or returns its input"),
+        ({"keep": ["aten.linear.default"]}, ValueError, "not made of others"),
+        ({"keep": ["aten._to_copy.default"]}, ValueError, "autocast"),
         ({"keep": ["aten.native_dropout.default"]}, ValueError, "draw no random numbers"),
         ({"exact": "yes"}, ValueError, "exact must be"),
         ({"exact": -3}, ValueError, "exact must be"),
