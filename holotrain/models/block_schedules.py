@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -41,11 +42,10 @@ def schedule_blocks(model: nn.Module, schedules: Sequence[str]) -> None:
     depth = sum(len(run.blocks) for run in runs) + len(listed)
     if len(schedules) != depth:
         raise ValueError(f"there are {len(schedules)} schedules for {depth} blocks")
-    start = 0
+    left = iter(schedules)
     for run in runs:
-        run.backward = list(schedules[start : start + len(run.blocks)])
-        start += len(run.blocks)
-    for block, schedule in zip(listed, schedules, strict=bool(listed)):
+        run.backward = list(islice(left, len(run.blocks)))
+    for block, schedule in zip(listed, left, strict=True):
         _schedule_listed(model, block, schedule)
 
 
@@ -70,12 +70,10 @@ def set_backward(model: nn.Module, backward: str, store: int | Collection[int] =
     if not runs:
         if backward not in ("autograd", "checkpoint") or store or keep:
             raise ValueError(f"{name} has no reversible blocks; only autograd and checkpoint are possible")
-        blocks = listed_blocks(model)
-        if not blocks and backward == "checkpoint":
+        depth = len(listed_blocks(model))
+        if not depth and backward == "checkpoint":
             raise ValueError(f"{name} has no ModuleList or Sequential of equal blocks to checkpoint")
-        for block in blocks:
-            _schedule_listed(model, block, backward)
-        return
+        return schedule_blocks(model, [backward] * depth)
     stored = stored_by_stage(store, [len(run.blocks) for run in runs])
     for run, indices in zip(runs, stored, strict=True):
         run.backward = backward

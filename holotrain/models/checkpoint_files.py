@@ -119,18 +119,15 @@ def load(path: str | Path) -> Any:
     try:
         flaw = _unchanged(_flaw, file)
         held = None if flaw else torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        require_shallow(held)
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
         raise ValueError(f"{file} is not a readable checkpoint: it is damaged, truncated or another kind of file") from error
     if flaw:
         raise damaged(file, flaw)
-    try:
-        require_shallow(held)
-    except ValueError as error:
-        raise ValueError(f"{file} is not a readable checkpoint: {error}") from error
-    folder, earlier = (held.get(key) if isinstance(held, dict) else None for key in (TENSORS, "shards"))
-    if earlier is not None:
+    entries = held if isinstance(held, dict) else {}
+    if "shards" in entries:
         raise ValueError(f"{path} is a sharded checkpoint of an earlier version: export it there, then use model.pretrained=")
-    checked = isinstance(held, dict) and CHECKSUMS in held
+    folder, checked = entries.get(TENSORS), CHECKSUMS in entries
     if (checked or any(map(_is_meta, tree_leaves(held)))) and folder not in [found.name for found in numbered(path).values()]:
         raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")
     if checked:

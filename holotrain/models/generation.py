@@ -117,21 +117,17 @@ def generate(
         with torch.inference_mode():
             own = getattr(model, "reader", None)  # of a model of another library
             reader = Reader(model, prompts, room, compiled) if own is None else own(prompts)
-            logits = reader.read()
-            ended = torch.zeros(len(prompts), dtype=torch.bool, device=logits.device)
-        for count in range(1, room + 1):
+        tokens = None
+        for _ in range(room):
             with torch.inference_mode():
-                tokens = sampling.draw(logits, generator)
-                if end_id is not None:
-                    tokens = tokens.masked_fill(ended, end_id)
-                    ended |= tokens == end_id
+                last, tokens = tokens, sampling.draw(reader.read(tokens), generator)
+                if end_id is not None and last is not None:  # what has ended stays so
+                    tokens = tokens.masked_fill(last == end_id, end_id)
             with torch.inference_mode(False):  # a caller in inference mode gets an ordinary tensor too
                 theirs = tokens.clone()
             yield theirs
-            if count == room or (end_id is not None and bool(ended.all())):
+            if end_id is not None and bool((tokens == end_id).all()):
                 return
-            with torch.inference_mode():
-                logits = reader.read(tokens)
 
     return drawn()
 

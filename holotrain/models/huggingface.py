@@ -92,9 +92,16 @@ class HuggingFace(Foreign):
         if head not in HEADS:
             raise ValueError(f"head must be {', '.join(HEADS)}, not {head!r}")
         self.name, self.kind, self.download, self.words = name, head, download, vocab
-        network = _network(transformers, network_of(name, config))
+        plain = network_of(name, config)
+        kind = plain.pop("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(f"transformers has no model of type {kind!r}, and code beside its weights is not run")
+        try:
+            network = transformers.AutoConfig.for_model(kind, **plain)
+        except Exception as error:  # of many kinds
+            raise ValueError(f"config: {first_line(error)}") from error
         self.theirs = getattr(network, "vocab_size", None)
-        _fit_to_data(network, head, classes, vocab, image_size, channels, pad_id)
+        _fit_to_data(network, head, classes, vocab, {"image_size": image_size, "num_channels": channels}, pad_id)
         self.context = _context(network, context)
         self._auto = getattr(transformers, HEADS[head])
         if type(network) not in self._auto._model_mapping:
@@ -192,11 +199,7 @@ class HuggingFace(Foreign):
         return str(replace(loaded, loaded=kept, missing=tuple(new), unexpected=strange, resized=tuple(resized)))
 
     def reader(self, prompts: Sequence[Tensor]) -> "Reader":
-        """Reads prompts for :func:`~holotrain.models.generate`.
-
-        Raises:
-            ValueError: the model is not for causal language modelling.
-        """
+        """Reads prompts for :func:`~holotrain.models.generate`."""
         if self.kind != "causal_lm":
             raise ValueError(f"a model for {self.kind} does not generate text")
         return Reader(self.model, prompts)
@@ -284,31 +287,13 @@ def tokenizer_of(name: str, download: bool = False) -> str | None:
         raise ValueError(f"{folder} has a tokenizer that cannot be read ({first_line(error)})") from error
 
 
-def _network(transformers: ModuleType, plain: dict[str, Any]) -> Any:
-    """The configuration object, from what :func:`network_of` returns."""
-    kind = plain.pop("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"transformers has no model of type {kind!r}, and code beside its weights is not run")
-    try:
-        return transformers.AutoConfig.for_model(kind, **plain)
-    except Exception as error:  # of many kinds
-        raise ValueError(f"config: {first_line(error)}") from error
-
-
 def _fit_to_data(
-    network: Any,
-    head: str,
-    classes: int | None,
-    vocab: int | None,
-    image_size: int | None,
-    channels: int | None,
-    pad_id: int | None,
+    network: Any, head: str, classes: int | None, vocab: int | None, image: dict[str, int | None], pad_id: int | None
 ) -> None:
     if head not in LANGUAGE:
         if not classes:
             raise ValueError("classes: the data do not tell it; give classes=...")
-        if network.num_labels != classes:
-            network.num_labels = classes
+        network.num_labels = classes
         network.problem_type = "single_label_classification"
     both = getattr(network, "is_encoder_decoder", False)
     if head == "causal_lm" and getattr(network, "is_decoder", None) is False and not both:
@@ -317,17 +302,13 @@ def _fit_to_data(
         network.vocab_size = vocab
     if pad_id is not None and head == "sequence_classification" and network.model_type not in FROM_PADDING:
         network.pad_token_id = pad_id  # models without a first token for the class look for the last word
-    for name, value in (("image_size", image_size), ("num_channels", channels)):
+    for name, value in image.items():
         if value is not None and hasattr(network, name):
             setattr(network, name, value)
 
 
 def _context(network: Any, wanted: int | None) -> int | None:
-    """The longest sequence, in tokens.
-
-    Raises:
-        ValueError: the model has fewer positions.
-    """
+    """The longest sequence, in tokens."""
     limit = getattr(network, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return wanted

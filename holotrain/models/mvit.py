@@ -104,7 +104,8 @@ class MViT(nn.Module):
         total = sum(depths)
         rates = (drop_path * i / max(total - 1, 1) for i in range(total))
         size = image_size // OverlappingPatches.STRIDE
-        stages: list[tuple[nn.Module, Branches]] = []
+        transitions: list[nn.Module] = []
+        stages: list[Branches] = []
         for i, depth in enumerate(depths):
             transition = nn.Identity()
             if i > 0:
@@ -112,21 +113,15 @@ class MViT(nn.Module):
                 sizes = (dim, 2 * heads, size, mlp_ratio, kv_stride, dropout, next(rates))
                 transition = FusingTransition(*sizes) if fuses else Transition(*sizes, relative)
                 dim, heads, size, depth = 2 * dim, 2 * heads, size // 2, depth - 1
-            branches = [
-                (
-                    AttentionBranch(
-                        nn.LayerNorm(dim, eps=1e-6),
-                        PoolingAttention(dim, dim, heads, size, 1, kv_stride, dropout, relative),
-                        rate,
-                    ),
-                    MLPBranch(dim, int(dim * mlp_ratio), dropout, rate),
-                )
-                for rate in islice(rates, depth)
-            ]
-            stages.append((transition, branches))
+            branches: Branches = []
+            for rate in islice(rates, depth):
+                attention = PoolingAttention(dim, dim, heads, size, 1, kv_stride, dropout, relative)
+                norm, mlp = nn.LayerNorm(dim, eps=1e-6), MLPBranch(dim, int(dim * mlp_ratio), dropout, rate)
+                branches.append((AttentionBranch(norm, attention, rate), mlp))
+            transitions.append(transition)
+            stages.append(branches)
         streams = AveragedStreams if relative else ConcatenatedStreams
-        sequences = make_sequences(self, [branches for _, branches in stages], backward, streams=streams)
-        self.stages = nn.ModuleList(map(Stage, [transition for transition, _ in stages], sequences))
+        self.stages = nn.ModuleList(map(Stage, transitions, make_sequences(self, stages, backward, streams=streams)))
         dim = 2 * dim if fuses else dim
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, classes)
@@ -159,13 +154,13 @@ class Transition(nn.Module):
         heads: int,
         size: int,
         mlp_ratio: float,
-        stride_kv: int,
+        kv_stride: int,
         dropout: float,
         drop_path: float,
-        relative: bool = True,
+        relative: bool,
     ) -> None:
         super().__init__()
-        self.f = DownsamplingAttention(dim, heads, size, stride_kv, dropout, drop_path, relative)
+        self.f = DownsamplingAttention(dim, heads, size, kv_stride, dropout, drop_path, relative)
         self.g = MLPBranch(2 * dim, int(2 * dim * mlp_ratio), dropout, drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,12 +176,12 @@ class FusingTransition(Transition):
     """
 
     def __init__(
-        self, dim: int, heads: int, size: int, mlp_ratio: float, stride_kv: int, dropout: float, drop_path: float
+        self, dim: int, heads: int, size: int, mlp_ratio: float, kv_stride: int, dropout: float, drop_path: float
     ) -> None:
         nn.Module.__init__(self)
         width = 2 * dim
         self.fusion = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-        attention = PoolingAttention(width, width, heads, size, 2, stride_kv, dropout, relative=False)
+        attention = PoolingAttention(width, width, heads, size, 2, kv_stride, dropout, relative=False)
         self.f = AttentionBranch(nn.LayerNorm(width, eps=1e-6), attention, drop_path)
         self.g = MLPBranch(width, int(width * mlp_ratio), dropout, drop_path)
 
@@ -228,13 +223,13 @@ class Pool(nn.Module):
 
 
 class PoolingAttention(nn.Module):
-    """Multi-head attention with pooled queries, keys and values. (B, S, S, C) -> (B, S / stride_q, S / stride_q, C_out).
+    """Multi-head attention with pooled queries, keys and values. (B, S, S, C) -> (B, S / q_stride, S / q_stride, C_out).
 
     Args:
         dim, dim_out: channels of the input, and of queries, keys, values and output.
         heads: a divisor of ``dim_out``.
         size: S of the input, for which the tables of relative positions are made.
-        stride_q, stride_kv: strides of pooling queries, and of pooling keys and values; divisors of ``size``.
+        q_stride, kv_stride: strides of pooling queries, and of pooling keys and values; divisors of ``size``.
         dropout: on the output.
         relative: with relative positions, and with queries that are always pooled and added to the output.
 
@@ -243,31 +238,22 @@ class PoolingAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        dim_out: int,
-        heads: int,
-        size: int,
-        stride_q: int = 1,
-        stride_kv: int = 1,
-        dropout: float = 0.0,
-        relative: bool = True,
+        self, dim: int, dim_out: int, heads: int, size: int, q_stride: int, kv_stride: int, dropout: float, relative: bool
     ) -> None:
         super().__init__()
         if dim_out % heads:
             raise ValueError(f"dim must be a multiple of heads, but {dim_out} is not a multiple of {heads}")
-        for name, stride in (("q", stride_q), ("kv", stride_kv)):
-            if size % stride:
-                raise ValueError(f"{size}x{size} tokens cannot be pooled evenly by a {name} stride of {stride}")
+        if size % kv_stride:
+            raise ValueError(f"{size}x{size} tokens cannot be pooled evenly by a kv stride of {kv_stride}")
         self.heads = heads
         width = dim_out // heads
         self.qkv = nn.Linear(dim, 3 * dim_out)
-        self.pool_q = Pool(width, stride_q) if relative or stride_q > 1 else None
-        self.pool_k = Pool(width, stride_kv)
-        self.pool_v = Pool(width, stride_kv)
+        self.pool_q = Pool(width, q_stride) if relative or q_stride > 1 else None
+        self.pool_k = Pool(width, kv_stride)
+        self.pool_v = Pool(width, kv_stride)
         self.relative = relative
         if relative:
-            queries, keys = size // stride_q, size // stride_kv
+            queries, keys = size // q_stride, size // kv_stride
             self.height_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
             self.width_position = nn.Parameter(torch.zeros(2 * max(queries, keys) - 1, width))
             self.distance: Tensor
@@ -312,19 +298,12 @@ class DownsamplingAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        size: int,
-        stride_kv: int,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        relative: bool = True,
+        self, dim: int, heads: int, size: int, kv_stride: int, dropout: float, drop_path: float, relative: bool
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.shortcut = nn.Linear(dim, 2 * dim)
-        self.attention = PoolingAttention(dim, 2 * dim, heads, size, 2, stride_kv, dropout, relative)
+        self.attention = PoolingAttention(dim, 2 * dim, heads, size, 2, kv_stride, dropout, relative)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:

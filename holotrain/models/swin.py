@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from holotrain.models.layers.attention import with_one_kernel
 from holotrain.models.layers.blocks import (
     AttentionBranch,
+    Branches,
     LearnedFusion,
     MLPBranch,
     Reversible,
@@ -91,25 +92,20 @@ class Swin(nn.Module):
         rates = (drop_path * block / max(total - 1, 1) for block in range(total))
         self.embedding = PatchMap(image_size, patch_size, channels, dim, dropout)
         size = image_size // patch_size
-        branches = []
+        stages: list[Branches] = []
         for width, depth, stage_heads in zip(widths, depths, heads, strict=True):
-            branches.append(
-                [
-                    (
-                        AttentionBranch(
-                            nn.LayerNorm(width),
-                            WindowAttention(width, stage_heads, size, window, block % 2 == 1, dropout, attention_dropout),
-                            rate,
-                        ),
-                        MLPBranch(width, int(width * mlp_ratio), dropout, rate, eps=1e-5),
-                    )
-                    for block, rate in enumerate(islice(rates, depth))
-                ]
-            )
+            branches: Branches = []
+            for block, rate in enumerate(islice(rates, depth)):
+                shifted = block % 2 == 1
+                norm = nn.LayerNorm(width)
+                attention = WindowAttention(width, stage_heads, size, window, shifted, dropout, attention_dropout)
+                mlp = MLPBranch(width, int(width * mlp_ratio), dropout, rate, eps=1e-5)
+                branches.append((AttentionBranch(norm, attention, rate), mlp))
+            stages.append(branches)
             size = -(-size // 2)
         # The first stage takes the embedding unchanged.
         mergings: list[nn.Module] = [nn.Identity(), *map(PatchMerging, widths[:-1])]
-        self._add_stages(mergings, make_sequences(self, branches, backward), widths, classes)
+        self._add_stages(mergings, make_sequences(self, stages, backward), widths, classes)
         initialise(self, nn.Linear)
         for module in self.modules():
             if isinstance(module, LearnedFusion):
@@ -227,14 +223,7 @@ class WindowAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        size: int,
-        window: int,
-        shifted: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
+        self, dim: int, heads: int, size: int, window: int, shifted: bool, dropout: float, attention_dropout: float
     ) -> None:
         super().__init__()
         if dim % heads:

@@ -42,9 +42,7 @@ class RotaryPositions(nn.Module):
         Args:
             positions: (T,), the same for all sequences, or (B, T).
         """
-        if positions.ndim == 1:
-            return self.cosine[positions], self.sine[positions]
-        return self.cosine[positions].unsqueeze(1), self.sine[positions].unsqueeze(1)  # the same for every head
+        return self.cosine[positions].unsqueeze(-3), self.sine[positions].unsqueeze(-3)  # the same for every head
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
@@ -109,14 +107,12 @@ class KVCache:
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of new tokens, (B, H, T, D), and returns those of all readable slots, (B, H, slots, D)."""
-        kept = []
         for buffer, new in ((self.keys[layer], keys), (self.values[layer], values)):
             if self._following:
                 buffer[:, :, self.end - new.shape[2] : self.end] = new
             else:
                 buffer[self._rows, :, self.positions] = new.transpose(1, 2).to(buffer.dtype)
-            kept.append(buffer[:, :, : self.end])
-        return kept[0], kept[1]
+        return self.keys[layer, :, :, : self.end], self.values[layer, :, :, : self.end]
 
 
 def with_one_kernel(bias: Tensor) -> Tensor:

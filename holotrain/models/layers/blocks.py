@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from inspect import Signature, getdoc, signature
-from itertools import accumulate
+from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
@@ -276,12 +276,11 @@ class TwoStreamFusion(nn.Module):
 
 
 class LearnedFusion(nn.Module):
-    """Concatenates the two streams and projects them linearly, initially to their average. 2 x (..., C) -> (..., C)."""
+    """Concatenates the two streams and projects them linearly. 2 x (..., C) -> (..., C)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.project = nn.Linear(2 * dim, dim)
-        self.become_the_average()
 
     @torch.no_grad()
     def become_the_average(self) -> None:
@@ -364,11 +363,10 @@ def make_sequences(
     if not isinstance(model, Reversible):
         return [ResidualSequence((block(f, g) for f, g in branches), backward) for branches in stages]
     store = model._engine["store"]
-    stored: list[Any] = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
-    engines: list[dict[str, Any]] = [model._engine | {"store": blocks} for blocks in stored]
+    stored = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
     return [
-        streams([ReversibleBlock(f, g, exchange) for f, g in branches], backward, **engine)
-        for branches, engine in zip(stages, engines, strict=True)
+        streams([ReversibleBlock(f, g, exchange) for f, g in branches], backward, **model._engine | {"store": blocks})
+        for branches, blocks in zip(stages, stored, strict=True)
     ]
 
 
@@ -382,11 +380,5 @@ def stored_by_stage(store: int | Collection[int], depths: Sequence[int]) -> list
     Raises:
         ValueError: ``store`` names a block that does not exist.
     """
-    total = sum(depths)
-    stored = set(range(total - store, total) if isinstance(store, int) else store)
-    if not stored <= set(range(total)) or (isinstance(store, int) and store < 0):
-        raise ValueError(f"store must be a number of blocks up to {total} or indices below {total}, not {store!r}")
-    starts = [end - depth for end, depth in zip(accumulate(depths), depths, strict=True)]
-    return [
-        sorted(i - start for i in stored if start <= i < start + depth) for start, depth in zip(starts, depths, strict=True)
-    ]
+    schedules = iter(schedules_of("checkpoint", sum(depths), store))
+    return [[i for i, each in enumerate(islice(schedules, depth)) if each.kind == "stored"] for depth in depths]

@@ -12,19 +12,25 @@ class Patches(nn.Module):
 
     (B, channels, image_size, image_size) -> (B, dim, S, S) with S = image_size / patch_size.
 
+    Args:
+        overlap: pixels of its neighbours above and to the left that a patch reads too.
+
     Raises:
         ValueError: the image size is not a multiple of the patch size; an image of another size at the call.
     """
 
-    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int) -> None:
+    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int, overlap: int = 0) -> None:
         super().__init__()
         if image_size % patch_size:
             raise ValueError(f"image_size must be a multiple of patch_size, but {image_size} is not a multiple of {patch_size}")
         self.image_size = image_size
-        self.project = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
+        self.project = nn.Conv2d(channels, dim, patch_size + overlap, stride=patch_size, padding=overlap)
 
     def forward(self, images: Tensor) -> Tensor:
-        _require_size(images, self.image_size)
+        height, width = images.shape[-2:]
+        if not height == width == self.image_size:
+            size = f"{self.image_size}x{self.image_size}"
+            raise ValueError(f"the model takes images of {size} pixels, not {height}x{width}")
         return self.project(images)
 
 
@@ -83,28 +89,22 @@ class PatchMerging(nn.Module):
         return self.project(self.norm(x))
 
 
-class OverlappingPatches(nn.Module):
+class OverlappingPatches(Patches):
     """Overlapping patches: a 7x7 convolution with stride 4. (B, channels, I, I) -> (B, I / 4, I / 4, dim).
 
     Args:
         positions: add a learned absolute position to each.
-
-    Raises:
-        ValueError: an image of another size than ``image_size`` x ``image_size`` at the call.
     """
 
     STRIDE = 4
 
     def __init__(self, image_size: int, channels: int, dim: int, positions: bool = False) -> None:
-        super().__init__()
-        self.image_size = image_size
-        self.project = nn.Conv2d(channels, dim, kernel_size=7, stride=self.STRIDE, padding=3)
+        super().__init__(image_size, self.STRIDE, channels, dim, overlap=3)
         size = image_size // self.STRIDE
         self.position = nn.Parameter(torch.zeros(1, size, size, dim)) if positions else None
 
     def forward(self, images: Tensor) -> Tensor:
-        _require_size(images, self.image_size)
-        patches = self.project(images).permute(0, 2, 3, 1).contiguous()  # as in PatchEmbedding
+        patches = super().forward(images).permute(0, 2, 3, 1).contiguous()  # as in PatchEmbedding
         return patches if self.position is None else patches + self.position
 
 
@@ -119,9 +119,3 @@ def initialise(model: nn.Module, *layers: type[nn.Module]) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if name.endswith("position"):
                 nn.init.trunc_normal_(parameter, std=0.02)
-
-
-def _require_size(images: Tensor, size: int) -> None:
-    height, width = images.shape[-2:]
-    if (height, width) != (size, size):
-        raise ValueError(f"the model takes images of {size}x{size} pixels, not {height}x{width}")
