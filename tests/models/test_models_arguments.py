@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from small_models import TRANSFORMERS
+from small_models import TEXT, TRANSFORMERS
 from torch import nn
 
 from holotrain import models
@@ -12,7 +12,6 @@ from holotrain.models import GPT, MViT, RevMViT, RevRoBERTa, RevSwin, RevViT, Ro
 from holotrain.models.image_error_diffusion import ImageErrorDiffusion
 from holotrain.models.layers.blocks import Reversible
 
-TEXT = {"vocab": 40, "context": 12, "dim": 16, "depth": 2, "heads": 2}
 SHARED = [
     ({"dim": 0}, "dim must be at least 1, not 0"),
     ({"heads": -1}, "heads must be at least 1, not -1"),
@@ -29,6 +28,7 @@ REFUSED = {
         ({"dim": 100, "heads": 3}, "100 is not a multiple of 3"),
         ({"image_size": 30, "patch_size": 16}, "30 is not a multiple of 16"),
         ({"patch_size": 0}, "patch_size must be at least 1, not 0"),
+        ({"layer_scale": -1}, "layer_scale must be at least 0, not -1"),
         *SHARED,
     ],
     Swin: [
@@ -124,23 +124,9 @@ def test_reversible_classes_of_others_have_signatures_too():
         def __init__(self, width: int, backward: str) -> None:
             super().__init__()
 
-    class Tagged:
-        def __init_subclass__(cls, tag: str) -> None:
-            cls.tag = tag
-
-    class Unlike:
-        pass
-
-    class Beside(Unlike, Reversible, Plain, Tagged, tag="mine"):
+    class Undescribed(Reversible, Plain):
         """Of a class whose arguments have no description."""
-
-    class Named(Reversible):
-        """Without a model."""
-
-    class Last(Named, Plain):
-        pass
 
     assert all(list(inspect.signature(kind).parameters) == ["width"] for kind in (Derived, Direct))
     assert Derived.__doc__ is None and Direct.__doc__ is None
-    assert list(inspect.signature(Beside).parameters) == ["width", "backward", "store", "exact", "keep"]
-    assert Beside.tag == "mine" and isinstance(Last(width=3), Plain)
+    assert list(inspect.signature(Undescribed).parameters) == ["width", "backward", "store", "exact", "keep"]

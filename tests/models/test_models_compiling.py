@@ -53,10 +53,3 @@ def test_a_model_compiled_as_a_whole_breaks_its_graph_where_blocks_are_rebuilt_a
     reasons = {line.splitlines()[0] for line in counters["graph_break"]}
     assert len([reason for reason in reasons if "torch.compiler.disable" in reason]) >= breaks
     assert counters["stats"]["unique_graphs"] == 1 + breaks and bool(reasons) == bool(breaks)
-
-
-def test_the_mode_is_torchs(monkeypatch):
-    modes = []
-    monkeypatch.setattr(torch, "compile", lambda forward, mode=None: modes.append(mode) or forward)
-    compile_blocks(build("holotrain.models.RevViT", FAMILIES["ViT"] | {"depth": 2}), mode="max-autotune-no-cudagraphs")
-    assert modes == 4 * ["max-autotune-no-cudagraphs"]

@@ -79,22 +79,16 @@ def words():
 
 @torch.no_grad()
 @pytest.mark.parametrize("size", [8, 12, 4])
+@pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize("pool", POOLS)
-def test_vit_is_timms_at_every_image_size(pool, size):
-    weights, reference = timm_vit(**POOLS[pool]).state_dict(), timm_vit(size, **POOLS[pool])
+def test_vit_is_timms_at_every_image_size(pool, scale, size):
+    weights, reference = (timm_vit(each, init_values=scale, **POOLS[pool]) for each in (8, size))
+    weights = weights.state_dict()
     reference.load_state_dict(checkpoint_filter_fn(dict(weights), reference, interpolation="bicubic", antialias=True))
-    model = ViT(**IMAGE | {"image_size": size}, pool=pool).eval()
+    model = ViT(**IMAGE | {"image_size": size}, pool=pool, layer_scale=scale).eval()
     loaded = load_pretrained(model, weights)
-    assert loaded.resized == (() if size == 8 else ("embedding.position",))
+    assert loaded.missing == () and loaded.resized == (() if size == 8 else ("embedding.position",))
     assert_same(model(images(size)), reference(images(size)))
-
-
-@torch.no_grad()
-def test_a_vit_with_layer_scale_is_timms():
-    reference = randomised(timm_vit(**POOLS["class"], init_values=0.1))
-    model = ViT(**IMAGE, pool="class", layer_scale=0.1).eval()
-    assert load_pretrained(model, reference.state_dict()).missing == ()
-    assert_same(model(images(8)), reference(images(8)))
 
 
 def as_the_authors_name_them(weights):
@@ -165,31 +159,34 @@ def test_swin_and_mvit_are_timms_in_float64(both, size):
     assert_close(ours, theirs, rtol=0, atol=1e-10 * min(1, theirs.abs().max().item()))
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("mvitv2_small_cls", "cls_token"), ("mvitv2_large", "shortcut_proj_mlp")])
-def test_weights_with_tensors_that_ours_lack_are_refused(name, tensor):
-    with torch.device("meta"), pytest.raises(ValueError, match=f"no place for .*{tensor}"):
-        load_pretrained(MViT(**MVIT_SIZES["small"]), timm.create_model(name).state_dict())
-
-
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("vit_tiny_patch16_224", "a timm ViT"), ("swinv2_tiny_window8_256", "no known model"), ("mvitv2_tiny", "a timm MViTv2")],
+    ("model", "name", "said"),
+    [
+        (Swin, "vit_tiny_patch16_224", "these weights are for a timm ViT; the model is a Swin"),
+        (Swin, "swinv2_tiny_window8_256", "these weights are of no known model"),
+        (Swin, "mvitv2_tiny", "these weights are for a timm MViTv2"),
+        (MViT, "mvitv2_small_cls", "no place for .*cls_token"),
+        (MViT, "mvitv2_large", "no place for .*shortcut_proj_mlp"),
+    ],
 )
-def test_weights_of_other_models_are_told_apart(name, said):
-    with torch.device("meta"), pytest.raises(ValueError, match=f"these weights are (for|of) {said}"):
-        load_pretrained(Swin(), timm.create_model(name).state_dict())
+def test_weights_of_other_models_are_told_apart(model, name, said):
+    with torch.device("meta"), pytest.raises(ValueError, match=said):
+        load_pretrained(model(), timm.create_model(name).state_dict())
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("context", [12, 7])
 @pytest.mark.parametrize("bare", [False, True])
-def test_gpt2_is_transformers(bare):
+def test_gpt2_is_transformers(bare, context):
+    """A shorter one takes the first positions."""
     reference = gpt2()
-    model = GPT(**TEXT, positions="learned", gelu="tanh").eval()
+    model = GPT(**TEXT | {"context": context}, positions="learned", gelu="tanh").eval()
     weights = reference.transformer.state_dict() if bare else reference.state_dict()
     masks = {f"{'' if bare else 'transformer.'}h.0.attn.{name}": torch.ones(1, 1, 12, 12) for name in ("bias", "masked_bias")}
     loaded = load_pretrained(model, weights | masks)
     assert loaded.missing == loaded.unexpected == ()
-    assert_same(model(words()), reference(words()).logits)
+    assert loaded.resized == (() if context == 12 else ("embedding.position",))
+    assert_same(model(words()[:, :context]), reference(words()[:, :context]).logits)
 
 
 @torch.no_grad()
@@ -205,13 +202,6 @@ def test_roberta_is_transformers(kind, classes):
     ours, theirs = model(tokens, mask), reference(tokens, attention_mask=mask.long()).logits
     assert_same(ours, theirs) if classes else assert_same(ours[mask], theirs[mask])
     assert not torch.allclose(model(tokens)[0], ours[1], atol=1e-3)  # the mask does something
-
-
-@torch.no_grad()
-def test_a_shorter_context_takes_the_first_positions():
-    reference, model = gpt2(), GPT(**TEXT | {"context": 7}, positions="learned", gelu="tanh").eval()
-    assert load_pretrained(model, reference.state_dict()).resized == ("embedding.position",)
-    assert_same(model(words()[:, :7]), reference(words()[:, :7]).logits)
 
 
 def branches(model):
@@ -317,51 +307,40 @@ def written(folder, weights, form):
 
 
 @pytest.mark.parametrize("form", ["shards", "safetensors", "torch", "checkpoint", "folder"])
-def test_files_are_read(tmp_path, form):
+def test_files_are_read_and_what_is_not_finite_is_named(tmp_path, form):
     weights = ViT(**IMAGE).state_dict()
-    read = read_weights(written(tmp_path, weights, form))
-    assert_equal(read, weights)
+    assert_equal(read_weights(written(tmp_path, weights, form)), weights)
+    for value in (float("nan"), float("-inf")):
+        weights["head.bias"][1] = value
+        with pytest.warns(UserWarning, match="head.bias holds NaN or infinity"):
+            read_weights(written(tmp_path, weights, form))
 
 
-@pytest.mark.parametrize("form", ["shards", "safetensors", "torch"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_weights_that_are_not_finite_are_named(tmp_path, form, value):
-    weights = ViT(**IMAGE).state_dict()
-    weights["head.bias"][1] = value
-    with pytest.warns(UserWarning, match="head.bias holds NaN or infinity"):
-        read_weights(written(tmp_path, weights, form))
-
-
-@pytest.mark.parametrize("shard", ["../model-0.safetensors", "within/../model-0.safetensors", 3, None])
+@pytest.mark.parametrize(
+    "shard", ["../model-0.safetensors", "within/../model-0.safetensors", "gone.safetensors", "pipe.safetensors", 3, None]
+)
 def test_an_index_names_files_of_its_own_folder_only(tmp_path, shard):
     folder = tmp_path / "model"
     (folder / "within").mkdir(parents=True)
     for place in (folder, tmp_path):
         save_file({"a": torch.ones(2)}, place / "model-0.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(ValueError, match="which is not in the same folder"):
+    with pytest.raises(ValueError, match=f"names {shard!r}, which is not in the same folder"):
         read_weights(folder)
 
 
-def test_pipes_are_not_waited_for(tmp_path):
-    path = written(tmp_path, {"a": torch.ones(2)}, "safetensors")
-    os.mkfifo(tmp_path / "config.json")
-    assert read_weights(path)["a"].tolist() == [1, 1]
-    path.unlink()
-    os.mkfifo(tmp_path / "model-0.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-0.safetensors"}}))
-    with pytest.raises(ValueError, match="which is not in the same folder"):
-        read_weights(tmp_path)
-
-
 def test_the_checksum_is_computed_if_one_is_recorded(tmp_path, monkeypatch):
+    """A pipe in the place of what may record it is not waited for."""
     path = written(tmp_path, {"a": torch.ones(2)}, "safetensors")
 
     def failing(file):
         raise OSError("Input/output error")
 
     monkeypatch.setattr("holotrain.models.checkpoint_files.checksum", failing)
+    os.mkfifo(tmp_path / "config.json")
     assert read_weights(path)["a"].tolist() == [1, 1]
+    (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text('{"crc32": "00000000"}')
     with pytest.raises(ValueError, match="is not a readable safetensors file"):
         read_weights(path)
@@ -375,9 +354,6 @@ class Program:
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path, capsys):
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(ValueError, match="names .gone.safetensors., which is not in the same folder"):
-        read_weights(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[1]")
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     torch.save({"weights": Program()}, tmp_path / "program.bin")
