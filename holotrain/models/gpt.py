@@ -124,11 +124,9 @@ class GPT(nn.Module):
 
     def context_of(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
         """The keyword arguments of attention."""
-        if self.rotary is None:
-            return {}
-        return {
-            "rotation": self.rotary(torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions)
-        }
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return {} if self.rotary is None else {"rotation": self.rotary(positions)}
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """The streams that the first block reads."""

@@ -288,19 +288,15 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
 
 
 def _source(weights: Weights) -> Source:
+    # BERT without a head has the names of RoBERTa, but two segments.
+    segments = len(weights.get("embeddings.token_type_embeddings.weight", ()))
+    bert = segments > 1 and not any("lm_head." in name for name in weights)
     for source in SOURCES:
         names = [name.removeprefix(source.prefix) for name in weights]
-        if all(any(re.search(tensor, name) for name in names) for tensor in source.tensors) and not _is_bert(weights):
+        if all(any(re.search(tensor, name) for name in names) for tensor in source.tensors) and not bert:
             return source
     known, first = ", ".join(source.name for source in SOURCES), next(iter(weights), "nothing")
     raise ValueError(f"these weights are of no known model ({known}); the first tensor is {first}")
-
-
-def _is_bert(weights: Weights) -> bool:
-    """Whether this may be BERT without a head, which has the names of RoBERTa, but two segments."""
-    return len(weights.get("embeddings.token_type_embeddings.weight", ())) > 1 and not any(
-        "lm_head." in name for name in weights
-    )
 
 
 def _renamed(source: Source, weights: Weights) -> Weights:
@@ -369,16 +365,13 @@ def _pre_norm(weights: Weights) -> Weights:
     The outputs still differ: post-norm also normalises the residual stream, so the stream is small again after every branch,
     while in pre-norm it grows and the share of each branch differs. The weights are a start for fine-tuning.
     """
-    norm_of_a_block = re.compile(r"^blocks\.blocks\.(\d+)\.([fg])\.norm\.")
-    last = max(int(found[1]) for found in map(norm_of_a_block.match, weights) if found)
-
-    def moved(found: re.Match[str]) -> str:
-        block = int(found[1])
-        if found[2] == "f":
-            return f"blocks.blocks.{block}.g.norm."
-        return "norm." if block == last else f"blocks.blocks.{block + 1}.f.norm."
-
+    moved, block = {"embedding.norm.": "blocks.blocks.0.f.norm."}, 0
+    while f"blocks.blocks.{block}.g.norm.weight" in weights:
+        moved[f"blocks.blocks.{block}.f.norm."] = f"blocks.blocks.{block}.g.norm."
+        moved[f"blocks.blocks.{block}.g.norm."] = f"blocks.blocks.{block + 1}.f.norm."
+        block += 1
+    moved[f"blocks.blocks.{block - 1}.g.norm."] = "norm."
     return {
-        re.sub(r"^embedding\.norm\.", "blocks.blocks.0.f.norm.", norm_of_a_block.sub(moved, name)): tensor
+        next((new + name.removeprefix(old) for old, new in moved.items() if name.startswith(old)), name): tensor
         for name, tensor in weights.items()
     }

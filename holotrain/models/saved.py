@@ -93,7 +93,11 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
     if config["int8"]:
         quantise(model)
     order_by_head(weights, model)
-    _check(unpacked(model.state_dict()), weights, folder)
+    expected = unpacked(model.state_dict())
+    for name in [*expected, *weights]:
+        here, there = (_kind(tensors.get(name)) for tensors in (expected, weights))
+        if here != there:
+            raise ValueError(f"{folder / WEIGHTS} and {CONFIG} are of different models: {name} is {there}, not {here}")
     model.load_state_dict(packed(weights) if config["int8"] else weights)
     return model.eval()
 
@@ -119,13 +123,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"{path} is damaged, or of another program: {wrong[0]} is of another type")
     return config
-
-
-def _check(expected: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> None:
-    for name in [*expected, *weights]:
-        here, there = (_kind(tensors.get(name)) for tensors in (expected, weights))
-        if here != there:
-            raise ValueError(f"{folder / WEIGHTS} and {CONFIG} are of different models: {name} is {there}, not {here}")
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -72,8 +72,6 @@ class KVCache:
     def __init__(self, shape: tuple[int, int, int, int, int], like: Tensor, static: bool = False) -> None:
         self.keys, self.values = (torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2))
         self.static = static
-        self.end = self.length if static else 0
-        self._following = False
         self._rows = torch.arange(shape[1], device=like.device)[:, None]
 
     @property
