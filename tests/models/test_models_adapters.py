@@ -3,36 +3,32 @@
 import pytest
 import torch
 from compared import assert_equal
-from small_models import IMAGE, POOLED, TEXT, WINDOWS, example, text_batch
+from small_models import FAMILIES, example, text_batch
 from torch import nn
 
-from holotrain.models import GPT, RevGPT, RevMViT, RevRoBERTa, RevSwin, RevViT, RoBERTa, Swin, ViT, compile_blocks
+from holotrain import models
+from holotrain.models import compile_blocks
 from holotrain.models.adapters import Adapted, adapter_width, add_adapters, freeze
 
-ENCODER = TEXT | {"classes": 3, "dropout": 0.0, "attention_dropout": 0.0}
+ENCODER = {"classes": 3, "dropout": 0.0, "attention_dropout": 0.0}
 MODELS = {
-    "vit": (ViT, IMAGE),
-    "rev_vit": (RevViT, IMAGE | {"pool": "class"}),
-    "swin": (Swin, WINDOWS),
-    "rev_swin": (RevSwin, WINDOWS),
-    "rev_mvit": (RevMViT, POOLED),
-    "gpt": (GPT, TEXT),
-    "rev_gpt": (RevGPT, TEXT),
-    "roberta": (RoBERTa, ENCODER),
-    "roberta_post": (RoBERTa, ENCODER | {"norm": "post"}),
-    "rev_roberta": (RevRoBERTa, ENCODER),
+    **{name: {} for name in ("ViT", "Swin", "RevSwin", "RevMViT", "GPT", "RevGPT")},
+    "RevViT": {"pool": "class"},
+    "RoBERTa": ENCODER,
+    "RoBERTa post": ENCODER | {"norm": "post"},
+    "RevRoBERTa": ENCODER,
 }
 
 
 def model_of(name, **options):
     torch.manual_seed(0)
-    model_class, arguments = MODELS[name]
-    return model_class(**arguments | options)
+    kind = name.split()[0]
+    return getattr(models, kind)(**FAMILIES[kind.removeprefix("Rev")] | MODELS[name] | options)
 
 
 def inputs_of(name):
-    inputs, (_, mask, _) = example(MODELS[name][0].__name__, 4), text_batch()
-    return (inputs, mask) if "roberta" in name else (inputs,)
+    inputs, (_, mask, _) = example(name.split()[0], 4), text_batch()
+    return (inputs, mask) if "RoBERTa" in name else (inputs,)
 
 
 def awake(model):
@@ -51,14 +47,14 @@ def test_outputs_are_unchanged_at_first_and_changed_by_what_adapters_learn(name)
     add_adapters(model, 3)
     assert_equal(model(*inputs_of(name)), before)
     adapted = [module for module in model.modules() if isinstance(module, Adapted)]
-    assert len(adapted) == (6 if "swin" in name or "mvit" in name else 4) and adapter_width(model) == 3
+    assert len(adapted) == (6 if "Swin" in name or "MViT" in name else 4) and adapter_width(model) == 3
     added = sum(2 * len(module.norm.weight) * 3 + len(module.norm.weight) + 3 for module in adapted)
     assert sum(p.numel() for p in model.parameters()) == parameters + added
     assert (awake(model)(*inputs_of(name)) - before).abs().max() > 1e-3
 
 
 def test_an_adapter_reads_what_its_branch_gives_out():
-    model = model_of("roberta_post").eval()
+    model = model_of("RoBERTa post").eval()
     add_adapters(model, 3)
     awake(model)
     f, x = model.blocks.blocks[0].f, torch.randn(2, 5, 16)
@@ -75,11 +71,11 @@ def is_trained(name, trained):
 
 
 @pytest.mark.parametrize("trained", ["all", "head", "adapters"])
-@pytest.mark.parametrize("name", [name for name in MODELS if "mvit" not in name])  # which has too few keys here to learn all
+@pytest.mark.parametrize("name", [name for name in MODELS if "MViT" not in name])  # which has too few keys here to learn all
 def test_what_is_frozen_has_no_gradient_and_stays(name, trained):
     model = model_of(name)
     add_adapters(model, 3)
-    if trained == "head" and name.endswith("gpt"):
+    if trained == "head" and name.endswith("GPT"):
         with pytest.raises(ValueError, match="GPT has no separate head"):
             freeze(model, trained)
         return
@@ -94,10 +90,10 @@ def test_what_is_frozen_has_no_gradient_and_stays(name, trained):
 
 
 @pytest.mark.parametrize("trained", ["all", "head", "adapters"])
-@pytest.mark.parametrize("name", ["rev_vit", "rev_swin", "rev_mvit", "rev_gpt", "rev_roberta"])
+@pytest.mark.parametrize("name", ["RevViT", "RevSwin", "RevMViT", "RevGPT", "RevRoBERTa"])
 def test_gradients_of_every_schedule_are_equal(name, trained):
     """In float64, with dropout and drop-path; of blocks that train nothing (head) there is nothing to rebuild."""
-    if trained == "head" and name == "rev_gpt":
+    if trained == "head" and name == "RevGPT":
         return
     reference = None
     for backward in ("autograd", "checkpoint", "reversible", "pareprop"):
@@ -116,7 +112,7 @@ def test_gradients_of_every_schedule_are_equal(name, trained):
 
 
 def test_adapters_are_made_where_and_as_the_model_is():
-    model = model_of("rev_vit").to("meta", torch.bfloat16)
+    model = model_of("RevViT").to("meta", torch.bfloat16)
     add_adapters(model, 3)
     up = model.blocks.blocks[1].g.up.weight
     assert (up.device.type, up.dtype) == ("meta", torch.bfloat16)
@@ -126,7 +122,7 @@ def test_adapted_blocks_compile(monkeypatch):
     """Each branch, adapter and all, in one piece."""
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, *rest, **options: compiled.append(module))
-    model = model_of("rev_vit")
+    model = model_of("RevViT")
     add_adapters(model, 3)
     compile_blocks(model)
     assert compiled == [branch for block in model.blocks.blocks for branch in (block.f, block.g)]
@@ -134,7 +130,7 @@ def test_adapted_blocks_compile(monkeypatch):
 
 
 def test_impossible_adapters_are_refused():
-    model = model_of("vit")
+    model = model_of("ViT")
     with pytest.raises(ValueError, match="width of adapters must be at least 1, not 0"):
         add_adapters(model, 0)
     with pytest.raises(ValueError, match="this ViT has no adapters to train; add them first"):

@@ -34,21 +34,11 @@ def uncached(model, prompt, count):
     return tokens[0, len(prompt) :]
 
 
+@pytest.mark.parametrize("lengths", [(1, 7, 30), (7,), (7, 7, 7)])
 @pytest.mark.parametrize(("model_class", "positions"), [(GPT, "rotary"), (RevGPT, "rotary"), (RevGPT, "learned")])
-def test_cached_generation_is_the_uncached_one(model_class, positions):
-    """64 greedy tokens in float64, three prompts of different lengths at once."""
+def test_cached_generation_is_the_uncached_one(model_class, positions, lengths, monkeypatch):
+    """64 greedy tokens in float64, several prompts at once. Those of one length need no mask."""
     model = model_of(model_class, positions=positions).double()
-    prompts = [torch.randint(50, (length,)) for length in (1, 7, 30)]
-    together = continued(model, prompts, 64)
-    assert together.shape == (3, 64) and len(together.unique()) >= 4
-    for row, prompt in zip(together, prompts, strict=True):
-        assert_equal(row, uncached(model, prompt, 64))
-
-
-@pytest.mark.parametrize("lengths", [(7,), (7, 7, 7)])
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_prompts_of_one_length_need_no_mask(lengths, positions, monkeypatch):
-    model = model_of(positions=positions).double()
     prompts = [torch.randint(50, (length,)) for length in lengths]
     masks, attention = [], F.scaled_dot_product_attention
     with monkeypatch.context() as patched:
@@ -58,7 +48,8 @@ def test_prompts_of_one_length_need_no_mask(lengths, positions, monkeypatch):
             lambda *args, **options: masks.append(options["attn_mask"]) or attention(*args, **options),
         )
         together = continued(model, prompts, 64)
-    assert len(masks) == 3 * 64 and all(mask is None for mask in masks)
+    assert together.shape == (len(lengths), 64) and len(together.unique()) >= 4
+    assert len(masks) == 3 * 64 and any(mask is not None for mask in masks) == (len({*lengths}) > 1)
     for row, prompt in zip(together, prompts, strict=True):
         assert_equal(row, uncached(model, prompt, 64))
 
@@ -90,9 +81,8 @@ def test_an_ended_text_stays_ended_and_all_ended_end_it():
 
 def test_a_seed_draws_the_same_again():
     model, prompt = model_of(), [torch.tensor([3])]
-    texts = [
-        continued(model, prompt, 40, Sampling(), generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
-    ]
+    seeded = (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
+    texts = [continued(model, prompt, 40, Sampling(), generator=generator).tolist() for generator in seeded]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -103,16 +93,19 @@ def test_impossible_prompts_are_refused(prompt, words):
 
 
 def test_between_tokens_the_caller_trains_in_its_own_mode():
-    """A training step after every token; what was generated is an ordinary tensor that can be embedded and differentiated."""
+    """A training step after every token, which is an ordinary tensor that can be embedded, differentiated and changed."""
     model, trained = model_of(), torch.nn.Embedding(50, 4)
-    expected = continued(model, [torch.tensor([3, 4])], 4)
-    for count, token in enumerate(generate(model, [torch.tensor([3, 4])], 4, GREEDY)):
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not token.is_inference()
+    prompts, seen = [torch.tensor([3, 4]), torch.tensor([5])], []
+    expected = continued(model, prompts, 20, end_id=3)
+    for token in generate(model, prompts, 20, GREEDY, end_id=3):
         made_here = torch.ones(1)
-        assert not made_here.is_inference() and token.equal(expected[:, count])
+        assert torch.is_grad_enabled() and not token.is_inference() and not made_here.is_inference()
         (trained(token) * made_here.requires_grad_()).sum().backward()
         model(token[:, None]).sum().backward()
+        seen.append(token.clone())
+        token.fill_(7)
     assert made_here.grad is not None and all(parameter.grad is not None for parameter in model.parameters())
+    assert_equal(torch.stack(seen, 1), expected)
 
 
 def test_a_caller_in_any_mode_keeps_it():
@@ -125,35 +118,19 @@ def test_a_caller_in_any_mode_keeps_it():
             tokens.append(next(texts))
             assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == before
     assert not any(token.is_inference() for token in tokens)
-    assert torch.equal(torch.stack(tokens, 1), continued(model, prompt, 3))
-
-
-def test_tokens_that_the_caller_changes_are_its_own():
-    model, prompts = model_of(), [torch.tensor([3, 4]), torch.tensor([5])]
-    expected, seen = continued(model, prompts, 20, end_id=3), []
-    for token in generate(model, prompts, 20, GREEDY, end_id=3):
-        seen.append(token.clone())
-        token.fill_(7)
-    assert torch.equal(torch.stack(seen, 1), expected)
+    assert_equal(torch.stack(tokens, 1), continued(model, prompt, 3))
 
 
 def test_texts_that_are_interleaved_or_abandoned_do_not_meet():
     model, prompts = model_of(), ([torch.tensor([3, 4])], [torch.tensor([9, 8, 7])])
     expected = [continued(model, prompt, 10) for prompt in prompts]
     left, right, third = (generate(model, prompt, 10, GREEDY) for prompt in (*prompts, prompts[0]))
-    pairs = []
-    for count, pair in enumerate(zip(left, right, strict=True)):
-        pairs.append(pair)
-        if count == 3:
-            next(third)
-            third.close()
-        assert not torch.is_inference_mode_enabled()
-    for text, tokens in zip(expected, zip(*pairs, strict=True), strict=True):
-        assert torch.equal(torch.stack(tokens, 1), text)
-    with pytest.raises(RuntimeError, match="of the caller"):
-        for _ in generate(model, prompts[0], 10, GREEDY):
-            raise RuntimeError("of the caller")
-    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+    next(third)
+    pairs = [next(left), next(right)]
+    third.close()
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    for text, first, rest in zip(expected, pairs, (left, right), strict=True):
+        assert_equal(torch.stack([first, *rest], 1), text)
 
 
 def test_a_mistake_within_a_step_leaves_the_mode_as_it_was():

@@ -3,17 +3,19 @@
 import sys
 
 import pytest
+import small_models
 import torch
 from compared import assert_close, assert_equal
+from small_models import example
 from torch import nn
 from torch.nn import functional as F
 
 from holotrain.models import GPT, GPT_SIZES, RevGPT, RevRoBERTa, RevSwin, RevViT, Sampling, ViT, generate
 from holotrain.models.int8 import is_quantised, quantise
 
-TEXT = {"vocab": 50, "context": 40, "dim": 32, "depth": 2, "heads": 2}
-IMAGE = {"image_size": 8, "patch_size": 2, "classes": 5, "dim": 32, "depth": 2, "heads": 2}
-WINDOWS = {"image_size": 8, "patch_size": 2, "classes": 5, "dim": 16, "depths": (1, 1), "heads": (1, 2), "window": 2}
+TEXT = small_models.TEXT | {"context": 40, "dim": 32}
+IMAGE = small_models.IMAGE | {"dim": 32}
+WINDOWS = small_models.WINDOWS | {"dim": 16}
 
 
 def model_of(model_class, **arguments):
@@ -24,13 +26,6 @@ def model_of(model_class, **arguments):
             if isinstance(module, nn.LayerNorm):
                 module.weight.normal_(1, 0.5)
     return model
-
-
-def inputs_of(model):
-    generator = torch.Generator().manual_seed(1)
-    if hasattr(model.embedding, "image_size"):
-        return torch.randn(2, 3, model.embedding.image_size, model.embedding.image_size, generator=generator)
-    return torch.randint(50, (2, 20), generator=generator)
 
 
 @torch.no_grad()
@@ -47,7 +42,7 @@ def inputs_of(model):
 )
 def test_outputs_hardly_change(model_class, arguments):
     model = model_of(model_class, **arguments)
-    inputs = inputs_of(model)
+    inputs = example(model_class.__name__)
     expected = model(inputs)
     quantise(model)
     error = ((model(inputs) - expected).norm() / expected.norm()).item()
@@ -68,7 +63,7 @@ def test_numbers_of_a_row_are_within_half_a_step():
 def test_a_tied_head_and_the_embedding_read_one_table():
     model = model_of(GPT, **TEXT)
     quantise(model)
-    tokens, table = inputs_of(model), model.embedding.word.weight.dequantize()
+    tokens, table = example("GPT"), model.embedding.word.weight.dequantize()
     assert_equal(model.embedding.word(tokens), F.embedding(tokens, table))
     hidden = []
     model.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output))
@@ -81,7 +76,7 @@ def test_a_tied_head_and_the_embedding_read_one_table():
 def test_the_loss_is_that_of_the_logits(model_class, half):
     model = model_of(model_class, **TEXT)
     quantise(model)
-    tokens = inputs_of(model)
+    tokens = example("GPT")
     targets = tokens.roll(-1, 1)
     expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -98,10 +93,8 @@ def test_generation_goes_on_and_compiles(compiler):
     )
     assert_equal(compiled, plain)
     assert len(plain.unique()) >= 3
-    tokens = prompts[0][None]
-    for _ in range(12):
-        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
-    assert_equal(plain[0], tokens[0, 3:])
+    tokens = torch.cat((prompts[0], plain[0]))[None]
+    assert_equal(model(tokens)[0, 2:-1].argmax(-1), plain[0])
 
 
 def test_it_is_done_once_and_takes_torchao(monkeypatch):
