@@ -93,14 +93,11 @@ def test_a_flipped_bit_in_a_file_of_tensors_is_refused(folder, tmp_path):
                 way(there)
 
 
-def test_a_folder_without_checksums_is_read(folder):
+def test_a_checkpoint_without_checksums_is_read(folder, tmp_path):
     held = torch.load(folder / CHECKPOINT, weights_only=True)
     del held[CHECKSUMS]
     torch.save(held, folder / CHECKPOINT)
     assert read(folder)["state_dict"]["w"].tolist() == [*range(60)]
-
-
-def test_a_file_without_checksums_is_read(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(HELD, tmp_path / "x.ckpt")
@@ -136,13 +133,10 @@ def test_a_crafted_folder_is_refused(folder, changes, meta):
         load(folder)
 
 
-def test_checksums_of_files_beside_a_plain_file_are_refused(tmp_path):
+def test_a_part_that_cannot_be_read_is_refused(folder, tmp_path, monkeypatch):
     torch.save({"state_dict": {}, CHECKSUMS: {}}, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match="x.ckpt needs the folder 'None' of its tensors, which is missing"):
         load(tmp_path / "x.ckpt")
-
-
-def test_a_part_that_cannot_be_read_is_refused(folder, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "checksum", failing)
     with pytest.raises(ValueError, match=r"cannot read .*tensors-1 \(Input/output error\)"):
         load(folder)
@@ -160,10 +154,10 @@ def test_weights_to_begin_with_are_refused_too(tmp_path):
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_copy_takes_the_place_of_another(folder, tmp_path, kind, replaced):
     torch.save(HELD, tmp_path / "file.ckpt")
+    torch.save({}, there := tmp_path / "last.ckpt")
+    if replaced == "folder":
+        copy(folder, there)
     of = {"file": tmp_path / "file.ckpt", "folder": folder}
-    copy(of[replaced], there := tmp_path / "last.ckpt") if replaced == "folder" else torch.save(
-        {}, there := tmp_path / "last.ckpt"
-    )
     copy(of[kind], there)
     assert_equal(read(there, ["state_dict"]), read(of[kind], ["state_dict"]))
     assert not [*tmp_path.glob(".*")]

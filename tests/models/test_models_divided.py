@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import IMAGE, POOLED, TEXT, WINDOWS
+from small_models import IMAGE, POOLED, TEXT, WINDOWS, example
 from torch.utils.flop_counter import FlopCounterMode
 
 from holotrain.models import GPT, MViT, RevGPT, RevViT, Swin, ViT
@@ -18,21 +18,20 @@ TOKENS = 16  # of 8 pixels, in patches of 2
 
 
 def run(model, autocast=False):
-    images = torch.randn(BATCH, 1, 8, 8)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(images).square().mean()
+        loss = model(example("ViT", BATCH)).square().mean()
     loss.backward()
 
 
-def sums_of(ranks, make=RevViT, autocast=False, **options):
+def sums_of(make=RevViT, autocast=False, **options):
     model = make(**IMAGE, **options)
-    sums = divide(model, ranks)
+    sums = divide(model, 2)
     run(model, autocast)
     return sums.jobs
 
 
 def test_two_sums_a_block_there_and_two_back():
-    jobs = sums_of(2, ViT)
+    jobs = sums_of(ViT)
     assert [job.covered for job in jobs] == [False] * 4 + [True] * 4
     assert {job.rows for job in jobs} == {BATCH * TOKENS} and {job.outputs for job in jobs} == {DIM}
     there, back = (Counter(job.inputs for job in jobs if job.covered == covered) for covered in (False, True))
@@ -42,26 +41,23 @@ def test_two_sums_a_block_there_and_two_back():
 
 
 def test_what_recomputes_sums_again():
-    counts = {
-        backward: Counter(job.covered for job in sums_of(2, backward=backward))
-        for backward in ("autograd", "reversible", "checkpoint")
-    }
+    schedules = ("autograd", "reversible", "checkpoint")
+    counts = {backward: Counter(job.covered for job in sums_of(backward=backward)) for backward in schedules}
     assert counts["autograd"] == {False: 4, True: 4}
     assert counts["reversible"] == {False: 8, True: 4}
     assert 4 < counts["checkpoint"][False] <= 8  # which stops where nothing more is needed: before a block's last product
 
 
 def test_sums_are_of_the_precision_of_products():
-    assert {job.dtype for job in sums_of(2, autocast=True)} == {torch.bfloat16}
+    assert {job.dtype for job in sums_of(autocast=True)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("make", [ViT, RevViT])
 def test_one_rank_is_the_whole_model(make):
     def footprint(ranks):
-        model = make(**IMAGE)
+        model, images = make(**IMAGE), example("ViT", BATCH)
         if ranks is not None:
             divide(model, ranks)
-        images = torch.zeros(BATCH, 1, 8, 8)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         return simulate_step(TrainingStep(model, lambda: model(images).square().mean(), optimizer))
 
