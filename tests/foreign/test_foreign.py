@@ -16,6 +16,7 @@ from small_run import fit_in
 import holotrain as package
 from holotrain.models import HuggingFace, Timm, building, generate
 from holotrain.models.generation import Sampling
+from holotrain.models.huggingface import HEADS
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -35,24 +36,17 @@ NETWORKS = {
     "roberta": {**SMALL, "vocab_size": 260, "max_position_embeddings": 34},
     "vit": {**SMALL, "image_size": 32, "patch_size": 4},
 }
-AUTO = {
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "image_classification": "AutoModelForImageClassification",
-}
-HUGGING_FACE = [
+RUNS = [
     ("gpt2", "causal_lm"),
     ("bert", "masked_lm"),
     ("roberta", "sequence_classification"),
     ("llama", "sequence_classification"),
     ("vit", "image_classification"),
+    ("timm", "image_classification"),
 ]
 PLANNED = [("gpt2", "causal_lm"), ("timm", "image_classification")]
-RUNS = [*HUGGING_FACE, ("timm", "image_classification")]
 TINY = [
-    "model=timm",
-    "model.name=vit_tiny_patch16_224",
+    *("model=timm", "model.name=vit_tiny_patch16_224"),
     "model.arguments={depth: 2, embed_dim: 32, num_heads: 2, patch_size: 4}",
 ]
 
@@ -111,8 +105,7 @@ def test_a_checkpoint_needs_no_other_file(holotrain, trained, tmp_path, kind, ta
     found = summary(run)
     status, _, err = holotrain("test", f"ckpt_path={run}", "hydra.run.dir=test")
     assert (status, err) == (0, "")
-    name = "test/loss"
-    assert summary(Path("test"))["metrics"][name] == pytest.approx(found["metrics"][name], rel=1e-6)
+    assert summary(Path("test"))["metrics"]["test/loss"] == pytest.approx(found["metrics"]["test/loss"], rel=1e-6)
     if task != "masked_lm":
         status, _, err = holotrain("predict", f"ckpt_path={run}")
         assert (status, err) == (0, "")
@@ -162,7 +155,7 @@ def test_an_export_is_read_without_holotrain(holotrain, trained, tmp_path):
         torch.save(given, folder / "input.pt")
         with torch.no_grad():
             expected.append(model(given))
-        jobs.append((kind, task, AUTO.get(task), str(folder), "images" if task.startswith("image") else "tokens"))
+        jobs.append((kind, task, HEADS[task], str(folder), "images" if task.startswith("image") else "tokens"))
     command = [sys.executable, "-c", OTHER_PROCESS, str(torch.get_num_threads()), json.dumps(jobs)]
     other = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert other.returncode == 0, other.stderr
