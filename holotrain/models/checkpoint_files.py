@@ -132,7 +132,7 @@ def load(path: str | Path) -> Any:
         raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")
     if checked:
         try:
-            _check_parts(path / str(folder), held[CHECKSUMS])
+            _check_parts(path / str(folder), entries[CHECKSUMS])
         except OSError as error:
             raise ValueError(f"cannot read {path / str(folder)} ({error.strerror or error})") from error
     return held

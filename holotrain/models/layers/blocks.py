@@ -362,7 +362,7 @@ def make_sequences(
     if not isinstance(model, Reversible):
         return [ResidualSequence((block(f, g) for f, g in branches), backward) for branches in stages]
     store = model._engine["store"]
-    stored = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
+    stored: list[Any] = [store] if len(stages) == 1 else stored_by_stage(store, [len(branches) for branches in stages])
     return [
         streams([ReversibleBlock(f, g, exchange) for f, g in branches], backward, **model._engine | {"store": blocks})
         for branches, blocks in zip(stages, stored, strict=True)
