@@ -188,15 +188,12 @@ class Timm(Foreign):
     def _made(self, timm: ModuleType) -> nn.Module:
         try:
             model = timm.create_model(self.name, img_size=self.image_size, **self.arguments)
-        except TypeError as error:  # convolutions take images of any size
-            if "img_size" not in str(error):
-                raise ValueError(f"timm: {error}") from error
-        except (AssertionError, RuntimeError) as error:  # an assertion is how timm refuses a size
-            raise ValueError(f"timm: {str(error).splitlines()[0] if str(error) else 'it refuses an argument'}") from error
-        else:
-            self.arguments["img_size"] = self.image_size
-            return model
-        return timm.create_model(self.name, **self.arguments)
+        except (TypeError, AssertionError, RuntimeError) as error:  # an assertion is how timm refuses a size
+            if not isinstance(error, TypeError) or "img_size" not in str(error):
+                raise ValueError(f"timm: {first_line(error)}") from error
+            return timm.create_model(self.name, **self.arguments)  # convolutions take images of any size
+        self.arguments["img_size"] = self.image_size
+        return model
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
