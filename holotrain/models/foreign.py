@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -108,21 +108,23 @@ def foreign_weights(path: str) -> dict[str, Tensor]:
     return ours or weights
 
 
-def take_over(model: nn.Module, given: dict[str, Tensor], source: str, head: Collection[str] = ()) -> Loaded:
+def take_over(model: nn.Module, given: dict[str, Tensor], source: str, head: nn.Module | None = None) -> Loaded:
     """Copies weights into a model, in place.
 
     Args:
         given: under the names of the model.
         source: where they are from, for messages.
-        head: names of the tensors that may have another shape, or be missing; they are then left out together.
+        head: the part whose tensors may have another shape, or be missing; they are then left out together.
 
     Raises:
         ValueError: another tensor has another shape, or fewer than half of the model's tensors are among them. The model is
             then unchanged.
     """
     own = model.state_dict()
-    new = [name for name in head if name not in given or given[name].shape != own[name].shape]
-    left_out = set(head) if new else set()
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    left_out = {names[id(tensor)] for tensor in head.parameters()} if head is not None else set()
+    if all(name in given and given[name].shape == own[name].shape for name in left_out):
+        left_out = set()
     fitting = {name: tensor for name, tensor in given.items() if name in own and name not in left_out}
     for name, tensor in fitting.items():
         if tensor.shape != own[name].shape:
@@ -223,9 +225,7 @@ class Timm(Foreign):
         kernel = f"{first}.weight"
         if isinstance(first, str) and kernel in weights and weights[kernel].shape != own.get(kernel, weights[kernel]).shape:
             weights[kernel] = timm.models.adapt_input_conv(self.arguments["in_chans"], weights[kernel])
-        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
-        head = [names[id(tensor)] for tensor in self.head.parameters()] if self.head else []
-        return str(take_over(self.model, dict(weights), source, head))
+        return str(take_over(self.model, dict(weights), source, self.head))
 
     def save(
         self,

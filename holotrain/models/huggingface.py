@@ -138,9 +138,7 @@ class HuggingFace(Foreign):
     def start_from(self, pretrained: str | None) -> str | None:
         loaded = None
         if pretrained is not None and not (Path(pretrained) / CONFIG).is_file():
-            head = [] if self.head is None else list(self.head.parameters())
-            names = [name for name, tensor in self.model.named_parameters() if any(tensor is each for each in head)]
-            loaded = str(take_over(self.model, foreign_weights(pretrained), pretrained, names))
+            loaded = str(take_over(self.model, foreign_weights(pretrained), pretrained, self.head))
         elif pretrained is not None:
             loaded = self._from_folder(Path(pretrained), pretrained)
         elif Path(self.name).name != CONFIG:
