@@ -260,7 +260,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
         head = set()
     loaded = [name for name in own if name in given and name not in head]
     strange = [name for name in given if name not in own]
-    elsewhere = [name for name in strange if name.startswith("embedding.")]
+    elsewhere = [name for name in strange if name.startswith("embedding.") and name != "embedding.class_token"]
     if source is SOURCES[-1] and elsewhere:
         raise ValueError(f"these weights are of another family than {kind}, which has no {elsewhere[0]}")
     for name in loaded:

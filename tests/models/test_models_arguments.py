@@ -81,11 +81,6 @@ def test_impossible_arguments_are_refused(model, arguments, words):
         model(**arguments)
 
 
-def test_unknown_arguments_are_refused():
-    with pytest.raises(TypeError, match="'wide'"), torch.device("meta"):
-        RevViT(wide=1)
-
-
 @pytest.mark.parametrize("model", [RevViT, RevSwin, RevMViT])
 def test_an_image_of_another_size_is_refused(model):
     with pytest.raises(ValueError, match="224x224 pixels, not 32x32"), torch.device("meta"):
