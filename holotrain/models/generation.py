@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from holotrain.models.layers.attention import KVCache
 from holotrain.numeric import require_at_least
@@ -162,9 +163,7 @@ class Reader:
             self._positions = self._positions + 1
             return logits
         device = self._positions.device
-        tokens = torch.zeros(len(self._prompts), self._end, dtype=torch.long, device=device)
-        for row, prompt in enumerate(self._prompts):
-            tokens[row, : len(prompt)] = prompt
+        tokens = pad_sequence([*self._prompts], batch_first=True).to(device, torch.long)
         places = torch.arange(self._end, device=device).expand_as(tokens)
         hidden = self._model.hidden(tokens, cache=self._cache, positions=places, end=self._end)
         return self._model.logits(hidden[torch.arange(len(tokens), device=device), self._positions - 1])
