@@ -430,7 +430,7 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
     pair = SimpleNamespace(forward=None, recomputation=None, used=lambda generator: nullcontext())
     monkeypatch.setattr(replay, "_Pair", lambda device, seed: pair)
     monkeypatch.setattr(delayed, "ThreadPoolExecutor", lambda threads, thread_name_prefix: Worker(machine, late))
-    kept = (tape._side_stream, signals._stream_of, signals.order_of, predictor.waves_of)
+    kept = (tape._side_stream, signals._stream_of, signals.order_of, predictor.sms_of)
     for cached in kept:
         cached.cache_clear()
     try:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -24,49 +25,28 @@ TILE_ROWS, TILE_COLUMNS = 128, 128
 SMS_LOST = 2
 """SMs that a running collective occupies (FlashOverlap)."""
 
-
-@dataclass(frozen=True)
-class Waves:
-    """
-    Args:
-        sms: number of SMs of the device.
-        tile_rows, tile_columns: size of the output tile that one SM computes.
-    """
-
-    sms: int
-    tile_rows: int = TILE_ROWS
-    tile_columns: int = TILE_COLUMNS
-
-    def tiles(self, rows: int, columns: int) -> int:
-        return math.ceil(rows / self.tile_rows) * math.ceil(columns / self.tile_columns)
-
-    def slowdown(self, tiles: int) -> float:
-        """The factor by which a collective slows a product down: ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)``."""
-        return math.ceil(tiles / (self.sms - SMS_LOST)) / math.ceil(tiles / self.sms)
-
-    def rows(self, columns: int) -> int:
-        """Rows of one wave of an output with ``columns`` columns, in whole tiles, at least one."""
-        return max(self.sms // math.ceil(columns / self.tile_columns), 1) * self.tile_rows
+WAVES_SEARCHED, MOST_GROUPS = 10, 16
+"""Up to so many units all groupings are tried; beyond, only up to so many groups of equal size."""
 
 
 @cache
-def waves_of(device: torch.device) -> Waves | None:
-    """The waves of a device; None if it does not compute in waves."""
-    return Waves(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else None
+def sms_of(device: torch.device) -> int | None:
+    """The number of SMs; None if the device does not compute in waves."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
 
 
-def unit_of(job: Job, waves: Waves | None) -> int:
-    """Rows of the job that are computed in the time of one row; without waves a tenth of all rows."""
-    if waves is None:
+def slowdown(rows: int, columns: int, sms: int) -> float:
+    """The factor by which a collective slows a product down: ``ceil(tiles / (SM - 2)) / ceil(tiles / SM)``."""
+    tiles = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
+    return math.ceil(tiles / (sms - SMS_LOST)) / math.ceil(tiles / sms)
+
+
+def unit_of(job: Job, sms: int | None) -> int:
+    """Rows of the job that are computed in the time of one row: a wave of whole tiles; without SMs a tenth of all rows."""
+    if sms is None:
         return math.ceil(job.rows / WAVES_SEARCHED)
-    return math.ceil(waves.rows(job.outputs) * job.rows / job.product_rows(job.rows))
-
-
-WAVES_SEARCHED = 10
-"""Up to this number of units all groupings are tried; beyond it only groups of equal size."""
-
-MOST_GROUPS = 16
-"""The largest number of groups of equal size."""
+    wave = max(sms // math.ceil(job.outputs / TILE_COLUMNS), 1) * TILE_ROWS
+    return math.ceil(wave * job.rows / job.product_rows(job.rows))
 
 
 def makespan(first: Sequence[float], second: Sequence[float], busy: float = 0.0, after: float = 0.0) -> float:
@@ -89,14 +69,9 @@ def makespan(first: Sequence[float], second: Sequence[float], busy: float = 0.0,
 
 def compositions(units: int) -> Iterator[list[int]]:
     """All ways to write ``units`` as an ordered sum of positive numbers: 2^(units - 1)."""
-    for cuts in range(1 << (units - 1)):
-        sizes = [1]
-        for unit in range(units - 1):
-            if cuts >> unit & 1:
-                sizes.append(1)
-            else:
-                sizes[-1] += 1
-        yield sizes
+    for count in range(units):
+        for cuts in combinations(range(1, units), count):
+            yield [end - start for start, end in pairwise((0, *cuts, units))]
 
 
 def candidates(rows: int, unit: int) -> Iterator[list[int]]:
@@ -108,7 +83,7 @@ def candidates(rows: int, unit: int) -> Iterator[list[int]]:
     """
     units = math.ceil(rows / unit)
     if units <= WAVES_SEARCHED:
-        of_units: Iterator[list[int]] = compositions(units)
+        of_units: Iterable[list[int]] = compositions(units)
     else:
         of_units = (equal_sizes(units, groups) for groups in range(1, min(units, MOST_GROUPS) + 1))
     for sizes in of_units:
@@ -151,31 +126,28 @@ class Predictor:
 
     def best(self, job: Job) -> tuple[Sizes, float]:
         """The fastest group sizes and their predicted seconds."""
-        waves = waves_of(job.device)
-        tried: list[Sizes] = list(candidates(job.rows, unit_of(job, waves)))
+        sms = sms_of(job.device)
+        tried: list[Sizes] = list(candidates(job.rows, unit_of(job, sms)))
         if job.summed and job.product_rows(job.rows) < job.outputs:
             # Each group reads the other operand again: here the rows are the smaller one, so columns may be the better cut.
-            tried += [Columns(sizes) for sizes in candidates(job.outputs, unit_of(job.turned, waves)) if len(sizes) > 1]
+            tried += [Columns(sizes) for sizes in candidates(job.outputs, unit_of(job.turned, sms)) if len(sizes) > 1]
         return fewest_groups((sizes, self.seconds(job, sizes)) for sizes in tried)
 
     def seconds(self, job: Job, sizes: Sizes) -> float:
         """Seconds of the job in groups of these sizes, until the last group has arrived and everything is computed."""
         if isinstance(sizes, Columns):
             return self.seconds(job.turned, sizes.of(job.outputs))
-        waves = waves_of(job.device)
         carried = [self.link.seconds(job.collective, job.message(size), job.ranks) for size in sizes]
+        # Nothing travels while the first result is computed, or the last input.
+        alone = len(sizes) - 1 if job.arrives else 0
+        computed = [self._computed(job, size, beside=number != alone) for number, size in enumerate(sizes)]
         if job.arrives:
-            # A group is computed while later ones arrive, so all but the last are slowed down.
-            computed = [self._computed(job, size, waves, beside=number < len(sizes) - 1) for number, size in enumerate(sizes)]
             return makespan(carried, computed)
-        computed = [self._computed(job, size, waves, beside=number > 0) for number, size in enumerate(sizes)]
         if not job.covered:
             return makespan(computed, carried)
         again = self.link.seconds(ALL_GATHER, job.message(job.rows), job.ranks) if job.collective == REDUCE_SCATTER else 0.0
-        return makespan(computed, carried, busy=again, after=self._computed(job, job.rows, waves, beside=True))
+        return makespan(computed, carried, busy=again, after=self._computed(job, job.rows, beside=True))
 
-    def _computed(self, job: Job, rows: int, waves: Waves | None, beside: bool) -> float:
-        seconds = self.product_seconds(job, rows)
-        if waves is not None and beside:
-            seconds *= waves.slowdown(waves.tiles(job.product_rows(rows), job.outputs))
-        return seconds
+    def _computed(self, job: Job, rows: int, beside: bool) -> float:
+        sms, seconds = sms_of(job.device), self.product_seconds(job, rows)
+        return seconds * slowdown(job.product_rows(rows), job.outputs, sms) if sms is not None and beside else seconds
