@@ -11,7 +11,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -78,13 +79,9 @@ def products_in_turn(job: Job, rows: int) -> Iterator[Run]:
     matrix = _filled(job, job.outputs, job.inputs).t()
     x = _filled(job, *_leading(job), job.inputs)
     places = min(job.rows // rows, MOST_PLACES)
-    while True:
-        for place in range(places):
-            cut = slice(place * rows, (place + 1) * rows)
-            if x.dim() == 2:
-                yield lambda cut=cut: product(x[cut], matrix)  # into new memory, like the output of a layer
-            else:
-                yield lambda cut=cut: products(x[:, cut], matrix)
+    for number in count():
+        part = x.narrow(-2, number % places * rows, rows)
+        yield partial(products if job.of_a_share else product, part, matrix)  # into new memory, like the output of a layer
 
 
 def collective_seconds(collectives: Collectives, collective: str, size: int, job: Job) -> float:
@@ -105,11 +102,9 @@ def measured_link(collectives: Collectives, job: Job) -> MeasuredLink:
     """Times of all collectives, for messages from 4 KiB to the job's size. Every rank must take part; the slowest counts."""
     whole = job.message(job.rows)
     sizes = sorted({whole >> shift for shift in range(0, 20, 2) if whole >> shift >= 4096} | {whole})
-    times = {}
-    for collective in COLLECTIVES:
-        seconds = [collective_seconds(collectives, collective, size, job) for size in sizes]
-        times[collective] = dict(zip(sizes, collectives.largest(seconds, job.device), strict=True))
-    return MeasuredLink(times)
+    times = {each: [collective_seconds(collectives, each, size, job) for size in sizes] for each in COLLECTIVES}
+    slowest = {each: collectives.largest(seconds, job.device) for each, seconds in times.items()}
+    return MeasuredLink({each: dict(zip(sizes, seconds, strict=True)) for each, seconds in slowest.items()})
 
 
 def job_seconds(job: Job, sizes: Sizes, collectives: Collectives) -> float:
@@ -127,13 +122,11 @@ def one_run(job: Job, groups: Grouping, collectives: Collectives, signals: bool 
         each = [math.ceil(job.rows / job.ranks)] * job.ranks
         way, shape = AllToAll(overlap, each, each, job.rows), (sum(each),)
     if not job.covered:
-        x, weight = _filled(job, *shape, job.inputs), _filled(job, job.outputs, job.inputs)
-        return lambda: function.apply(x, weight, None, way)
+        return partial(function.apply, _filled(job, *shape, job.inputs), _filled(job, job.outputs, job.inputs), None, way)
     x = _filled(job, *shape, job.outputs).requires_grad_()
     weight = _filled(job, job.inputs, job.outputs).requires_grad_()
     y = function.apply(x, weight, None, way)
-    grad = torch.ones_like(y)
-    return lambda: torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
+    return partial(torch.autograd.grad, y, (x, weight), torch.ones_like(y), retain_graph=True)
 
 
 def _leading(job: Job) -> tuple[int, ...]:
@@ -144,9 +137,6 @@ def _filled(job: Job, *shape: int) -> torch.Tensor:
     """Small random numbers, not zeros: products of zeros draw less power and run at a higher clock than those of training."""
     generator = torch.Generator(job.device).manual_seed(0)  # the random state of the training does not change
     return torch.rand(shape, generator=generator, dtype=torch.float32, device=job.device).to(job.dtype).sub_(0.5)
-
-
-VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -166,11 +156,6 @@ class Tuned:
     confirmed: float
     in_one: float
     columns: bool = False
-
-
-def default_folder() -> Path:
-    """``holotrain/overlap`` in the user's cache (``XDG_CACHE_HOME``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holotrain" / "overlap"
 
 
 def described(job: Job, link: str) -> dict[str, object]:
@@ -198,18 +183,22 @@ def path_of(folder: Path, job: Job, link: str) -> Path:
     return folder / f"{kind}-{about['dtype']}-{job.ranks}_ranks-{digest}.json"
 
 
-def read(path: Path, job: Job, link: str) -> Tuned | None:
+def read(path: Path, job: Job) -> Tuned | None:
     """Returns None if there is no file for this job and device. A warning names a file that is broken or of other versions."""
     try:
         found = read_json(path)
-        if found["version"] != VERSION or found["of"] != described(job, link):
-            raise ValueError("of another job")
         if (before := found["with"]) != (now := versions(job.device)):
             changed = [f"{name} {before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
             warnings.warn(f"{path} was measured with {'; '.join(changed)}; measuring again", stacklevel=2)
             return None
         tuned = Tuned(**found["tuned"])
-        _require(tuned, job)
+        sizes, total = tuned.sizes, job.outputs if tuned.columns else job.rows
+        if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != total:
+            raise ValueError(f"groups of {sizes} for {total}")
+        if not all(
+            isinstance(each, float) and math.isfinite(each) for each in (tuned.predicted, tuned.confirmed, tuned.in_one)
+        ):
+            raise ValueError(f"{tuned} has no times")
     except OSError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -218,18 +207,9 @@ def read(path: Path, job: Job, link: str) -> Tuned | None:
     return tuned
 
 
-def _require(tuned: Tuned, job: Job) -> None:
-    sizes, total = tuned.sizes, job.outputs if tuned.columns else job.rows
-    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != total:
-        raise ValueError(f"groups of {sizes} for {total}")
-    for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one):
-        if not isinstance(seconds, float) or not 0 <= seconds < float("inf"):
-            raise ValueError(f"{seconds!r} seconds")
-
-
 def write(path: Path, job: Job, link: str, tuned: Tuned) -> None:
     """A folder that cannot be written does not stop the training."""
-    choice = {"version": VERSION, "of": described(job, link), "with": versions(job.device), "tuned": asdict(tuned)}
+    choice = {"of": described(job, link), "with": versions(job.device), "tuned": asdict(tuned)}
     text = json.dumps(choice, indent=2) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,7 +238,8 @@ class Tuner:
     """
 
     def __init__(self, folder: Path | None = None, link: Carrier | None = None) -> None:
-        self.folder = default_folder() if folder is None else Path(folder)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.folder = Path(folder or cache / "holotrain" / "overlap")
         self.link = link
         self.tuned: dict[tuple[Job, str], Tuned] = {}
 
@@ -275,7 +256,7 @@ class Tuner:
 
     def _found_or_measured(self, job: Job, name: str, collectives: Collectives) -> Tuned:
         path = path_of(self.folder, job, name)
-        found = collectives.agreed(read(path, job, name) if collectives.rank == 0 else None)
+        found = collectives.agreed(read(path, job) if collectives.rank == 0 else None)
         if found is None:
             # Modes that count operations of the step (selective checkpointing, a FLOP counter) must not see the measurements.
             with _disable_current_modes(), torch.enable_grad(), torch.autocast(job.device.type, enabled=False):
@@ -291,16 +272,14 @@ class Tuner:
 
         predictor = Predictor(seconds, self.link or measured_link(collectives, job))
         sizes, predicted = predictor.best(job)
-        if len(sizes) == 1:
-            (in_one,) = collectives.largest([job_seconds(job, sizes, collectives)], job.device)
-            return Tuned([job.rows], predicted, in_one, in_one)
-        times = [job_seconds(job, cut, collectives) for cut in (sizes, [job.rows])]
-        confirmed, in_one = collectives.largest(times, job.device)
+        one = [job.rows]
+        times = [job_seconds(job, cut, collectives) for cut in ([one] if len(sizes) == 1 else [sizes, one])]
+        slowest = collectives.largest(times, job.device)
+        confirmed, in_one = slowest[0], slowest[-1]
         if in_one <= confirmed:
-            return Tuned([job.rows], predictor.seconds(job, [job.rows]), in_one, in_one)
-        if isinstance(sizes, Columns):
-            return Tuned(sizes.of(job.outputs), predicted, confirmed, in_one, columns=True)
-        return Tuned(list(sizes), predicted, confirmed, in_one)
+            sizes, predicted = one, predictor.seconds(job, one)
+        columns = isinstance(sizes, Columns)
+        return Tuned(sizes.of(job.outputs) if columns else [*sizes], predicted, min(confirmed, in_one), in_one, columns)
 
     def report(self) -> str:
         """One line per job: the number of groups, predicted and confirmed milliseconds, and milliseconds in one group."""
