@@ -11,17 +11,19 @@ shard of the sequence, K input features, N output features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from holotrain.overlap.collectives import Work, wait_for
-from holotrain.overlap.groups import ALL_GATHER, ALL_TO_ALL, Columns, Job, group_sizes, in_proportion, spans
-from holotrain.overlap.overlapped_product import Overlap, product, products, weight_gradients
+from holotrain.overlap import signals
+from holotrain.overlap.collectives import Holding, Work, wait_for
+from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Job, group_sizes, in_proportion, spans
+from holotrain.overlap.overlapped_product import Overlap, product, products
 
 
 class SendResult(torch.autograd.Function):
@@ -45,7 +47,8 @@ class SendResult(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         whole, grad_x = ctx.way.receive(grad, weight if needs_x else None, None, weight.shape[1])
-        return grad_x, *weight_gradients(whole.flatten(0, -2), x.flatten(0, -2), needs_weight, needs_bias), None
+        whole = whole.flatten(0, -2)
+        return grad_x, whole.t() @ x.flatten(0, -2) if needs_weight else None, whole.sum(0) if needs_bias else None, None
 
 
 class SendInput(torch.autograd.Function):
@@ -69,12 +72,13 @@ class SendInput(torch.autograd.Function):
         kept, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad = grad.contiguous()
-        x, gathering = ctx.way.again(kept) if needs_weight else (None, [])
+        x, gathering = ctx.way.again(kept) if needs_weight else (kept, [])
         grad_x, works = ctx.way.send(grad, weight, None, covered=needs_weight) if needs_x else (None, [])
         wait_for(gathering)
-        rest = weight_gradients(grad.flatten(0, -2), None if x is None else x.flatten(0, -2), needs_weight, needs_bias)
+        grad = grad.flatten(0, -2)
+        grad_weight, grad_bias = grad.t() @ x.flatten(0, -2) if needs_weight else None, grad.sum(0) if needs_bias else None
         wait_for(works)
-        return grad_x, *rest, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 @dataclass
@@ -82,11 +86,35 @@ class AllReduce:
     """Rows [R, ..] are whole on every rank: what is sent is a sum over ranks, and there is nothing to receive."""
 
     overlap: Overlap
+    collective = ALL_REDUCE
 
     def send(self, x: Tensor, matrix: Tensor, bias: Tensor | None, covered: bool = False) -> tuple[Tensor, list[Work]]:
-        """x [R, K] times matrix [K, N] (+ bias [N]): returns the sum over ranks [R, N], and what to wait for."""
-        out = x.new_empty(len(x), matrix.shape[1])
-        return out, self.overlap.all_reduce(x, matrix, bias, out, covered)
+        """x [R, K] times matrix [K, N] (+ bias [N], once): returns the sum over ranks [R, N], and what to wait for."""
+        link, (rows, inputs) = self.overlap.collectives, x.shape[-2:]
+        job = Job(rows, inputs, matrix.shape[1], self.collective, link.ranks, x.dtype, x.device, covered)
+        sizes, columns = group_sizes(self.overlap.groups, job, link)
+        cut, out = spans(sizes), x.new_empty(rows, matrix.shape[1])
+        if not columns:
+            summand = bias if link.rank == 0 else None  # added once, in the product: no extra pass over the output
+            return out, self._send_sum(x, matrix, summand, cut, out)
+        # Columns of a product are rows of the transposed product, where each group is contiguous.
+        turned = out.new_empty(out.shape[::-1])
+        works = self._send_sum(matrix.t().expand(*x.shape[:-2], -1, -1), x.mT, None, cut, turned)
+        for number, group in enumerate(cut):
+            summand = 0 if bias is None else bias[group]
+            put = partial(torch.add, turned[group].t(), summand, out=out[:, group])
+            works[number] = Holding(works[number], turned, put)
+        return out, works
+
+    def _send_sum(self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: list[slice], out: Tensor) -> list[Work]:
+        link = self.overlap.collectives
+        if self.overlap.signals and cut and signals.supported(x):
+            return signals.send_sum(x, matrix, bias, out, cut, link)
+        works = []
+        for rows in cut:
+            product(x[rows], matrix, bias, out=out[rows])
+            works.append(link.all_reduce(out[rows]))
+        return works
 
     def receive(
         self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int, again: bool = False
@@ -109,9 +137,11 @@ class ReduceScatter(AllReduce):
     The rows that are gathered are not kept: only the share is, and is gathered again.
     """
 
-    def send(self, x: Tensor, matrix: Tensor, bias: Tensor | None, covered: bool = False) -> tuple[Tensor, list[Work]]:
-        out = x.new_empty(x.shape[1], matrix.shape[1])
-        return out, self.overlap.reduce_scatter(x, matrix, bias, out, covered)
+    collective = REDUCE_SCATTER
+
+    def _send_sum(self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: list[slice], out: Tensor) -> list[Work]:
+        scatter = self.overlap.collectives.reduce_scatter
+        return self.overlap.send(x, matrix, bias, cut, lambda group, parts: scatter(out[cut[group]], parts))
 
     def receive(
         self, x: Tensor, matrix: Tensor | None, bias: Tensor | None, outputs: int, again: bool = False
@@ -121,19 +151,26 @@ class ReduceScatter(AllReduce):
         job = Job(rows, inputs, outputs, ALL_GATHER, collectives.ranks, x.dtype, x.device)
         whole = None if again else x.new_empty(collectives.ranks, *x.shape)
         under_way = []
-        for rows in self.overlap.spans(job):
+        for rows in spans(group_sizes(self.overlap.groups, job, collectives)[0]):
             parts = x.new_empty(collectives.ranks, *x[rows].shape) if whole is None else whole[:, rows]
             under_way.append((rows, parts, collectives.all_gather(parts, x[rows])))
         out = None if matrix is None else x.new_empty(collectives.ranks, len(x), outputs)
-        for rows, parts, work in under_way:
-            work.wait()
-            if matrix is not None and out is not None:
-                products(parts, matrix, bias, out=out[:, rows])
+        _multiply(under_way, matrix, bias, out)
         return x if whole is None else whole, out
 
     def again(self, kept: Tensor) -> tuple[Tensor, list[Work]]:
         whole = kept.new_empty(self.overlap.collectives.ranks, *kept.shape)
         return whole, [self.overlap.collectives.all_gather(whole, kept)] if len(kept) else []
+
+
+def _multiply(
+    arriving: Iterable[tuple[slice, Tensor, Work]], matrix: Tensor | None, bias: Tensor | None, out: Tensor | None
+) -> None:
+    """Waits for each group, and multiplies it into its rows of out [P, L, N], if there is a matrix."""
+    for rows, parts, work in arriving:
+        work.wait()
+        if matrix is not None and out is not None:
+            products(parts, matrix, bias, out=out[:, rows])
 
 
 class Rows:
@@ -151,7 +188,7 @@ class Rows:
         ]
         self.even = len(set(lengths)) == 1
         self.shape = (len(lengths), lengths[0]) if self.even else (1, sum(lengths))
-        self.cut = list(spans(self.counts[0] if self.even else [sum(group) for group in zip(*self.counts, strict=True)]))
+        self.cut = spans(self.counts[0] if self.even else [sum(group) for group in zip(*self.counts, strict=True)])
 
     def arranged(self, x: Tensor) -> Tensor:
         """[R, F] to [P, R / P, F], or to [1, R, F] with the groups one after the other."""
@@ -179,7 +216,7 @@ class Features:
     """Rows [R, P * F], F features of each row for each rank."""
 
     def __init__(self, ranks: int, rows: int, sizes: Sequence[int]) -> None:
-        self.ranks, self.shape, self.cut = ranks, (1, rows), list(spans(sizes))
+        self.ranks, self.shape, self.cut = ranks, (1, rows), spans(sizes)
 
     def arranged(self, x: Tensor) -> Tensor:
         return x[None]
@@ -189,6 +226,10 @@ class Features:
 
     def parts(self, arranged: Tensor, group: int) -> Sequence[Tensor]:
         return arranged[0].chunk(self.ranks, 1)
+
+
+ANY_ROWS = 2**20
+"""Rows that are cut into a number of groups, where only the proportions of the groups matter."""
 
 
 @dataclass
@@ -230,27 +271,20 @@ class AllToAll(AllReduce):
         """
         near, far = self._groups(x, x.shape[1] * self.shared, outputs, before=True)
         whole = x.new_empty(*near.shape, x.shape[1] * self.shared)
-        works = [
-            self.overlap.collectives.all_to_all(near.parts(whole[:, rows], group), far.of_ranks(x, group))
-            for group, rows in enumerate(near.cut)
-        ]
+        under_way = []
+        for group, rows in enumerate(near.cut):
+            parts = whole[:, rows]
+            work = self.overlap.collectives.all_to_all(near.parts(parts, group), far.of_ranks(x, group))
+            under_way.append((rows, parts, work))
         out = None if matrix is None else x.new_empty(*near.shape, outputs)
-        for rows, work in zip(near.cut, works, strict=True):
-            work.wait()
-            if matrix is not None and out is not None:
-                products(whole[:, rows], matrix, bias, out=out[:, rows])
+        _multiply(under_way, matrix, bias, out)
         return near.restored(whole), None if out is None else near.restored(out)
 
     def _groups(self, x: Tensor, inputs: int, outputs: int, **kind: bool) -> tuple[Rows | Features, Rows]:
-        overlap = self.overlap
-        if self.rows is not None:
-            rows = self.rows
-        elif callable(overlap.groups):
-            rows = int(overlap.collectives.largest([max(sum(self.near or ()), sum(self.far))], x.device)[0])
-        else:  # proportions will do, which need no message between the ranks
-            rows = len(overlap.groups) if isinstance(overlap.groups, Columns) else overlap.groups
-        self.rows = rows
-        job = Job(rows, inputs, outputs, ALL_TO_ALL, overlap.collectives.ranks, x.dtype, x.device, **kind)
-        sizes, _ = group_sizes(overlap.groups, job, overlap.collectives)
-        near = Features(overlap.collectives.ranks, self.far[0], sizes) if self.near is None else Rows(self.near, sizes)
-        return near, Rows(self.far, sizes)
+        groups, link = self.overlap.groups, self.overlap.collectives
+        if self.rows is None and callable(groups):
+            self.rows = int(link.largest([max(sum(self.near or ()), sum(self.far))], x.device)[0])
+        # For a number of groups proportions will do, which need no message between the ranks.
+        rows = ANY_ROWS if self.rows is None else self.rows
+        sizes, _ = group_sizes(groups, Job(rows, inputs, outputs, ALL_TO_ALL, link.ranks, x.dtype, x.device, **kind), link)
+        return Features(link.ranks, self.far[0], sizes) if self.near is None else Rows(self.near, sizes), Rows(self.far, sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -94,39 +94,22 @@ Grouping = int | Columns | Callable[[Job, Collectives], Sizes]
 """A number of groups of equal size, of rows or of columns, or a callable that chooses the sizes; the same on every rank."""
 
 
-def require_grouping(groups: Grouping) -> None:
-    """
-    Raises:
-        TypeError: neither a number, nor columns, nor a callable.
-        ValueError: less than one group.
-    """
-    if callable(groups):
-        return
-    number = len(groups) if isinstance(groups, Columns) else groups
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"groups must be an integer, Columns, a Tuner or a Predictor, not {number!r}")
-    if number < 1:
-        raise ValueError(f"groups must be 1 or more, not {number}")
-
-
 def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> tuple[list[int], bool]:
     """The size of each group, first to last, and whether they are columns instead of rows.
 
     No group is empty: if there are fewer rows than groups, each row is a group.
 
     Raises:
-        ValueError: less than one group, or chosen sizes that are not positive or do not add up.
+        ValueError: chosen sizes are not positive or do not add up.
     """
     if job.rows == 0:
         return [], False
     chosen = groups if isinstance(groups, int | Columns) else groups(job, collectives)
-    total, kind, columns = job.rows, "rows", False
-    if isinstance(chosen, Columns) and job.summed:
-        total, kind, columns, sizes = job.outputs, "columns", True, chosen.of(job.outputs)
-    elif isinstance(chosen, int | Columns):
-        sizes = equal_sizes(job.rows, chosen if isinstance(chosen, int) else len(chosen))
-    else:
-        sizes = list(chosen)
+    columns = isinstance(chosen, Columns) and job.summed
+    total, kind = (job.outputs, "columns") if columns else (job.rows, "rows")
+    if isinstance(chosen, Columns):
+        chosen = chosen.sizes if columns else len(chosen)
+    sizes = equal_sizes(total, chosen) if isinstance(chosen, int) else list(chosen)
     if sum(sizes) != total or min(sizes, default=0) < 1:
         raise ValueError(f"groups of {sizes} {kind} were chosen for {total} {kind}; they must be positive and add up to that")
     return sizes, columns
@@ -134,17 +117,13 @@ def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> tuple[l
 
 def equal_sizes(rows: int, groups: int) -> list[int]:
     """Sizes that differ by at most one row, the larger ones first."""
-    require_grouping(groups)
     groups = min(groups, rows)
     return [rows // groups + (number < rows % groups) for number in range(groups)]
 
 
-def spans(sizes: Sequence[int]) -> Iterator[slice]:
+def spans(sizes: Sequence[int]) -> list[slice]:
     """The rows of each group."""
-    start = 0
-    for size in sizes:
-        yield slice(start, start + size)
-        start += size
+    return [slice(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def in_proportion(sizes: Sequence[int], rows: int) -> list[int]:

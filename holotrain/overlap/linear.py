@@ -40,14 +40,13 @@ class SequenceShards:
 
     def side_by_side(self, x: Tensor) -> Tensor:
         """[..A, S, ..C, K] to [ranks, L, K]; a view if the sequence is the first dimension and divides evenly."""
-        rows = self._rows(x)
         x = self._lengthened(x, self.ranks * self.padded)
-        return x.unflatten(self.dim, (self.ranks, self.padded)).movedim(self.dim, 0).reshape(self.ranks, rows, x.shape[-1])
+        return x.unflatten(self.dim, (self.ranks, self.padded)).movedim(self.dim, 0).flatten(1, -2)
 
     def end_to_end(self, rows: Tensor, like: Tensor) -> Tensor:
         """[ranks, L, K] to [..A, S, ..C, K]; ``like`` gives A and C."""
-        shape = (self.ranks, *like.shape[: self.dim], self.padded, *like.shape[self.dim + 1 : -1], rows.shape[-1])
-        return rows.view(shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1).narrow(self.dim, 0, self.length)
+        x = rows.unflatten(1, self._leading(like))
+        return x.movedim(0, self.dim).flatten(self.dim, self.dim + 1).narrow(self.dim, 0, self.length)
 
     def rows_of_share(self, x: Tensor) -> Tensor:
         """[..A, own, ..C, K] to [L, K]."""
@@ -55,17 +54,15 @@ class SequenceShards:
 
     def share_of_rows(self, rows: Tensor, rank: int, like: Tensor) -> Tensor:
         """[L, K] to [..A, own, ..C, K]; ``like`` gives A and C."""
-        shape = (*like.shape[: self.dim], self.padded, *like.shape[self.dim + 1 : -1], rows.shape[-1])
-        return rows.view(shape).narrow(self.dim, 0, self.own(rank))
+        return rows.unflatten(0, self._leading(like)).narrow(self.dim, 0, self.own(rank))
 
-    def _rows(self, like: Tensor) -> int:
-        return math.prod(like.shape[: self.dim]) * self.padded * math.prod(like.shape[self.dim + 1 : -1])
+    def _leading(self, like: Tensor) -> tuple[int, ...]:
+        """The shape of a padded share without its features."""
+        return (*like.shape[: self.dim], self.padded, *like.shape[self.dim + 1 : -1])
 
     def _lengthened(self, x: Tensor, length: int) -> Tensor:
         missing = length - x.shape[self.dim]
-        if missing == 0:
-            return x
-        return pad(x, (0, 0) * (x.dim() - 1 - self.dim) + (0, missing))
+        return pad(x, (0, 0) * (x.dim() - 1 - self.dim) + (0, missing)) if missing else x
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -283,11 +280,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tenso
 
 
 def _shares_of(x: Tensor, dim: int, length: int | None, link: Collectives) -> SequenceShards:
-    """The shares of a sequence of ``length`` of which x is one, by default one of equal shares.
-
-    Raises:
-        ValueError: x is not the share of this rank.
-    """
+    """The shares of a sequence of ``length`` of which x is one, by default one of equal shares."""
     own = x.shape[dim]
     shares = SequenceShards(_dimension(dim, x), link.ranks * own if length is None else length, link.ranks)
     if own != (due := shares.own(link.rank)):
@@ -296,11 +289,7 @@ def _shares_of(x: Tensor, dim: int, length: int | None, link: Collectives) -> Se
 
 
 def _dimension(dim: int, x: Tensor) -> int:
-    """The dimension, counted from the front.
-
-    Raises:
-        ValueError: it is the last dimension, or not a dimension of x.
-    """
+    """The dimension, counted from the front."""
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         raise ValueError(f"sequence_dim must be a dimension of the input other than the last of its {x.dim()}, not {dim}")
     return dim % x.dim()
@@ -308,9 +297,10 @@ def _dimension(dim: int, x: Tensor) -> int:
 
 def _as_autocast_would(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Casts tensors as autocast casts the arguments of ``linear``; autocast does not cast for products with ``out=``."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(x.device.type))
+
+    if not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    x, weight, *rest = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight, bias) if t is not None)
-    return x, weight, rest[0] if rest else None
+    return cast(x), cast(weight), None if bias is None else cast(bias)

@@ -13,12 +13,8 @@ from torch import Tensor
 
 from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
-Points = Mapping[int, float]
-
 
 class Carrier(Protocol):
-    """Anything that gives the time of collectives."""
-
     def seconds(self, collective: str, size: int, ranks: int) -> float:
         """Seconds of one collective over a tensor of ``size`` bytes, counted over all ranks."""
         ...
@@ -72,13 +68,13 @@ and round latencies. NVLink 3 is that of A100, 4 of H100 and H200, 5 of B200. PC
 class MeasuredLink:
     """Times measured on a process group: seconds by size in bytes, for each collective."""
 
-    times: Mapping[str, Points]
+    times: Mapping[str, Mapping[int, float]]
 
     def seconds(self, collective: str, size: int, ranks: int) -> float:
         return interpolated(self.times[collective], size)
 
 
-def interpolated(points: Points, x: float) -> float:
+def interpolated(points: Mapping[int, float], x: float) -> float:
     """Linear interpolation. Before the first point it is constant (latency), after the last proportional (throughput)."""
     sizes = sorted(points)
     if x <= sizes[0]:
@@ -87,8 +83,7 @@ def interpolated(points: Points, x: float) -> float:
         return points[sizes[-1]] * x / sizes[-1]
     at = bisect_left(sizes, x)
     low, high = sizes[at - 1], sizes[at]
-    share = (x - low) / (high - low)
-    return points[low] * (1 - share) + points[high] * share
+    return points[low] + (points[high] - points[low]) * (x - low) / (high - low)
 
 
 def link_named(name: str) -> Link:

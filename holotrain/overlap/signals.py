@@ -12,19 +12,17 @@ It is written for CUDA and checked in Triton's interpreter. It has not run on a 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 from holotrain.overlap.collectives import Collectives, Holding, Work
 from holotrain.overlap.groups import spans
 from holotrain.overlap.predictor import SMS_LOST, TILE_COLUMNS, TILE_ROWS
 
-DTYPES = (torch.bfloat16, torch.float16)
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
@@ -32,9 +30,8 @@ def supported(x: Tensor) -> bool:
     """Whether a product of x can signal: CUDA compute capability 8.0 or newer, bf16 or fp16, Triton, no graph capture."""
     return (
         x.is_cuda
-        and torch.version.hip is None
-        and x.dtype in DTYPES
-        and _has_triton()
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and has_triton_package()
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
         and _wait_for_count() is not None
         and not torch.cuda.is_current_stream_capturing()
@@ -83,30 +80,24 @@ def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
         ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
         sizes = tuple(rows.stop - rows.start for rows in cut)
-        order = order_of(sizes, ranks, matrix.shape[1], x.device, ambient.cuda_stream)
+        tiles, finished = order_of(sizes, ranks, matrix.shape[1], x.device, ambient.cuda_stream)
         aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
         # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
-        launch(x, matrix, bias, out, order.table, counts, programs)
+        launch(x, matrix, bias, out, tiles, counts, programs)
         works = []
         with torch.cuda.stream(aside):
-            for group in range(len(cut)):
-                due = order.finished[group]
+            for group, due in enumerate(finished):
                 status = _wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL)
                 if status != 0:
                     raise RuntimeError(f"cuStreamWaitValue32 failed with CUDA driver error {status}")
-                works.append(Holding(collective(group), (out, counts, order.table)))
+                works.append(Holding(collective(group), (out, counts, tiles)))
     return works
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@cache
 def _wait_for_count():
-    """The driver's cuStreamWaitValue32, or None. It maps (stream, address, value, flags) to a status."""
+    """The driver's cuStreamWaitValue32; None: there is no CUDA. It maps (stream, address, value, flags) to a status."""
     try:
         function = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
     except (OSError, AttributeError):
@@ -121,21 +112,11 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # first at what SMs are free
 
 
-KEPT = 128
-"""Orders that are kept: those of a model's layers, forwards and backwards, where the shapes of its batches stay."""
-
-
-@dataclass(eq=False)
-class Order:
-    """The tiles of a product on the device, [tiles, 5] of int32, and how many of them each group has."""
-
-    table: Tensor
-    finished: list[int]
-
-
-@lru_cache(maxsize=KEPT)
-def order_of(sizes: tuple[int, ...], ranks: int, columns: int, device: torch.device, stream: int = 0) -> Order:
-    """The order of the tiles of groups of ``sizes`` rows of each rank; see :func:`tiles_of`.
+@lru_cache  # its 128 are those of a model's layers, forwards and backwards, where the shapes of its batches stay
+def order_of(
+    sizes: tuple[int, ...], ranks: int, columns: int, device: torch.device, stream: int = 0
+) -> tuple[Tensor, list[int]]:
+    """On the device :func:`tiles_of` groups of ``sizes`` rows of each rank; and how many of the tiles each group has.
 
     Args:
         stream: the current one. Each has tables of its own, so that no other can read one that has not arrived, or is released.
@@ -144,4 +125,4 @@ def order_of(sizes: tuple[int, ...], ranks: int, columns: int, device: torch.dev
     finished = torch.bincount(tiles[:, 4]).tolist()
     if device.type == "cuda":  # from pageable memory the host would wait for the copy, at every new shape
         tiles = tiles.pin_memory().to(device, non_blocking=True)
-    return Order(tiles, finished)
+    return tiles, finished

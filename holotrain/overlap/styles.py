@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from holotrain.overlap.groups import Grouping, require_grouping
+from holotrain.overlap.groups import Grouping
 from holotrain.overlap.linear import GROUPS, column_parallel_linear, row_parallel_linear
 
 
@@ -30,10 +30,13 @@ class _ParallelLinear(nn.Linear):
     output_layout: Placement
     use_local_output: bool
 
-    def _distributed(self, x: Tensor) -> DTensor:
-        if isinstance(x, DTensor):
-            return x
-        return DTensor.from_local(x, self.weight.device_mesh, [self.input_layout], run_check=False)
+    def _local(self, x: Tensor, wanted: Placement) -> Tensor:
+        """This rank's part of an input in the wanted layout."""
+        if not isinstance(x, DTensor):
+            if _counted(self.input_layout, x.dim()) == wanted:
+                return x
+            x = DTensor.from_local(x, self.weight.device_mesh, [self.input_layout], run_check=False)
+        return x.redistribute(placements=[wanted]).to_local()
 
     def _arranged(self, y: Tensor, layout: Placement, shape: Sequence[int]) -> Tensor:
         """Returns a local result of ``layout`` in the output layout, as a plain tensor or a DTensor of ``shape``."""
@@ -69,11 +72,7 @@ class RowParallelLinear(_ParallelLinear):
     """Weight ``Shard(1)``, bias ``Replicate()``; see :class:`~holotrain.overlap.OverlappedRowwise`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input
-        last = Shard(x.dim() - 1)
-        if isinstance(x, DTensor) or _counted(self.input_layout, x.dim()) != last:
-            x = self._distributed(x)
-            x = (x if _counted(x.placements[0], x.dim()) == last else x.redistribute(placements=[last])).to_local()
+        x = self._local(input, Shard(input.dim() - 1))
         layout = _counted(self.output_layout, x.dim())
         if not _shares_out_the_sequence(layout, x.dim()):
             layout = Replicate()
@@ -85,16 +84,11 @@ class ColumnParallelLinear(_ParallelLinear):
     """Weight and bias ``Shard(0)``; see :class:`~holotrain.overlap.OverlappedColwise`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input
-        layout = _counted(x.placements[0] if isinstance(x, DTensor) else self.input_layout, x.dim())
-        length = None
-        if _shares_out_the_sequence(layout, x.dim()):
-            if isinstance(x, DTensor):
-                x, length = x.to_local(), x.shape[layout.dim]
-        else:
-            if isinstance(x, DTensor) or layout != Replicate():
-                x = self._distributed(x).redistribute(placements=[Replicate()]).to_local()
+        layout = _counted(input.placements[0] if isinstance(input, DTensor) else self.input_layout, input.dim())
+        if not _shares_out_the_sequence(layout, input.dim()):
             layout = Replicate()
+        length = input.shape[layout.dim] if isinstance(layout, Shard) and isinstance(input, DTensor) else None
+        x = self._local(input, layout)
         y = self._multiplied(column_parallel_linear, x, layout, length=length)
         return self._arranged(y, Shard(y.dim() - 1), (*y.shape[:-1], self.weight.shape[0]))
 
@@ -126,7 +120,6 @@ class _Overlapped:
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        require_grouping(groups)
         # torch's style, the next base.
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)  # ty: ignore[unknown-argument]
         self.groups, self.signals = groups, signals

@@ -52,7 +52,7 @@ def product(draw: random.Random) -> tuple[dict, str | None]:
     drawn["bias"] = draw.choice((None, "contiguous", "every other column", "offset"))
     bias = None if drawn["bias"] is None else laid_out(torch.randn(1, columns).to(dtype), drawn["bias"])[0]
     around = torch.full((ranks * rows + 2, columns), float("nan"), dtype=dtype)
-    out, cut = around[1:-1], list(spans(sizes))
+    out, cut = around[1:-1], spans(sizes)
     counts, tiles = torch.zeros(len(sizes), dtype=torch.int32), torch.as_tensor(tiles_of(cut, ranks, rows, columns)).int()
     launch(x, matrix, bias, out, tiles, counts, programs=draw.choice((1, 3, 200)))
 

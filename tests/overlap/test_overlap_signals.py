@@ -6,16 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from layer_cases import Log
 
 from holotrain.overlap import Columns, EmulatedCollectives, row_parallel_linear, signals
+from holotrain.overlap.functions import AllReduce, ReduceScatter
 from holotrain.overlap.groups import spans
 from holotrain.overlap.links import Link
 from holotrain.overlap.overlapped_product import Overlap
@@ -23,34 +23,12 @@ from holotrain.overlap.predictor import TILE_COLUMNS
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), [([300], 1), ([130, 1, 150], 1), ([100, 33], 4)])
-def test_tiles_cover_every_element_once_in_the_order_of_groups(sizes, ranks):
-    cut, columns, rows = list(spans(sizes)), 200, sum(sizes)
-    seen = torch.zeros(ranks * rows, columns, dtype=torch.int)
-    group_of = torch.full((ranks * rows,), -1)
-    tiles = signals.tiles_of(cut, ranks, rows, columns).tolist()
-    for read, written, height, column, group in tiles:
-        seen[written : written + height, column : column + TILE_COLUMNS] += 1
-        group_of[written : written + height] = group
-        rank, at = divmod(read, rows)
-        assert cut[group].start <= at and at + height <= cut[group].stop  # rows of one rank and one group
-        assert written == ranks * cut[group].start + rank * sizes[group] + at - cut[group].start
-    assert (seen == 1).all()
-    assert [tile[4] for tile in tiles] == sorted(tile[4] for tile in tiles)
-    assert group_of.tolist() == [group for group, size in enumerate(sizes) for _ in range(ranks * size)]
-
-
-def test_orders_on_the_device_are_made_once_and_few_are_kept():
-    """As for texts, whose batches differ in length from step to step."""
-    made = signals.order_of((40, 60), 2, 200, torch.device("cpu"))
-    assert made.table.tolist() == signals.tiles_of(spans([40, 60]), 2, 100, 200).tolist()
-    assert made.finished == [4, 4]
-    assert signals.order_of((40, 60), 2, 200, torch.device("cpu")) is made
-    kept = weakref.ref(made)
-    del made
-    for rows in range(1, signals.KEPT + 1):
-        signals.order_of((rows,), 1, 8, torch.device("cpu"))
-    gc.collect()
-    assert kept() is None
+def test_tiles_come_in_the_order_of_groups_whose_rows_are_contiguous(sizes, ranks):
+    cut = spans(sizes)
+    tiles = signals.tiles_of(cut, ranks, sum(sizes), 200).tolist()
+    assert [group for *_, group in tiles] == sorted(group for *_, group in tiles)
+    for _, written, height, _, group in tiles:
+        assert ranks * cut[group].start <= written and written + height <= ranks * cut[group].stop
 
 
 class Stream:
@@ -75,16 +53,6 @@ def launched(monkeypatch) -> list[str]:
     return log
 
 
-class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("groups", [1, 5])
 def test_the_host_does_as_much_for_any_number_of_tiles(launched, groups):
     """One product, then a wait and a collective a group; the table of tiles is made once. Nothing reads from the device."""
@@ -92,7 +60,7 @@ def test_the_host_does_as_much_for_any_number_of_tiles(launched, groups):
     def sent(rows: int, columns: int) -> None:
         x, matrix, out = torch.empty(rows, 1), torch.empty(1, columns), torch.empty(rows, columns)
         link = SimpleNamespace(all_reduce=lambda rows: launched.append("collective"))
-        signals.send_sum(x, matrix, None, out, list(spans([rows // groups] * groups)), link)
+        signals.send_sum(x, matrix, None, out, spans([rows // groups] * groups), link)
 
     def calls(rows: int, columns: int) -> int:
         events = []
@@ -104,7 +72,7 @@ def test_the_host_does_as_much_for_any_number_of_tiles(launched, groups):
         return len(events)
 
     def operations(rows: int, columns: int) -> list[str]:
-        with Operations() as seen:
+        with Log() as seen:
             sent(rows, columns)
         return [name for name in seen.names if name != "empty"]
 
@@ -206,10 +174,8 @@ def test_a_group_is_sent_when_it_is_whole(form, groups, rows, inner, columns):
     overlap = Overlap(link, Columns(groups) if form == "columns" else groups, signals=True)
     due = 2 * (x @ matrix) + bias if form == "columns" else 2 * torch.addmm(bias, x, matrix)  # there it is added to the sum
     for _ in range(20):  # a group that is sent too early is a matter of chance
-        out = torch.full((rows, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
-        works = (
-            overlap.reduce_scatter(x[None], matrix, bias, out) if form == "shares" else overlap.all_reduce(x, matrix, bias, out)
-        )
+        way, rows_of_ranks = (ReduceScatter(overlap), x[None]) if form == "shares" else (AllReduce(overlap), x)
+        out, works = way.send(rows_of_ranks, matrix, bias)
         for work in works:
             work.wait()
         torch.testing.assert_close(out, due, rtol=2e-2, atol=0.5)
