@@ -166,14 +166,9 @@ def sharded_like(here: Any, state: Any) -> Any:
 
     def shard(keys: KeyPath, value: Any) -> Any:
         of = like.get(keys)
-        if (
-            not isinstance(of, DTensor)
-            or isinstance(value, DTensor)
-            or not isinstance(value, Tensor)
-            or value.shape != of.shape
-        ):
-            return value
-        return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None)
+        if isinstance(of, DTensor) and isinstance(value, Tensor) and value.shape == of.shape and not isinstance(value, DTensor):
+            return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None)
+        return value
 
     return tree_map_with_path(shard, state)
 

@@ -52,20 +52,11 @@ def rank_from_environment(environment: MutableMapping[str, str] | None = None) -
             return None
         if (size := int(environment.get("WORLD_SIZE", 1))) == 1:
             return None
-        numbers = (
-            int(environment["RANK"]),
-            size,
-            int(environment["LOCAL_RANK"]),
-            int(environment.get("LOCAL_WORLD_SIZE", size)),
-        )
-        return _checked(ProcessRank(*numbers), int(environment["MASTER_PORT"]))
+        rank, local_rank, port = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"))
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
     except ValueError as error:
         raise UserError(f"the launcher's environment variables are not numbers: {error}") from error
-
-
-def _checked(process: ProcessRank, port: int) -> ProcessRank:
-    """Checks the numbers, because waiting for a process that does not exist takes long."""
-    rank, size, local_rank, local_size = process.rank, process.size, process.local_rank, process.local_size
+    # Waiting for a process that does not exist takes long.
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size and 0 < port < 2**16):
         raise UserError(
             f"the launcher's environment variables are not valid: RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} "
@@ -73,7 +64,7 @@ def _checked(process: ProcessRank, port: int) -> ProcessRank:
         )
     if size % local_size:
         raise UserError(f"the launcher started {size} processes; each machine must have the same number")
-    return process
+    return ProcessRank(rank, size, local_rank, local_size)
 
 
 def _of_slurm(environment: MutableMapping[str, str]) -> dict[str, str]:

@@ -79,8 +79,8 @@ class ModelStage(nn.Module):
         self.model = model = cast(GPT | ViT, task.model)
         self.first, self.last = self.index == 0, self.index == self.count - 1
         blocks = cast(ResidualSequence | ReversibleSequence, model.blocks)
-        depth = len(blocks.blocks)
-        self.blocks = blocks.part(depth * self.index // self.count, depth * (self.index + 1) // self.count)
+        ends = [len(blocks.blocks) * stage // self.count for stage in (self.index, self.index + 1)]
+        self.blocks = blocks.part(*ends)
         before, after = (
             {parameter for name in names for parameter in model.get_submodule(name).parameters()}
             for names in (model.BEFORE, model.AFTER)
@@ -112,17 +112,10 @@ class ModelStage(nn.Module):
         count = equal_parts(rows, most)
         schedule = schedule if count >= self.count else "gpipe"
         given = inputs[0][: rows // count]
-        first, last = (given,), (torch.zeros(1, dtype=self.dtype, device=given.device, requires_grad=True),)
         streams = tuple(stream.requires_grad_() for stream in self._streams_for(given))
-        stage = PipelineStage(
-            self,
-            self.index,
-            self.count,
-            given.device,
-            input_args=first if self.first else streams,
-            output_args=last if self.last else streams,
-            group=self.group,
-        )
+        loss = torch.zeros(1, dtype=self.dtype, device=given.device, requires_grad=True)
+        taken, made = (given,) if self.first else streams, (loss,) if self.last else streams
+        stage = PipelineStage(self, self.index, self.count, given.device, input_args=taken, output_args=made, group=self.group)
         return SCHEDULES[schedule](stage, count, loss_fn=lambda loss, _: loss.squeeze(), scale_grads=False)
 
     def step(self, schedule: Any, *inputs: Tensor) -> Tensor:
