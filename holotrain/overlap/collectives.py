@@ -49,30 +49,19 @@ class Collectives:
         return cast(Work, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def reduce_scatter(self, share: Tensor, parts: Tensor) -> Work:
-        """Writes the sum over ranks of ``parts[rank]`` to ``share``.
-
-        Args:
-            share: [rows, features], contiguous.
-            parts: [ranks, rows, features], contiguous.
-        """
+        """Writes the sum over ranks of ``parts[rank]`` [rows, features] to ``share``; both are contiguous."""
         return cast(Work, dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=self.group, async_op=True))
 
     def all_gather(self, parts: Tensor, share: Tensor) -> Work:
-        """Writes the share of each rank r to ``parts[r]``.
-
-        Args:
-            parts: [ranks, rows, features]; each rank's part is contiguous.
-            share: [rows, features], contiguous.
-        """
+        """Writes the share [rows, features] of each rank r to ``parts[r]``; both are contiguous."""
         if parts.is_contiguous():
             return cast(Work, dist.all_gather_into_tensor(parts.flatten(0, 1), share, group=self.group, async_op=True))
         return cast(Work, dist.all_gather(list(parts.unbind(0)), share, group=self.group, async_op=True))
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        """Sends ``sent[rank]`` to each rank, and writes what it sends here to ``received[rank]``.
+        """Sends ``sent[rank]`` [rows, features] to each rank, and writes what it sends here to ``received[rank]``.
 
-        Args:
-            received, sent: [rows, features] for each rank, with any numbers of rows. What is not contiguous is copied.
+        There may be any numbers of rows. What is not contiguous is copied.
         """
         leaving: Sequence[Tensor] | Tensor
         if self.name == "nccl":

@@ -48,7 +48,8 @@ class SendResult(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         whole, grad_x = ctx.way.receive(grad, weight if needs_x else None, None, weight.shape[1])
         whole = whole.flatten(0, -2)
-        return grad_x, whole.t() @ x.flatten(0, -2) if needs_weight else None, whole.sum(0) if needs_bias else None, None
+        grad_weight = whole.t() @ x.flatten(0, -2) if needs_weight else None
+        return grad_x, grad_weight, whole.sum(0) if needs_bias else None, None
 
 
 class SendInput(torch.autograd.Function):
@@ -76,7 +77,8 @@ class SendInput(torch.autograd.Function):
         grad_x, works = ctx.way.send(grad, weight, None, covered=needs_weight) if needs_x else (None, [])
         wait_for(gathering)
         grad = grad.flatten(0, -2)
-        grad_weight, grad_bias = grad.t() @ x.flatten(0, -2) if needs_weight else None, grad.sum(0) if needs_bias else None
+        grad_weight = grad.t() @ x.flatten(0, -2) if needs_weight else None
+        grad_bias = grad.sum(0) if needs_bias else None
         wait_for(works)
         return grad_x, grad_weight, grad_bias, None
 
@@ -107,6 +109,7 @@ class AllReduce:
         return out, works
 
     def _send_sum(self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: list[slice], out: Tensor) -> list[Work]:
+        """Computes the product in groups, and launches the sum of each over ranks into its rows of out [R, N]."""
         link = self.overlap.collectives
         if self.overlap.signals and cut and signals.supported(x):
             return signals.send_sum(x, matrix, bias, out, cut, link)
@@ -121,8 +124,7 @@ class AllReduce:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the rows of all ranks, and their product with matrix [K, ``outputs``] (+ bias), if there is one.
 
-        Args:
-            again: the rows are needed later on; what is returned in their place is to be given to :meth:`again` then.
+        With ``again`` it returns in place of the rows what :meth:`again` needs to bring them back.
         """
         return x, None if matrix is None else product(x, matrix, bias)
 
@@ -287,4 +289,5 @@ class AllToAll(AllReduce):
         # For a number of groups proportions will do, which need no message between the ranks.
         rows = ANY_ROWS if self.rows is None else self.rows
         sizes, _ = group_sizes(groups, Job(rows, inputs, outputs, ALL_TO_ALL, link.ranks, x.dtype, x.device, **kind), link)
-        return Features(link.ranks, self.far[0], sizes) if self.near is None else Rows(self.near, sizes), Rows(self.far, sizes)
+        near = Features(link.ranks, self.far[0], sizes) if self.near is None else Rows(self.near, sizes)
+        return near, Rows(self.far, sizes)

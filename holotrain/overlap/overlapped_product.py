@@ -44,11 +44,9 @@ class Overlap:
     def send(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: Sequence[slice], send: Callable[[int, Tensor], Work]
     ) -> list[Work]:
-        """Computes x [P, L, K] times matrix [K, N] or [P, K, N] (+ bias [N]), and calls ``send`` on each finished group.
+        """Computes x [P, L, K] times matrix [K, N] or [P, K, N] (+ bias [N]) in groups of the rows ``cut`` of L.
 
-        Args:
-            cut: the rows of each group, of L.
-            send: given the number of a group and its result [P, rows, N], contiguous; launches the collective.
+        ``send`` gets the number of each finished group and its result [P, rows, N], contiguous. It launches the collective.
         """
         if self.signals and cut and matrix.dim() == 2 and signals.supported(x):
             return signals.send_parts(x, matrix, bias, cut, send)

@@ -75,18 +75,10 @@ def compositions(units: int) -> Iterator[list[int]]:
 
 
 def candidates(rows: int, unit: int) -> Iterator[list[int]]:
-    """Yields the group sizes to choose from. All sizes but the last are multiples of ``unit``.
-
-    Args:
-        rows: the total number of rows.
-        unit: rows that the device computes in the time of one row: a wave.
-    """
+    """Yields the group sizes to choose from, for this many rows. All sizes but the last are multiples of ``unit``."""
     units = math.ceil(rows / unit)
-    if units <= WAVES_SEARCHED:
-        of_units: Iterable[list[int]] = compositions(units)
-    else:
-        of_units = (equal_sizes(units, groups) for groups in range(1, min(units, MOST_GROUPS) + 1))
-    for sizes in of_units:
+    equal = (equal_sizes(units, groups) for groups in range(1, min(units, MOST_GROUPS) + 1))
+    for sizes in compositions(units) if units <= WAVES_SEARCHED else equal:
         whole = [size * unit for size in sizes]
         whole[-1] -= units * unit - rows
         yield whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeGuard, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +73,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         x = self._local(input, Shard(input.dim() - 1))
-        layout = _counted(self.output_layout, x.dim())
-        if not _shares_out_the_sequence(layout, x.dim()):
-            layout = Replicate()
+        layout = _of_the_sequence(self.output_layout, x.dim())
         y = self._multiplied(row_parallel_linear, x, layout)
         return self._arranged(y, layout, (*x.shape[:-1], self.weight.shape[0]))
 
@@ -84,9 +82,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """Weight and bias ``Shard(0)``; see :class:`~holotrain.overlap.OverlappedColwise`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        layout = _counted(input.placements[0] if isinstance(input, DTensor) else self.input_layout, input.dim())
-        if not _shares_out_the_sequence(layout, input.dim()):
-            layout = Replicate()
+        layout = _of_the_sequence(input.placements[0] if isinstance(input, DTensor) else self.input_layout, input.dim())
         length = input.shape[layout.dim] if isinstance(layout, Shard) and isinstance(input, DTensor) else None
         x = self._local(input, layout)
         y = self._multiplied(column_parallel_linear, x, layout, length=length)
@@ -98,8 +94,10 @@ def _counted(layout: Placement, dims: int) -> Placement:
     return Shard(layout.dim % dims) if isinstance(layout, Shard) else layout
 
 
-def _shares_out_the_sequence(layout: Placement, dims: int) -> TypeGuard[Shard]:
-    return isinstance(layout, Shard) and layout.dim != dims - 1
+def _of_the_sequence(layout: Placement, dims: int) -> Placement:
+    """The layout if it shards a dimension other than the last, counted from the front; otherwise ``Replicate()``."""
+    layout = _counted(layout, dims)
+    return layout if isinstance(layout, Shard) and layout.dim != dims - 1 else Replicate()
 
 
 class _Overlapped:

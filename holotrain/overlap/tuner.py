@@ -238,8 +238,8 @@ class Tuner:
     """
 
     def __init__(self, folder: Path | None = None, link: Carrier | None = None) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.folder = Path(folder or cache / "holotrain" / "overlap")
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.folder = Path(folder or caches / "holotrain" / "overlap")
         self.link = link
         self.tuned: dict[tuple[Job, str], Tuned] = {}
 

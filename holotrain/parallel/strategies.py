@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
@@ -70,14 +69,13 @@ class DataParallel(DDPStrategy):
             cast(DistributedDataParallel, self.model).register_comm_hook(None, self._ddp_comm_hook)
 
 
-Styles = tuple[Callable[[], ParallelStyle], Callable[[], ParallelStyle]]
-"""What makes the style of the first Linear of a branch, sharded by columns, and that of the last one, sharded by rows."""
+Styles = tuple[ParallelStyle, ParallelStyle]
+"""Of the first Linear of a branch, sharded by columns, and of the last one, sharded by rows."""
 
 
 def overlapped(groups: Grouping, signals: bool = False) -> Styles:
     """Styles that overlap the all-reduce of row groups with computation (:mod:`holotrain.overlap`)."""
-    options = {"groups": groups, "signals": signals}
-    return partial(OverlappedColwise, **options), partial(OverlappedRowwise, **options)
+    return OverlappedColwise(groups=groups, signals=signals), OverlappedRowwise(groups=groups, signals=signals)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = None) -> None:
@@ -91,10 +89,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Styles | None = 
     Raises:
         Indivisible: no matrix can be sharded.
     """
-    column, row = styles or (ColwiseParallel, RowwiseParallel)
+    column, row = styles or (ColwiseParallel(), RowwiseParallel())
     for layer in division(model, mesh.size()).layers:
         first, last = ("query_key_value", "project") if isinstance(layer, Attention) else ("widen", "narrow")
-        parallelize_module(layer, mesh, {first: column(), last: row()})
+        parallelize_module(layer, mesh, {first: column, last: row})
 
 
 set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
