@@ -112,7 +112,7 @@ class AllReduce:
         """Computes the product in groups, and launches the sum of each over ranks into its rows of out [R, N]."""
         link = self.overlap.collectives
         if self.overlap.signals and cut and signals.supported(x):
-            return signals.send_sum(x, matrix, bias, out, cut, link)
+            return signals.send(x[None], matrix, bias, cut, lambda group, parts: link.all_reduce(parts[0]), out)
         works = []
         for rows in cut:
             product(x[rows], matrix, bias, out=out[rows])

@@ -49,7 +49,7 @@ class Overlap:
         ``send`` gets the number of each finished group and its result [P, rows, N], contiguous. It launches the collective.
         """
         if self.signals and cut and matrix.dim() == 2 and signals.supported(x):
-            return signals.send_parts(x, matrix, bias, cut, send)
+            return signals.send(x, matrix, bias, cut, send)
         works = []
         for group, rows in enumerate(cut):
             parts = products(x[:, rows], matrix, bias)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
-from holotrain.overlap.collectives import Collectives, Holding, Work
+from holotrain.overlap.collectives import Holding, Work
 from holotrain.overlap.groups import spans
 from holotrain.overlap.predictor import SMS_LOST, TILE_COLUMNS, TILE_ROWS
 
@@ -38,22 +38,42 @@ def supported(x: Tensor) -> bool:
     )
 
 
-def send_sum(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, cut: list[slice], link: Collectives) -> list[Work]:
-    """Computes x [R, K] times matrix [K, N] (+ bias [N]) into out [R, N] and launches the sum of each group over ranks."""
-    return _signalled(x, matrix, bias, out, cut, 1, lambda group: link.all_reduce(out[cut[group]]))
-
-
-def send_parts(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, cut: Sequence[slice], send: Callable[[int, Tensor], Work]
+def send(
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    cut: Sequence[slice],
+    send: Callable[[int, Tensor], Work],
+    out: Tensor | None = None,
 ) -> list[Work]:
-    """Like :meth:`~holotrain.overlap.overlapped_product.Overlap.send`; rows of a group from all ranks lie side by side."""
+    """Like :meth:`~holotrain.overlap.overlapped_product.Overlap.send`.
+
+    Args:
+        out: [P * L, N], for the result; rows of a group from all ranks lie side by side.
+    """
+    from holotrain.overlap.kernel import launch
+
     ranks, rows, _ = x.shape
-    computed = x.new_empty(ranks * rows, matrix.shape[1])
-
-    def collective(group: int) -> Work:
-        return send(group, computed[ranks * cut[group].start : ranks * cut[group].stop].unflatten(0, (ranks, -1)))
-
-    return _signalled(x.flatten(0, 1), matrix, bias, computed, cut, ranks, collective)
+    if out is None:
+        out = x.new_empty(ranks * rows, matrix.shape[1])
+    with torch.cuda.device(x.device):
+        ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
+        counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
+        sizes = tuple(each.stop - each.start for each in cut)
+        tiles, finished = order_of(sizes, ranks, matrix.shape[1], x.device, ambient.cuda_stream)
+        aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
+        # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
+        launch(x.flatten(0, 1), matrix, bias, out, tiles, counts, programs)
+        works = []
+        with torch.cuda.stream(aside):
+            for group, due in enumerate(finished):
+                status = _wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL)
+                if status != 0:
+                    raise RuntimeError(f"cuStreamWaitValue32 failed with CUDA driver error {status}")
+                parts = out[ranks * cut[group].start : ranks * cut[group].stop].unflatten(0, (ranks, -1))
+                works.append(Holding(send(group, parts), (out, counts, tiles)))
+    return works
 
 
 def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> Tensor:
@@ -71,28 +91,6 @@ def tiles_of(cut: Iterable[slice], ranks: int, rows: int, columns: int) -> Tenso
         read, written = rank * rows + span.start + start, ranks * span.start + rank * size + start
         tiles.append(torch.stack((read, written, (size - start).clamp(max=TILE_ROWS), column, torch.full_like(rank, group)), 1))
     return torch.cat(tiles).int()
-
-
-def _signalled(x, matrix, bias, out, cut, ranks, collective) -> list[Work]:
-    from holotrain.overlap.kernel import launch
-
-    with torch.cuda.device(x.device):
-        ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
-        counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
-        sizes = tuple(rows.stop - rows.start for rows in cut)
-        tiles, finished = order_of(sizes, ranks, matrix.shape[1], x.device, ambient.cuda_stream)
-        aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
-        programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
-        # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
-        launch(x, matrix, bias, out, tiles, counts, programs)
-        works = []
-        with torch.cuda.stream(aside):
-            for group, due in enumerate(finished):
-                status = _wait_for_count()(aside.cuda_stream, counts.data_ptr() + 4 * group, due, GREATER_OR_EQUAL)
-                if status != 0:
-                    raise RuntimeError(f"cuStreamWaitValue32 failed with CUDA driver error {status}")
-                works.append(Holding(collective(group), (out, counts, tiles)))
-    return works
 
 
 @cache

@@ -57,9 +57,8 @@ def test_the_host_does_as_much_for_any_number_of_tiles(launched, groups):
     """One product, then a wait and a collective a group; the table of tiles is made once. Nothing reads from the device."""
 
     def sent(rows: int, columns: int) -> None:
-        x, matrix, out = torch.empty(rows, 1), torch.empty(1, columns), torch.empty(rows, columns)
-        link = SimpleNamespace(all_reduce=lambda rows: launched.append("collective"))
-        signals.send_sum(x, matrix, None, out, spans([rows // groups] * groups), link)
+        x, matrix, cut = torch.empty(1, rows, 1), torch.empty(1, columns), spans([rows // groups] * groups)
+        signals.send(x, matrix, None, cut, lambda group, parts: launched.append("collective"))
 
     def calls(rows: int, columns: int) -> int:
         events = []
@@ -85,7 +84,7 @@ def test_the_host_does_as_much_for_any_number_of_tiles(launched, groups):
     finally:
         gc.enable()
     launched.clear()
-    assert operations(*few) == operations(*many) == ["zeros", *["slice"] * groups]
+    assert operations(*few) == operations(*many) == ["new_empty", "zeros", "view", *["slice", "view"] * groups]
     assert launched == 2 * ["product", *["wait", "collective"] * groups]
     signals.order_of.cache_clear()
     assert "_local_scalar_dense" not in operations(*few)
