@@ -18,7 +18,7 @@ from safetensors import safe_open
 from small_models import IMAGE, TEXT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path
 
 from holotrain.models.checkpoint_files import numbered, read
 from holotrain.models.gpt import RevGPT
@@ -98,8 +98,14 @@ def load(module: Trained, path: Path) -> None:
 
 def assert_same(found: dict, expected: dict) -> None:
     """Up to rounding: with 53 bits, or by the 8 bits with which Muon orthogonalises."""
-    found, expected = (tree_map_only(DTensor, DTensor.full_tensor, each) for each in (found, expected))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    found, expected = (dict(tree_leaves_with_path(each)) for each in (found, expected))
+    assert found.keys() == expected.keys()
+    for keys, value in expected.items():
+        one, other = (x.full_tensor() if isinstance(x, DTensor) else x for x in (found[keys], value))
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        else:
+            assert one == other, keys
 
 
 def without_foreach(state: dict) -> dict:
