@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -93,13 +94,13 @@ def choose(stages: Sequence[Stage], bound: Callable[[list[str]], int], budget: i
     Raises:
         TooSmall: not even the smallest choice fits the budget.
     """
-    known: dict[tuple[str, ...], int] = {}
 
-    def simulated(chosen: list[list[Option]]) -> int:
-        names = tuple(_names(chosen))
-        if names not in known:
-            known[names] = bound(list(names))
-        return known[names]
+    @cache
+    def of_names(*names: str) -> int:
+        return bound(list(names))
+
+    def simulated(options: list[Option]) -> int:
+        return of_names(*_names(options))
 
     least = best = cheapest(stages, 0)
     if simulated(least) > budget:
@@ -107,7 +108,7 @@ def choose(stages: Sequence[Stage], bound: Callable[[list[str]], int], budget: i
     room = budget * (1 - MARGIN)
     high = 2.0 * sum(stage.depth * max(option.held for option in stage.options) for stage in stages)  # room for everything
     chosen = cheapest(stages, high)
-    beyond: list[list[Option]] | None = None
+    beyond: list[Option] | None = None
     for _ in range(1 + ROUNDS if simulated(least) < room else 0):
         if simulated(chosen) <= room:
             best = min(best, chosen, key=_cost)
@@ -124,51 +125,35 @@ def choose(stages: Sequence[Stage], bound: Callable[[list[str]], int], budget: i
     return Choice(_names(best), simulated(best), _cost(best), _cost(least))
 
 
-def cheapest(stages: Sequence[Stage], spare: float) -> list[list[Option]]:
-    """Returns the options of each stage's blocks with the least total cost that hold at most ``spare`` bytes above the minimum.
+def cheapest(stages: Sequence[Stage], spare: float) -> list[Option]:
+    """Returns the option of each block with the least total cost that hold at most ``spare`` bytes above the minimum.
 
     Within a stage the options that hold most come last: their memory is free again when the other blocks recompute.
     """
     cell = max(spare, 1) / CELLS
-    # costs[c]: least cost of the blocks so far within c cells; picks[b][c]: the option of block b for it.
-    costs, picks = [0.0] * (CELLS + 1), []
-    blocks = [stage for stage in stages for _ in range(stage.depth)]
-    for stage in blocks:
-        least = min(option.held for option in stage.options)
-        needed = [-int(-(option.held - least) // cell) for option in stage.options]
-        row, pick = [], []
-        for room in range(CELLS + 1):
-            cost, index = min(
-                (costs[room - cells] + option.cost, i)
-                for i, (cells, option) in enumerate(zip(needed, stage.options, strict=True))
-                if cells <= room
-            )
-            row.append(cost)
-            pick.append(index)
-        costs = row
-        picks.append((pick, needed))
-    room, found = CELLS, []
-    for stage, (pick, needed) in zip(reversed(blocks), reversed(picks), strict=True):
-        found.append(stage.options[pick[room]])
-        room -= needed[pick[room]]
-    found.reverse()
-    chosen, start = [], 0
+    # For each number of cells: the least cost of the blocks so far, and their options.
+    found: list[tuple[float, tuple[Option, ...]]] = [(0.0, ())] * (CELLS + 1)
     for stage in stages:
-        chosen.append(sorted(found[start : start + stage.depth], key=lambda option: option.held))
-        start += stage.depth
-    return chosen
+        least = min(option.held for option in stage.options)
+        needed = [(option, -int(-(option.held - least) // cell)) for option in stage.options]
+        for _ in range(stage.depth):
+            ways = ([(option, *found[room - cells]) for option, cells in needed if cells <= room] for room in range(CELLS + 1))
+            best = [min(of_room, key=lambda way: way[1] + way[0].cost) for of_room in ways]
+            found = [(cost + option.cost, (*before, option)) for option, cost, before in best]
+    chosen = iter(found[CELLS][1])
+    return [option for stage in stages for option in sorted(islice(chosen, stage.depth), key=lambda option: option.held)]
 
 
-def _names(chosen: list[list[Option]]) -> list[str]:
-    return [option.name for stage in chosen for option in stage]
+def _names(options: list[Option]) -> list[str]:
+    return [option.name for option in options]
 
 
-def _held(chosen: list[list[Option]]) -> int:
-    return sum(option.held for stage in chosen for option in stage)
+def _held(options: list[Option]) -> int:
+    return sum(option.held for option in options)
 
 
-def _cost(chosen: list[list[Option]]) -> float:
-    return sum(option.cost for stage in chosen for option in stage)
+def _cost(options: list[Option]) -> float:
+    return sum(option.cost for option in options)
 
 
 CPU = ALLOCATORS["cpu"]
@@ -197,17 +182,11 @@ def visits_of(step: TrainingStep) -> list[Visit]:
     if isinstance(step.optimizer, InBackward):
         step.optimizer.remove()
     visits: list[Visit] = []
-
-    def record(sequence: Blocks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visits.append(Visit(sequence, args, kwargs))
-
-    handles = [
-        sequence.ends[0].register_forward_pre_hook(partial(record, sequence), with_kwargs=True) for sequence in step.sequences
-    ]
-    with torch.no_grad(), step.autocast():
+    with ExitStack() as hooks, torch.no_grad(), step.autocast():
+        for sequence in step.sequences:
+            record = lambda _, args, kwargs, sequence=sequence: visits.append(Visit(sequence, args, kwargs))  # noqa: E731
+            hooks.enter_context(sequence.ends[0].register_forward_pre_hook(record, with_kwargs=True))
         step.loss()
-    for handle in handles:
-        handle.remove()
     return visits
 
 
@@ -225,12 +204,8 @@ def stage_of(
         costs: cost of each schedule to consider.
     """
     options = [Option(name, _held_by_one_more(visit, name, autocast, allocator), cost) for name, cost in costs.items()]
-    worth = [
-        option
-        for option in options
-        if not any(other.held <= option.held and other.cost < option.cost for other in options if other is not option)
-    ]
-    return Stage(len(visit.sequence.blocks), worth)
+    worse = [option for option in options if any(o.held <= option.held and o.cost < option.cost for o in options)]
+    return Stage(len(visit.sequence.blocks), [option for option in options if option not in worse])
 
 
 def _held_by_one_more(visit: Visit, name: str, autocast: Callable[[], AbstractContextManager], allocator: Allocator) -> int:
@@ -288,8 +263,5 @@ def _run(sequence: nn.Module, visit: Visit, autocast: Callable[[], AbstractConte
 
 def _leaves(visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns detached arguments; the streams require gradients, as they do inside a model."""
-    args = tuple(
-        arg.detach().requires_grad_() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in visit.args
-    )
-    detached = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), visit.kwargs)
-    return args, detached
+    args = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), visit.args)
+    return args, tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), visit.kwargs)
