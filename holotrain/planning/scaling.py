@@ -65,13 +65,11 @@ class Unsharded:
         return cls(any(getattr(part, "whole_state", False) for part in parts), max(copies, default=0))
 
 
-def ddp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int) -> int:
+def ddp_bytes(footprint: Footprint, units: Sequence[Unit]) -> int:
     """The bound in bytes over the three phases, each with all gradients, which are views of permanent buckets.
 
     This holds with ``gradient_as_bucket_view=True``, which holotrain's DDP uses. Without it gradients would be stored twice.
     """
-    if devices == 1:
-        return footprint.bound
     buckets = sum(sum(unit.gradients) for unit in units)
     return max(
         buckets + sum(parts.values()) - parts["gradients"] + footprint.scratch_by_phase.get(phase, 0)
@@ -87,11 +85,9 @@ def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int, whole:
     and holds the copies, too. The forward also holds the parameters outside of blocks and two whole blocks: one in use and one
     gathered ahead. The backward also holds their gradients until they are reduced. Activations, buffers and batch stay whole.
     """
-    if devices == 1:
-        return footprint.bound
-    rest = [unit for unit in units if not unit.block]
-    gathered = sum(unit.parameters for unit in rest) + _two_blocks([unit.parameters for unit in units if unit.block])
-    reduced = sum(sum(unit.gradients) for unit in rest) + _two_blocks([sum(unit.gradients) for unit in units if unit.block])
+    rest, blocks = _apart(units)
+    gathered = sum(unit.parameters for unit in rest) + _two_blocks([unit.parameters for unit in blocks])
+    reduced = sum(sum(unit.gradients) for unit in rest) + _two_blocks([sum(unit.gradients) for unit in blocks])
     beside = {"forward": gathered, "backward": gathered + reduced, "update": whole.copies}
     lasting = {*SHARDED} - ({"optimizer"} if whole.state else set())
     found = []
@@ -100,6 +96,11 @@ def fsdp_bytes(footprint: Footprint, units: Sequence[Unit], devices: int, whole:
         shares = sum(-(-size // devices) if kind in divided else size for kind, size in parts.items())
         found.append(beside[phase] + shares + footprint.scratch_by_phase.get(phase, 0))
     return max(found)
+
+
+def _apart(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """The units outside of blocks, and the blocks."""
+    return [unit for unit in units if not unit.block], [unit for unit in units if unit.block]
 
 
 def _two_blocks(sizes: Sequence[int]) -> int:
@@ -200,13 +201,7 @@ class Prediction:
 
 
 def ddp_seconds(times: Times, units: Sequence[Unit], devices: int, setting: Setting) -> float:
-    """Seconds of a DDP step. Buckets of gradients are reduced during the backward (of the last accumulated batch).
-
-    Args:
-        units: of the model, first to last.
-    """
-    if devices == 1:
-        return times.step
+    """Seconds of a DDP step. Buckets of gradients are reduced during the backward (of the last accumulated batch)."""
     ready, sizes, after = buckets(units)
     backward = times.backward * setting.slowdown
     carried = [setting.link.seconds(ALL_REDUCE, size, devices) for size in sizes]
@@ -242,22 +237,16 @@ def fsdp_seconds(times: Times, units: Sequence[Unit], devices: int, setting: Set
     Parameters outside of blocks are gathered once, before the forward, and kept. Gradients are reduce-scattered after their
     block. The update is counted whole, although a rank updates only its share: with many small tensors it takes as long.
     """
-    if devices == 1:
-        return times.step
 
-    def gathering(size: int) -> float:
-        return setting.link.seconds(ALL_GATHER, size, devices) if size else 0.0
+    def carried(collective: str, sizes: list[int]) -> list[float]:
+        return [setting.link.seconds(collective, size, devices) if size else 0.0 for size in sizes]
 
-    def scattering(size: int) -> float:
-        return setting.link.seconds(REDUCE_SCATTER, size, devices) if size else 0.0
-
-    rest = [unit for unit in units if not unit.block]
-    blocks = [unit for unit in units if unit.block]
+    rest, blocks = _apart(units)
     # Layers outside of blocks are counted after the blocks (mainly the head), but gathered before them.
-    gathers = [gathering(sum(unit.parameters for unit in rest)), *(gathering(unit.parameters) for unit in blocks), 0.0]
+    gathers = carried(ALL_GATHER, [sum(unit.parameters for unit in rest), *(unit.parameters for unit in blocks), 0])
     works = [0.0, *(unit.work for unit in blocks), sum(unit.work for unit in rest)]
     gradients = [sum(sum(unit.gradients) for unit in rest), *(sum(unit.gradients) for unit in blocks), 0]
-    scatters = [scattering(size) for size in gradients]
+    scatters = carried(REDUCE_SCATTER, gradients)
     forward = one_ahead(gathers, [work * times.forward * setting.slowdown for work in works], [0.0] * len(works))
     gathers[0] = 0.0
     there_and_back = [work * times.backward * setting.slowdown for work in reversed(works)]
@@ -289,15 +278,13 @@ def one_ahead(gathers: Sequence[float], computes: Sequence[float], scatters: Seq
     return max(done, link)
 
 
-def tp_seconds(times: Times, divided: TensorParallelWork, devices: int, setting: Setting, overlapped: bool) -> float:
+def tp_seconds(times: Times, divided: TensorParallelWork, devices: int, setting: Setting, overlapped: bool = False) -> float:
     """Seconds of a step with tensor parallel layers: the remaining work and the sums over devices. The update counts whole.
 
     Args:
         overlapped: whether the rows of a product are communicated in groups during the computation of the next group
             (FlashOverlap's recurrence, :class:`~holotrain.overlap.Predictor`); products run at the step's mean FLOP/s.
     """
-    if devices == 1:
-        return times.step
     forward, backward = (
         seconds * (share + setting.undivided * (1 - share))
         for seconds, share in ((times.forward, divided.forward), (times.backward, divided.backward))
@@ -345,7 +332,6 @@ def predicted(
     Args:
         memory: bytes of a rank.
         times: the fastest and the slowest times of a single device; None: unknown.
-        settings: the favourable and the unfavourable setting.
         seconds: of a step, given times and a setting.
         samples: in a step of a single device.
         one_batch: all devices share one batch; otherwise each device has its own.

@@ -30,8 +30,6 @@ from holotrain.planning.scaling import (
 )
 from holotrain.planning.step_times import Divide, Gpu, StepTimes, step_times, tensor_parallel_work, work_of
 
-DDP, FSDP2, TP, TP_OVERLAPPED = "DDP", "FSDP2", "TP", "TP, overlapped"
-
 
 @dataclass(frozen=True)
 class Scaling:
@@ -97,27 +95,31 @@ def make_scaling(
     divided, words = tensor_parallel_work(planner, plan.schedule, divide, devices, work)
     times = step_times(planner, plan.schedule, work, gpu, known, plan.fits, begin)
     settings = settings_of(LINKS[link], times.sms)
-    samples = work.batches * planner.batch.value
-    make = partial(predicted, devices=devices, times=times.band, settings=settings, samples=samples)
     footprint, units = plan.configured, work.units
+
+    def prediction(
+        strategy: str, memory: int, seconds: Callable[..., float], *what: Any, one_batch: bool = False
+    ) -> Prediction:
+        def of_step(times: Times, setting: Setting) -> float:
+            return times.step if devices == 1 else seconds(times, *what, devices, setting)
+
+        memory = footprint.bound if devices == 1 else memory
+        samples = work.batches * planner.batch.value
+        return predicted(strategy, memory, devices, times.band, settings, of_step, samples, one_batch)
+
     predictions = [
-        make(DDP, ddp_bytes(footprint, units, devices), seconds=_of(ddp_seconds, units, devices)),
-        make(FSDP2, fsdp_bytes(footprint, units, devices, work.whole), seconds=_of(fsdp_seconds, units, devices)),
+        prediction("DDP", ddp_bytes(footprint, units), ddp_seconds, units),
+        prediction("FSDP2", fsdp_bytes(footprint, units, devices, work.whole), fsdp_seconds, units),
     ]
-    for name, overlapped in ((TP, False), (TP_OVERLAPPED, True)):
+    for name, seconds in {"TP": tp_seconds, "TP, overlapped": partial(tp_seconds, overlapped=True)}.items():
         if divided is None:
             predictions.append(Prediction(name, reason=words))
         else:
-            seconds = _of(tp_seconds, divided, devices, overlapped=overlapped)
-            predictions.append(make(name, divided.bound, seconds=seconds, one_batch=True))
+            predictions.append(prediction(name, divided.bound, seconds, divided, one_batch=True))
     assumptions = [f"one device: {times.source}", "no sharding and no communication"]
     if devices > 1:
         assumptions = _assumptions(link, LINKS[link], times, settings[1], divided, words)
     return Scaling(devices, link, times, predictions, unit, assumptions)
-
-
-def _of(seconds: Callable[..., float], *what: object, **options: Any) -> Callable[[Times, Setting], float]:
-    return lambda times, setting: seconds(times, *what, setting=setting, **options)
 
 
 def _assumptions(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def work_of(planner: Planner, backward: Backward) -> Work:
     """
     with planner.fake_step(planner.fake_model(backward)) as step:
         of_forward, of_backward, of_sequences = _flops(step)
-        units = list(_units(step, [flops / of_forward for flops in of_sequences]))
+        units = _units(step, [flops / of_forward for flops in of_sequences])
         return Work(of_forward, of_backward, units, step.batches, Unsharded.of(step.optimizer))
 
 
@@ -63,7 +63,6 @@ def tensor_parallel_work(
     """The work of a tensor parallel rank, and the layers that are not sharded; or None and the reason.
 
     Args:
-        devices: number of ranks.
         whole: the work of a single device.
 
     Raises:
@@ -91,16 +90,12 @@ def tensor_parallel_work(
 
 
 def _flops(step: TrainingStep, between: Callable[[], object] = lambda: None) -> tuple[float, float, list[float]]:
-    """FLOPs of the forward, of the backward, and of the forward of each sequence of blocks.
-
-    Args:
-        between: called after the forward.
-    """
-    found: dict[int, float] = {}
+    """FLOPs of the forward, of the backward, and of the forward of each sequence of blocks. ``between``: after the forward."""
+    found = [0.0] * len(step.sequences)
     with FlopCounterMode(display=False) as counter:
 
         def count(number: int, sign: int) -> None:
-            found[number] = found.get(number, 0.0) + sign * counter.get_total_flops()
+            found[number] += sign * counter.get_total_flops()
 
         for number, run in enumerate(step.sequences):
             first, last = run.ends
@@ -111,35 +106,24 @@ def _flops(step: TrainingStep, between: Callable[[], object] = lambda: None) -> 
         forward = counter.get_total_flops()
         between()
         loss.backward()
-        return forward, counter.get_total_flops() - forward, [found[number] for number in range(len(step.sequences))]
+        return forward, counter.get_total_flops() - forward, found
 
 
-def _units(step: TrainingStep, shares: list[float]) -> Iterator[Unit]:
-    """
-    Args:
-        shares: of the sequences in the model's arithmetic.
-    """
+def _units(step: TrainingStep, shares: list[float]) -> list[Unit]:
+    """The parts of the model, given the shares of its sequences in its arithmetic; the rest is counted as the last part's."""
     works, owners = [], {}
     for run, share in zip(step.sequences, shares, strict=True):
         for block in run.blocks:
             owners |= {parameter: len(works) for parameter in block.parameters()}
             works.append(share / len(run.blocks))
-    groups: list[tuple[int | None, list[nn.Parameter]]] = []
-    for parameter in step.model.parameters():
-        owner = owners.get(parameter)
-        if not groups or groups[-1][0] != owner:
-            groups.append((owner, []))
-        groups[-1][1].append(parameter)
-    if groups[-1][0] is not None:
-        groups.append((None, []))
-    for number, (owner, parameters) in enumerate(groups):
-        rest = 1 - sum(works) if number == len(groups) - 1 else 0.0
-        yield Unit(
-            sum(parameter.nbytes for parameter in parameters),
-            tuple(parameter.nbytes for parameter in parameters if parameter.requires_grad),
-            rest if owner is None else works[owner],
-            block=owner is not None,
-        )
+    units = []
+    for owner, group in groupby(step.model.parameters(), owners.get):
+        parameters = list(group)
+        size = sum(parameter.nbytes for parameter in parameters)
+        gradients = tuple(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        units.append(Unit(size, gradients, 0.0 if owner is None else works[owner], block=owner is not None))
+    last = Unit(0, (), 0.0, block=False) if units[-1].block else units.pop()
+    return [*units, replace(last, work=1 - sum(works))]
 
 
 UTILISATION = (0.35, 0.55)
@@ -187,11 +171,9 @@ def step_times(
 ) -> StepTimes:
     """
     Args:
-        work: the FLOPs of a step.
         gpu: name of the GPU to estimate for; None: measure on this machine's device.
         known: what is known of a GPU, given its name.
         fits: whether the step fits the device's memory; None: not known.
-        begin: called with what is timed next.
     """
     here = planner.device == "cpu" or torch.cuda.is_available()
     sms = torch.cuda.get_device_properties(0).multi_processor_count if planner.device == "cuda" and here else None
@@ -212,7 +194,6 @@ def step_times(
 
 
 def estimated(work: Work, gpu: Gpu) -> StepTimes:
-    """Estimates the times from the peak of a GPU."""
     if gpu.peak is None:
         return StepTimes(None, f"not known: the table has no peak of {gpu.name} in {gpu.precision}", gpu.sms)
     slow, fast = (

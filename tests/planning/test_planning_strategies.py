@@ -61,6 +61,9 @@ def test_a_rank_takes_less_the_more_there_are():
     for devices in (1, 2, 4):
         found = make_scaling(planned, plan, devices, "nvlink", divide, "H100", lambda name: Gpu(name, "fp32", 1e12, 132))
         assert all(prediction.seconds.low > 0 for prediction in found.predictions)
+        if devices == 1:
+            step = tuple(times.step for times in found.times.band)
+            assert {(prediction.seconds.low, prediction.seconds.high) for prediction in found.predictions} == {step}
         memory[devices] = {found.strategy: found.memory for found in found.predictions}
     assert set(memory[1].values()) == {plan.configured.bound}
     assert memory[2]["DDP"] == memory[4]["DDP"] > plan.configured.peak
