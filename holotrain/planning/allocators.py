@@ -47,14 +47,12 @@ PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten
 def goes_to_onednn(dtype: torch.dtype) -> bool:
     """Whether PyTorch gives products of ``dtype`` to oneDNN on this machine. PyTorch itself makes this check before a product.
 
-    The answer is yes for more CPUs than those with AMX: oneDNN packs operands on the others too, in smaller pieces. A CPU that
-    cannot be asked counts as one that does.
+    The answer is yes for more CPUs than those with AMX: oneDNN packs operands on the others too, in smaller pieces.
     """
     if dtype not in HALF or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
-    name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    supported = getattr(torch.ops.mkldnn, name, None)
-    return supported is None or supported()
+    mkldnn = torch.ops.mkldnn
+    return mkldnn._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported()
 
 
 def scratch(function: OpOverload, args: tuple) -> int:
@@ -87,7 +85,8 @@ def _product(a: Tensor, b: Tensor) -> int:
     m, n = _up(a.shape[-2], BLOCK) + BLOCK, _up(b.shape[-1], BLOCK) + BLOCK
     k = a.shape[-1] + a.shape[-1] // 8 + BLOCK  # rows of a power of two get some more
     left, right, result = m * k * a.itemsize, k * n * a.itemsize, m * n * 4
-    apart = sum(factor.numel() * factor.itemsize for factor in (a, b) if not _plain(factor))
+    # oneDNN reads a matrix in place if it is contiguous or transposed.
+    apart = sum(factor.nbytes for factor in (a, b) if not (factor.is_contiguous() or factor.mT.is_contiguous()))
     each = left + right + result + PER_THREAD
     return batch * max(left, right) + apart + torch.get_num_threads() * each
 
@@ -134,11 +133,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, backward: bool = False
             for operand in operands
         )
     return packed + torch.get_num_threads() * each
-
-
-def _plain(factor: Tensor) -> bool:
-    """Whether oneDNN can read the matrix in place: it is contiguous, or transposed."""
-    return factor.is_contiguous() or factor.mT.is_contiguous()
 
 
 def _up(size: int, multiple: int) -> int:

@@ -9,11 +9,7 @@ import torch
 
 
 class Clock:
-    """The host's monotonic clock, or CUDA events on the current stream, which do not make the host wait.
-
-    Args:
-        device: of the work that is timed.
-    """
+    """The host's monotonic clock, or CUDA events on the current stream, which do not make the host wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

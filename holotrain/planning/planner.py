@@ -92,11 +92,7 @@ class Planner:
     _known: dict[str, Footprint] = field(default_factory=dict, init=False, repr=False)
 
     def footprint(self, backward: Backward, batch: int | None = None, depth: int | None = None) -> Footprint:
-        """The memory of a training step.
-
-        Args:
-            batch: another batch size.
-            depth: another depth.
+        """The memory of a training step, with another batch size or depth if given.
 
         Raises:
             Unplannable: an operation needs the values of its inputs.

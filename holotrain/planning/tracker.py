@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.allocators import ALLOCATORS, Allocator
 from holotrain.planning.fake_tensors import is_wrapper_subclass
+
+PHASES = ("forward", "backward", "update")
+"""Phases of a step: the loss; its gradients; clipping and the optimizer step."""
+
+LASTING = ("parameters", "buffers", "gradients", "optimizer", "average", "hologram", "batch")
+"""Kinds of memory that outlive a phase. What the forward stores for the backward are activations; the rest is temporary."""
 
 
 @dataclass(eq=False)
@@ -37,21 +44,17 @@ class Allocation:
 
 @dataclass
 class Event:
-    """An allocation was made or freed. ``after``: bytes alive after it."""
+    """An allocation was made or freed. ``change``: of the bytes alive; ``after``: bytes alive after it."""
 
     allocation: Allocation
-    made: bool
+    change: int
     after: int
     phase: str
 
 
 @dataclass(eq=False)
 class AllocationTracker:
-    """Records the storages of operations that run inside of :meth:`tracking`.
-
-    Args:
-        allocator: of the device to plan for.
-    """
+    """Records the storages of operations that run inside of :meth:`tracking`."""
 
     allocator: Allocator = ALLOCATORS["cpu"]
     phase: str = "before"
@@ -66,14 +69,14 @@ class AllocationTracker:
 
     def add(self, kind: str, size: int) -> None:
         """Counts bytes that have no tensor."""
-        self._note(Allocation(size, kind), True)
+        self._note(Allocation(size, kind))
 
     def add_temporary(self, size: int) -> None:
         """Counts bytes that are allocated and freed at once."""
         if size:
             allocation = Allocation(size, self.phase)
-            self._note(allocation, True)
-            self._note(allocation, False)
+            self._note(allocation)
+            self._note(allocation, freed=True)
 
     def add_scratch(self, size: int) -> None:
         """Notes that at most ``size`` bytes may be allocated for a moment, in addition to those alive."""
@@ -88,17 +91,16 @@ class AllocationTracker:
         """The allocation behind a tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        known = self._of_storage.get(key)
-        if known is not None:
-            return known
+        if key in self._of_storage:
+            return self._of_storage[key]
         allocation = self._of_storage[key] = Allocation(self.allocator.rounded(storage.nbytes()), self.phase)
-        self._note(allocation, True)
+        self._note(allocation)
 
-        def freed(_: object) -> None:
+        def freed() -> None:
             del self._of_storage[key]
-            self._note(allocation, False)
+            self._note(allocation, freed=True)
 
-        weakref.finalize(storage, freed, None).atexit = False
+        weakref.finalize(storage, freed).atexit = False
         return allocation
 
     def owns(self, tensor: Tensor) -> bool:
@@ -106,9 +108,10 @@ class AllocationTracker:
         made_here = self.count(tensor).kind == self.phase and not tensor._is_view()
         return made_here and tensor._use_count() <= _references_when_held_once()  # ty: ignore[missing-attribute]
 
-    def _note(self, allocation: Allocation, made: bool) -> None:
-        self.alive += allocation.bytes if made else -allocation.bytes
-        self.events.append(Event(allocation, made, self.alive, self.phase))
+    def _note(self, allocation: Allocation, freed: bool = False) -> None:
+        change = -allocation.bytes if freed else allocation.bytes
+        self.alive += change
+        self.events.append(Event(allocation, change, self.alive, self.phase))
 
     @contextmanager
     def tracking(self):
@@ -117,24 +120,26 @@ class AllocationTracker:
         with _Tracking(self):
             yield
 
-    def peak(self, *phases: str) -> int:
-        """The most bytes alive at once; ``phases``: only within these."""
-        return max((event.after for event in self.events if not phases or event.phase in phases), default=0)
+    def peak(self, phase: str | None = None) -> int:
+        """The most bytes alive at once; ``phase``: only within it."""
+        return max((event.after for event in self.events if phase in (None, event.phase)), default=0)
 
-    def bound(self, *phases: str) -> int:
-        """The most bytes that may be in use at once, with scratch; ``phases``: only within these."""
-        reached = (size for phase, size in self._reached.items() if not phases or phase in phases)
-        return max(self.peak(*phases), *reached, 0)
+    def bound(self, phase: str | None = None) -> int:
+        """The most bytes that may be in use at once, with scratch; ``phase``: only within it."""
+        return max([self.peak(phase), *(size for of, size in self._reached.items() if phase in (None, of))])
 
-    def at_peak(self, *phases: str) -> dict[str, int]:
-        """Bytes by kind at the first moment of the peak; ``phases``: of the peak within these."""
-        peak, by_kind = self.peak(*phases), {}
+    def parts(self, phase: str) -> dict[str, int]:
+        """What the first moment of a phase's peak consists of, by kind."""
+        peak, found = self.peak(phase), Counter[str]()
         for event in self.events:
-            allocation = event.allocation
-            by_kind[allocation.kind] = by_kind.get(allocation.kind, 0) + (allocation.bytes if event.made else -allocation.bytes)
-            if event.after == peak and (not phases or event.phase in phases):
+            found[event.allocation.kind] += event.change
+            if event.after == peak and event.phase == phase:
                 break
-        return {kind: size for kind, size in by_kind.items() if size}
+        parts = {kind: found.pop(kind, 0) for kind in LASTING}
+        # The tracker cannot distinguish a forward's temporaries from what its backward needs. At the peak they are small.
+        parts["activations"] = found.pop("forward", 0)
+        parts["temporary"] = found.total()
+        return parts
 
 
 class _Tracking(TorchDispatchMode):
@@ -151,7 +156,7 @@ class _Tracking(TorchDispatchMode):
             result = torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
-        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 tracker.count(leaf)
         within = tracker.allocator.within(func, args, result)
@@ -187,13 +192,6 @@ def _engine_adds() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
-
-
-PHASES = ("forward", "backward", "update")
-"""Phases of a step: the loss; its gradients; clipping and the optimizer step."""
-
-LASTING = ("parameters", "buffers", "gradients", "optimizer", "average", "hologram", "batch")
-"""Kinds of memory that outlive a phase. What the forward stores for the backward are activations; the rest is temporary."""
 
 
 @dataclass(frozen=True)
@@ -234,14 +232,6 @@ class Footprint:
     def of(cls, tracker: AllocationTracker) -> Footprint:
         by_phase = {phase: tracker.peak(phase) for phase in PHASES}
         phase = max(by_phase, key=by_phase.__getitem__)
-        parts = {phase: _parts(tracker.at_peak(phase)) for phase in PHASES}
+        parts = {phase: tracker.parts(phase) for phase in PHASES}
         scratch = {phase: tracker.bound(phase) - peak for phase, peak in by_phase.items()}
         return cls(by_phase[phase], phase, parts[phase], by_phase, parts, scratch)
-
-
-def _parts(found: dict[str, int]) -> dict[str, int]:
-    parts = {kind: found.pop(kind, 0) for kind in LASTING}
-    # The tracker cannot distinguish a forward's temporaries from what its backward needs. At the peak they are small.
-    parts["activations"] = found.pop("forward", 0)
-    parts["temporary"] = sum(found.values())
-    return parts

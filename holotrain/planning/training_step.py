@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -87,8 +88,7 @@ class TrainingStep:
     def differentiate(self, enter: Callable[[str], object] = lambda phase: None) -> None:
         """Computes the loss, frees old gradients unless they accumulate, and computes new ones. This is Lightning's order.
 
-        Args:
-            enter: called with the name of each phase when it begins.
+        ``enter`` is called with the name of each phase when it begins.
         """
         enter("forward")
         with self.autocast():
@@ -187,20 +187,21 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 def measured_peak(step: TrainingStep, device: torch.device) -> int:
     """Returns the peak bytes of one step on real tensors; on a CPU as PyTorch's allocator reports them to the profiler."""
 
-    def two_updates() -> None:
+    def begin() -> None:
         step.begin()
         step.update()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
+
+    def one_step() -> None:
         step.differentiate()
         step.update()
 
     if device.type == "cuda":
-        two_updates()
-        return torch.cuda.max_memory_allocated(device)
-    # Both updates, because the profiler does not see that earlier allocations are freed.
-    return sum(_storages(step).values()) + peak_of(two_updates, device)
+        begin()
+        return torch.cuda.memory_allocated(device) + peak_of(one_step, device)
+    tensors = [*step.model.parameters(), *step.model.buffers(), *chain.from_iterable(step.held.values())]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    # With the first update, because the profiler does not see that earlier allocations are freed.
+    return sum(storages.values()) + peak_of(lambda: (begin(), one_step()), device)
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
@@ -220,10 +221,3 @@ def peak_of(work: Callable[[], object], device: torch.device) -> int:
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak
-
-
-def _storages(step: TrainingStep) -> dict[int, int]:
-    """The bytes of what was allocated before the step, by storage."""
-    tensors = [*step.model.parameters(), *step.model.buffers()]
-    tensors += [tensor for held in step.held.values() for tensor in held]
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
