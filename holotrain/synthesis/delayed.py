@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.synthesis.hologram import narrowed, widened
-from holotrain.synthesis.keys import Layer, shares_of
+from holotrain.synthesis.keys import Layer, pairs, shares_of
 from holotrain.synthesis.options import SynthesisOptions
 from holotrain.synthesis.updates import TOLD_AT_ONCE, Updates, arriving, figures, total
 
@@ -35,7 +35,7 @@ class Delayed:
         if shares_of(layers) > 1:
             raise ValueError("split=cpu: FSDP2 shards the gradients; use split=none")
         self._device, self._dtype = like.device, like.dtype
-        self._parameters = {name: parameter for layer in layers for name, parameter in layer.parameters.items()}
+        self._parameters = dict(pairs(layers))
         # They stand for the parameters in the memory of one entry, since only their gradients are used.
         hosts = {name: p.detach().new_zeros((), device="cpu").expand(p.shape) for name, p in self._parameters.items()}
         self._hosts = {name: nn.Parameter(host) for name, host in hosts.items()}

@@ -29,24 +29,14 @@ class Hologram:
     caller adds ``feedback * g``.
 
     Args:
-        rows, bins: S and F.
-        dtype: of the spectra, real or complex.
-        half: ``torch.bfloat16`` or ``torch.float16``: the dtype in which their parts are stored; None: ``dtype``.
-        slots, feedback: P, and the factor above.
+        zeros: (S, F), in the dtype of the spectra, real or complex.
+        half: ``torch.bfloat16`` or ``torch.float16``: the dtype in which their parts are stored; None: that of ``zeros``.
+        feedback: the factor above.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        bins: int,
-        dtype: torch.dtype,
-        half: torch.dtype | None,
-        slots: int,
-        feedback: float,
-        device: torch.device,
-    ) -> None:
-        self._dtype, self._half, self._slots, self._feedback = dtype, half, slots, feedback
-        self._stored = narrowed(torch.zeros(rows, bins, dtype=dtype, device=device), half)
+    def __init__(self, zeros: Tensor, half: torch.dtype | None, feedback: float) -> None:
+        self._dtype, self._half, self._feedback = zeros.dtype, half, feedback
+        self._stored = narrowed(zeros, half)
 
     def recall(self, spectrum: Tensor, keys: Tensor, part: slice, layers: Stretches, decay: Tensor) -> Tensor:
         """Adds the spectra of gradients to a part of the rows, and returns what is read back."""
@@ -57,13 +47,13 @@ class Hologram:
             for layer, rows in layers:
                 memory[rows].addcmul_(spectrum[0, rows], keys[layer].conj())
                 torch.mul(memory[rows], keys[layer], out=read[0, rows])
-        elif self._slots == 1:
+        elif len(spectrum) == 1:
             memory.mul_(decay).addcmul_(spectrum[0], keys[0].conj())
             read = memory * keys
         else:
             bound = (spectrum * keys.conj()).sum(0)
             memory.mul_(decay).add_(bound)
-            read = (memory - self._feedback * bound) * keys / self._slots
+            read = (memory - self._feedback * bound) * keys / len(spectrum)
         if self._half is not None:
             for stored, new in zip(self._stored, narrowed(memory, self._half), strict=True):
                 stored[part] = new

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from holotrain.optimizers.shards import local
 from holotrain.synthesis.delayed import Delayed
-from holotrain.synthesis.keys import Covers, Keys, as_one, layers_of, shares_of, working_dtype
+from holotrain.synthesis.keys import Covers, Keys, Layer, layers_of, pairs, shares_of, working_dtype
 from holotrain.synthesis.options import SynthesisOptions
 from holotrain.synthesis.updates import Updates
 
@@ -61,19 +61,19 @@ class HolographicSynthesis:
         if mode == "bind":
             if shares_of(layers) > 1:
                 raise ValueError("mode='bind' needs the whole gradient, and FSDP2 shards it; use 'shared' or 'associative'")
-            layers = as_one(model, layers)
+            layers = [Layer(model, dict(pairs(layers)))]
             if not self.options.mix and self.options.cosine_floor is None:
                 warnings.warn(
                     "bind as published is not a descent direction and does not train; use mix or cosine_floor", stacklevel=2
                 )
-        self.parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
+        self.parameters = [parameter for _, parameter in pairs(layers)]
         self.steps = 0
         self.skipped = 0
         self.measuring = False
         self.measured: Tensor | None = None
         self._processes = shares_of(layers)
         self._named = dict(model.named_parameters())
-        self._names = [name for layer in layers for name in layer.parameters]
+        self._shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in pairs(layers)]
         like = torch.empty(0, dtype=working_dtype(layers), device=self.parameters[0].device)
         self._updates = (Delayed if self.options.split == "cpu" else Updates)(layers, self.options, like)
         outputs = self.options.representation if mode == "bind" else None
@@ -164,12 +164,9 @@ class HolographicSynthesis:
         """
         if not isinstance(state.get("geometry"), dict):
             raise ValueError("this is not the state of a HolographicSynthesis")
-        earlier = {each.name: each.default for each in fields(SynthesisOptions)} | {
-            "processes": 1,
-            "key_ema": False,
-        }  # if missing
+        missing = {each.name: each.default for each in fields(SynthesisOptions)} | {"processes": 1, "key_ema": False}
         for name, value in (self._geometry() | {"processes": processes}).items():
-            other = state["geometry"].get(name, earlier.get(name))
+            other = state["geometry"].get(name, missing.get(name))
             if other != value:
                 there, here = (shorten(repr(each), 80) for each in (other, value))
                 raise ValueError(f"the state belongs to another synthesis: {name} is {there} there, not {here}")
@@ -189,13 +186,12 @@ class HolographicSynthesis:
 
     def _geometry(self) -> dict[str, Any]:
         options = self.options
-        shapes = [f"{n} {tuple(p.shape)}" for n, p in zip(self._names, self.parameters, strict=True)]
         chosen = ("mode", "transform", "subsample", "dtype", "seed", "representation", "split")
         return {name: getattr(options, name) for name in chosen} | {
             "block_length": options.entries_a_block,
             "superpose": options.slots,
             "ema": options.ema > 0,
             "key_ema": bool(options.key_ema),
-            "parameters": shapes,
+            "parameters": self._shapes,
             "processes": self._processes,
         }

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,18 +55,13 @@ def layers_of(model: nn.Module, covers: Covers | None = None) -> list[Layer]:
                 own[local] = parameter
         if own:
             layers.append(Layer(module, own))
-    _check([pair for layer in layers for pair in layer.parameters.items()])
+    _check(list(pairs(layers)))
     return layers
 
 
-def as_one(model: nn.Module, layers: list[Layer]) -> list[Layer]:
-    """The same parameters as one layer: the model."""
-    return [Layer(model, dict(_pairs(layers)))]
-
-
-def _pairs(layers: list[Layer]) -> Iterator[tuple[str, nn.Parameter]]:
-    for layer in layers:
-        yield from layer.parameters.items()
+def pairs(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.Parameter]]:
+    """All covered parameters, with their full names."""
+    return chain.from_iterable(layer.parameters.items() for layer in layers)
 
 
 def _check(named: list[tuple[str, nn.Parameter]]) -> None:
@@ -93,12 +89,12 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
 
 def shares_of(layers: list[Layer]) -> int:
     """The number of processes over which the rows of parameters are divided."""
-    return max(parameter.device_mesh.size() if is_sharded(parameter) else 1 for _, parameter in _pairs(layers))
+    return max(parameter.device_mesh.size() if is_sharded(parameter) else 1 for _, parameter in pairs(layers))
 
 
 def working_dtype(layers: list[Layer]) -> torch.dtype:
     """The dtype in which gradients are transformed: fp32, or fp64 if a parameter is fp64."""
-    return torch.float64 if any(p.dtype == torch.float64 for _, p in _pairs(layers)) else torch.float32
+    return torch.float64 if any(p.dtype == torch.float64 for _, p in pairs(layers)) else torch.float32
 
 
 KEY_LENGTH = 4096
@@ -208,7 +204,7 @@ class _Beginning(_Hook):
 def _total(x: Tensor, module: nn.Module, dtype: torch.dtype, over_batch: bool) -> Tensor:
     """The sum over all dimensions but the channels, or over the first dimension only, flattened."""
     if over_batch:
-        return x.to(dtype).flatten() if x.ndim == 0 else x.sum(0, dtype=dtype).flatten()
+        return torch.atleast_1d(x).sum(0, dtype=dtype).flatten()
     channels = 1 if x.ndim > 1 and isinstance(module, _ConvNd | _NormBase | nn.GroupNorm) else x.ndim - 1
     others = [dim for dim in range(x.ndim) if dim != channels]
     return x.sum(others, dtype=dtype) if others else x.to(dtype).flatten()

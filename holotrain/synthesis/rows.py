@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from holotrain.optimizers.shards import local
-from holotrain.synthesis.keys import Layer
+from holotrain.synthesis.keys import Layer, pairs
 
 Numbered = list[tuple[int, Layer]]
 Stretches = list[tuple[int, slice]]
@@ -128,7 +128,6 @@ class Rows:
         like: a tensor with the dtype and device of the rows.
 
     Attributes:
-        length, slots: as given.
         count: rows of the hologram.
         parts: all rows, in parts.
     """
@@ -200,7 +199,7 @@ def _stretches(owners: list[int]) -> Stretches:
 
 def choose(layers: Iterable[Layer], subsample: float, run: int, generator: torch.Generator) -> Chosen:
     """Chooses a random part of the runs of each parameter, in order; None for all entries."""
-    runs = {p: local(p).numel() // run for layer in layers for p in layer.parameters.values()}
+    runs = {parameter: local(parameter).numel() // run for _, parameter in pairs(layers)}
     if subsample == 1:
         return dict.fromkeys(runs)
     return {p: torch.randperm(n, generator=generator)[: round(subsample * n)].sort().values for p, n in runs.items()}

@@ -13,7 +13,7 @@ from torch.linalg import vecdot as dot
 
 from holotrain.synthesis.binding import Fourier, Hadamard, folded, next_power_of_two, units
 from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
-from holotrain.synthesis.keys import KEY_LENGTH, Layer, shares_of
+from holotrain.synthesis.keys import KEY_LENGTH, Layer, pairs, shares_of
 from holotrain.synthesis.options import BLOCK_LENGTH, SynthesisOptions
 from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose, size_of
 
@@ -35,26 +35,24 @@ class RowGroup:
     """The rows of one length: their transform, keys and hologram.
 
     Args:
-        rows: the gradients.
-        options: the options.
         like: a tensor with the dtype to compute in, on the parameters' device.
         generator: draws the keys of rows that share a hologram.
     """
 
     def __init__(self, rows: Rows, options: SynthesisOptions, like: Tensor, generator: torch.Generator) -> None:
         length, slots = rows.length, rows.slots
-        self.rows, self._options, self._slots = rows, options, slots
+        self.rows, self._options = rows, options
         self.transform = Hadamard(length, options.seed) if options.transform == "hadamard" else Fourier(length)
         # Rows that share a hologram each have a random mark in their key, so that rows of one layer differ too.
-        self._marks = None
+        self._marks: Tensor | None = None
         if slots > 1:
             marks = torch.randn(slots, 1, length, generator=generator).to(like)
             self._marks = units(self.transform.forward(marks), empty=1)
         self.hologram = None
         if options.mode != "bind":
             dtype = like.dtype.to_complex() if options.transform == "fft" else like.dtype
-            shape, half = (rows.count, self.transform.bins), HALVES.get(options.dtype)
-            self.hologram = Hologram(*shape, dtype, half, slots, options.feedback, like.device)
+            zeros = like.new_zeros(rows.count, self.transform.bins, dtype=dtype)
+            self.hologram = Hologram(zeros, HALVES.get(options.dtype), options.feedback)
         # On a GPU one launch per layer would cost more than copying the keys to rows.
         self._by_layers = options.mode == "associative" and like.device.type == "cpu"
         self.mean = like.new_zeros(slots, rows.count, length) if options.ema else None
@@ -100,11 +98,11 @@ class RowGroup:
             read = spectrum * keys.conj()
         else:
             read = self.hologram.recall(spectrum, keys, part.rows, part.stretches, scalars["decay"])
-        if self._slots == 1 and not measure and gradient.is_contiguous():
+        if self._marks is None and not measure and gradient.is_contiguous():
             self.transform.inverse(read, out=gradient)
             return None
         update = self.transform.inverse(read)
-        if self._slots > 1:
+        if self._marks is not None:
             update.add_(content, alpha=self._options.feedback)
         products = [dot(gradient, gradient), dot(gradient, update)] if measure else []
         gradient.copy_(update)
@@ -123,7 +121,6 @@ class Updates:
 
     Args:
         layers: in the order of their keys.
-        options: the options.
         like: a tensor with the dtype to compute in, on the parameters' device.
 
     Attributes:
@@ -134,7 +131,7 @@ class Updates:
     def __init__(self, layers: list[Layer], options: SynthesisOptions, like: Tensor) -> None:
         self.options = options
         self._layers = len(layers)
-        self._parameters = [parameter for layer in layers for parameter in layer.parameters.values()]
+        self._parameters = [parameter for _, parameter in pairs(layers)]
         if options.cuda_graph and like.device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, not on {like.device}")
         self._sharded = shares_of(layers) > 1
