@@ -7,7 +7,9 @@ Not a test by itself: test_synthesis_distributed.py starts it twice and reads wh
 
 import copy
 import warnings
+from collections.abc import Iterable
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -110,14 +112,20 @@ def compared(options: dict, rank: int, **how) -> dict:
     )
     ranks = [torch.empty_like(kept) for _ in range(2)]
     dist.all_gather(ranks, kept)
-    processes = dist.is_initialized
-    dist.is_initialized = lambda: False  # a single process
-    alone, other = trained(options, None, **how)
-    dist.is_initialized = processes
-    differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(model.parameters(), alone.parameters(), strict=True)]
+    alone, other = trained_alone(options, **how)
+    return {"same on both": torch.equal(*ranks)} | differences(model.parameters(), synthesis, alone, other)
+
+
+def trained_alone(options: dict, **how) -> tuple[nn.Module, HolographicSynthesis]:
+    """As :func:`trained` in a single process."""
+    with patch.object(dist, "is_initialized", lambda: False):
+        return trained(options, None, **how)
+
+
+def differences(parameters: Iterable[torch.Tensor], synthesis, alone: nn.Module, other) -> dict:
+    pairs = zip(parameters, alone.parameters(), strict=True)
     return {
-        "same on both": torch.equal(*ranks),
-        "error": max(differences).item(),
+        "error": max((a - b).abs().max() / b.abs().max() for a, b in pairs).item(),
         "steps": [synthesis.steps, other.steps],
         "skipped": [synthesis.skipped, other.skipped],
     }
@@ -182,19 +190,10 @@ def own(parameter: torch.Tensor, rank: int) -> slice:
 def compared_in_shares(name: str, options: dict) -> dict:
     how = {"spoiled": "NaN" in name}
     model, synthesis = trained(options, dist.get_rank(), sharded=True, **how)
-    again, other = trained(options, dist.get_rank(), sharded=True, stop=3, **how)
-    processes = dist.is_initialized
-    dist.is_initialized = lambda: False  # a single process
-    alone, reference = trained(options, None, kind=HolographicSynthesis if "covers" in options else ByShares, **how)
-    dist.is_initialized = processes
+    again, _ = trained(options, dist.get_rank(), sharded=True, stop=3, **how)
+    alone, reference = trained_alone(options, kind=HolographicSynthesis if "covers" in options else ByShares, **how)
     whole, resumed = ([p.full_tensor() for p in of.parameters()] for of in (model, again))
-    differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(whole, alone.parameters(), strict=True)]
-    return {
-        "same resumed": all(map(torch.equal, whole, resumed)),
-        "error": max(differences).item(),
-        "steps": [synthesis.steps, reference.steps],
-        "skipped": [synthesis.skipped, reference.skipped],
-    }
+    return {"same resumed": all(map(torch.equal, whole, resumed))} | differences(whole, synthesis, alone, reference)
 
 
 def of_a_model_in_part() -> str:
@@ -213,8 +212,7 @@ def find(rank: int) -> dict:
     found |= {name: compared_in_shares(name, options) for name, options in SHARDED.items()}
     found["accumulation 4"] = compared({}, rank, accumulate=4)
     found["NaN on one rank"] = compared({}, rank, spoiled=True)
-    found["a part sharded"] = of_a_model_in_part()
-    return found
+    return {"cases": found, "a part sharded": of_a_model_in_part()}
 
 
 if __name__ == "__main__":
