@@ -24,7 +24,8 @@ Stretches = list[tuple[int, slice]]
 RUN = 64
 """Number of neighbouring entries that a subsample takes or leaves together."""
 
-Chosen = dict[nn.Parameter, Tensor | None]
+Chosen = dict[nn.Parameter, tuple[int, Tensor | None]]
+"""How many entries of each parameter take part, and which runs; None: all entries."""
 
 
 @dataclass
@@ -119,7 +120,7 @@ class Rows:
 
     Args:
         numbered: the layers with their numbers.
-        chosen: which runs of a parameter take part; None: all entries.
+        chosen: which entries of a parameter take part.
         run: number of entries in a run.
         length: of a row.
         slots: number of equal shares of the rows.
@@ -141,8 +142,7 @@ class Rows:
         for number, layer in numbered:
             at = begin = sum(counts) * length
             for parameter in layer.parameters.values():
-                runs = chosen[parameter]
-                size = _size(parameter, runs, run)
+                size, runs = chosen[parameter]
                 if size:
                     extents.append((at, at + size, number, parameter, None if runs is None else runs.to(like.device)))
                 at += size
@@ -199,16 +199,11 @@ def _stretches(owners: list[int]) -> Stretches:
 
 def choose(layers: Iterable[Layer], subsample: float, run: int, generator: torch.Generator) -> Chosen:
     """Chooses a random part of the runs of each parameter, in order; None for all entries."""
-    runs = {parameter: local(parameter).numel() // run for _, parameter in pairs(layers)}
-    if subsample == 1:
-        return dict.fromkeys(runs)
-    return {p: torch.randperm(n, generator=generator)[: round(subsample * n)].sort().values for p, n in runs.items()}
-
-
-def size_of(layer: Layer, chosen: Chosen, run: int) -> int:
-    """How many entries of a layer take part."""
-    return sum(_size(parameter, chosen[parameter], run) for parameter in layer.parameters.values())
-
-
-def _size(parameter: nn.Parameter, runs: Tensor | None, run: int) -> int:
-    return local(parameter).numel() if runs is None else len(runs) * run
+    chosen: Chosen = {}
+    for _, parameter in pairs(layers):
+        size, runs = local(parameter).numel(), None
+        if subsample < 1:
+            runs = torch.randperm(size // run, generator=generator)[: round(subsample * (size // run))].sort().values
+            size = len(runs) * run
+        chosen[parameter] = size, runs
+    return chosen

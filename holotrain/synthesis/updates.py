@@ -15,7 +15,7 @@ from holotrain.synthesis.binding import Fourier, Hadamard, folded, next_power_of
 from holotrain.synthesis.hologram import HALVES, Hologram, narrowed, widened
 from holotrain.synthesis.keys import KEY_LENGTH, Layer, pairs, shares_of
 from holotrain.synthesis.options import BLOCK_LENGTH, SynthesisOptions
-from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose, size_of
+from holotrain.synthesis.rows import RUN, Numbered, Part, Rows, choose
 
 MOST = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Entries that are processed at once: on a CPU as many as its cache holds, on a GPU few enough to limit temporary memory."""
@@ -142,8 +142,8 @@ class Updates:
         generator = torch.Generator().manual_seed(options.seed)
         run = gcd(RUN, options.entries_a_block)  # a block ends where a run does
         chosen = choose(layers, options.subsample, run, generator)
-        sizes = {number: size_of(layer, chosen, run) for number, layer in enumerate(layers)}
-        entries = sum(sizes.values())
+        sizes = [sum(chosen[parameter][0] for parameter in layer.parameters.values()) for layer in layers]
+        entries = sum(sizes)
         if self._sharded:  # shares differ, and all processes must refuse together
             most = torch.tensor(entries, device=like.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)

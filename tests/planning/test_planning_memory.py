@@ -233,9 +233,10 @@ def test_an_optimizer_that_multiplies_in_half_precision_has_scratch(packing):
     assert planned.scratch_by_phase["update"] > 512 * 512 * 2 > planned.scratch_by_phase["forward"]
 
 
-def test_the_machine_is_asked_as_pytorch_asks_it():
+def test_the_machine_is_asked_as_pytorch_asks_it(monkeypatch):
     assert not goes_to_onednn(torch.float32)
-    with torch.backends.mkldnn.flags(enabled=False):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
         assert not goes_to_onednn(torch.bfloat16)
     if torch.backends.mkldnn.is_available():
         for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
