@@ -30,7 +30,6 @@ OF_ROWS = KINDS | {".json": "json"}
 SHARDS = 64
 """A saved data set is streamed in up to so many shards, which are divided among processes and workers."""
 
-
 CHUNK = 2**20
 """Bytes of a file that are parsed at once while streaming. The library's own 10 MB cost 30 MiB more of memory."""
 
@@ -64,10 +63,7 @@ class ProgressLines:
 def reading(what: str) -> Generator[None]:
     """Within it, what the library finds wrong becomes a UserError of one line, and off a terminal its progress bars are lines.
 
-    Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing.
-
-    Args:
-        what: is read, for messages.
+    Put calls of the library into it, and no ``yield``: meanwhile, the library logs nothing. ``what`` is read, for messages.
     """
     import datasets.config
     from datasets.exceptions import DatasetsError
@@ -111,14 +107,10 @@ def files_read(
     num_proc: int | None = None,
     **options: Any,
 ) -> "dict[str, Dataset | IterableDataset]":
-    """Files of one kind, in groups.
+    """Groups of files, read with a builder of the library's, such as ``json``, or as ``tsv``, into Arrow files in ``cache``.
 
     Args:
-        kind: a builder of the library's, such as ``text`` or ``json``, or ``tsv``.
-        files: those of each group.
-        cache: folder of the Arrow files that they become.
         streaming: read them as they are asked for instead.
-        num_proc: processes that read them.
         options: of the builder.
 
     Raises:
@@ -131,10 +123,9 @@ def files_read(
     elif kind in ("json", "text"):
         options["chunksize"] = CHUNK
     named = {group: [escape(str(Path(each).absolute())) for each in paths] for group, paths in files.items()}
-    several = sum(map(len, named.values())) - 1
-    first = next(iter(files.values()))[0]
-    with reading(f"{first} or one of {several} other files" if several else str(first)):
-        paths = [Path(each) for group in files.values() for each in group]
+    paths = [Path(each) for group in files.values() for each in group]
+    others = f" or one of {len(paths) - 1} other files" if len(paths) > 1 else ""
+    with reading(f"{paths[0]}{others}"):
         read = loaded(kind, paths, cache, data_files=named, streaming=streaming, **options)
         return {group: resolved(dataset) for group, dataset in read.items()}
 
@@ -202,11 +193,7 @@ class FromHub:
         self.splits = {"train": split, "val": val_split, "test": test_split}
 
     def opened(self, streaming: bool = False) -> "dict[str, Dataset | IterableDataset]":
-        """The parts that have a split.
-
-        Raises:
-            UserError: see :func:`opened`.
-        """
+        """The parts that have a split; see :func:`opened`."""
         named = {part: split for part, split in self.splits.items() if split is not None}
         return {part: opened(self.name, self.config, split, self.cache, streaming) for part, split in named.items()}
 
@@ -225,19 +212,17 @@ def opened(name: str, config: str | None, split: str, cache: Path, streaming: bo
 
     folder = Path(name).expanduser()
     with reading(name):
-        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-            _without(config, name)
+        saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+        files = [each for each in sorted(glob(str(folder), recursive=True)) if Path(each).is_file()]
+        if config is not None and (saved or files):
+            raise UserError(f"data.config: {name} has no configurations; only the Hub and folders of files do")
+        if saved:
             found = load_from_disk(str(folder))
-            if isinstance(found, DatasetDict):
-                one_of("data.split", split, map(str, found))
-                found = found[split]
-            elif split != "train":
-                raise UserError(f"data.split: {name} was saved without splits, so all of it is train, not {split!r}")
-            return found.to_iterable_dataset(min(SHARDS, len(found))) if streaming else found
-        if files := [each for each in sorted(glob(str(folder), recursive=True)) if Path(each).is_file()]:
-            if split != "train":
-                raise UserError(f"data.split: files have no splits, so all of {name} is train, not {split!r}")
-            _without(config, name)
+            splits = found if isinstance(found, DatasetDict) else {"train": found}
+            one_of("data.split", split, map(str, splits))
+            return splits[split].to_iterable_dataset(min(SHARDS, len(splits[split]))) if streaming else splits[split]
+        if files:
+            one_of("data.split", split, ["train"])
             kinds = {OF_ROWS.get(suffix, "text"): suffix for suffix in sorted({Path(each).suffix for each in files})}
             if len(kinds) > 1:
                 raise UserError(
@@ -251,11 +236,6 @@ def opened(name: str, config: str | None, split: str, cache: Path, streaming: bo
         return resolved(load_dataset(name, config, split=split, cache_dir=str(cache), streaming=streaming))
 
 
-def _without(config: str | None, name: str) -> None:
-    if config is not None:
-        raise UserError(f"data.config: {name} has no configurations, so not {config!r}; only the Hub and folders of files do")
-
-
 def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset":
     """A data set whose columns are known; for some streams the first rows tell them."""
     from datasets import IterableDataset
@@ -264,11 +244,7 @@ def resolved(dataset: "Dataset | IterableDataset") -> "Dataset | IterableDataset
 
 
 def column(dataset: "Dataset | IterableDataset", option: str, name: str, source: str = "the data") -> Any:
-    """The type of a column.
-
-    Args:
-        option: that names the column, for messages.
-        source: what has the columns, for messages.
+    """The type of a column. ``option``, which names it, and ``source``, which has it, are for messages.
 
     Raises:
         UserError: there is no such column.

@@ -9,6 +9,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from holotrain.data.hub import FromHub, class_names, column
+from holotrain.data.image_folder import UNREADABLE
 from holotrain.data.images import Labelled, OfClasses, SizedImages, chosen_classes, held_out
 from holotrain.errors import UserError
 from holotrain.numeric import require_within
@@ -68,32 +69,30 @@ class HubImages(FromHub, SizedImages):
             class_names(each, self.label_column)
         names = class_names(rows["train"], self.label_column)
         labels = range(len(names)) if names else sorted({*rows["train"].unique(self.label_column)} - {None})
-        numbers = {label: number for number, label in enumerate(labels)} | ({None: -1, -1: -1} if names else {None: -1})
+        none = (None, -1) if names else (None,)
+        numbers = {label: number for number, label in enumerate(labels)} | dict.fromkeys(none, -1)
         names = names or [str(label) for label in labels]
         kept = chosen_classes(self.asked, names)
         self.class_names, self.num_classes = [names[index] for index in kept], len(kept)
         if self.num_classes < 2:
             raise UserError(f"data.label: column {self.label_column!r} holds one class; at least two are needed")
-        parts: dict[str, Labelled] = {}
-        for part, each in rows.items():
-            images = HubRows(each, self.image_column, self.label_column, numbers)
-            parts[part] = images, images.labels
+        images = {part: HubRows(each, self.image_column, self.label_column, numbers) for part, each in rows.items()}
+        parts: dict[str, Labelled] = {part: (each, each.labels) for part, each in images.items()}
         if "val" not in parts:
             parts["train"], parts["val"] = held_out(*parts["train"], self.val_fraction)
         parts.setdefault("test", parts["val"])
-        self._splits = {name: OfClasses(*part, kept) for name, part in parts.items()}
+        self._splits = {part: OfClasses(*each, kept) for part, each in parts.items()}
 
 
 class HubRows(Dataset):
     """Rows with an image and a label: (image, number of the class). An image is decoded when it is asked for.
 
     Args:
-        rows: have both columns.
         image, label: the columns.
         numbers: the number of each label's class; -1 for labels that mean none.
 
     Attributes:
-        labels: (N,) the number of each row's class; -1 where it has none.
+        labels: (N,) the number of each row's class.
 
     Raises:
         UserError: an image is damaged, or a label is none of the training split's.
@@ -112,5 +111,5 @@ class HubRows(Dataset):
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
             return self.rows[index][self.image], int(self.labels[index])
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except UNREADABLE as error:
             raise UserError(f"data: row {index} holds no readable image ({error})") from error

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
@@ -15,12 +15,14 @@ from holotrain.data.loader import Loader
 from holotrain.errors import UserError
 from holotrain.numeric import require_one_of
 
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+"""What Pillow raises for a file that is no image, or damaged."""
+
 EXTENSIONS = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
 
 
 def read_image(path: Path) -> Image.Image:
-    """Reads a whole image file.
-
+    """
     Raises:
         UserError: it cannot be read, or is damaged or truncated.
     """
@@ -28,7 +30,7 @@ def read_image(path: Path) -> Image.Image:
         with Image.open(path) as image:
             image.load()
             return image
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{path} is not a readable image ({error})") from error
 
 
@@ -83,14 +85,13 @@ class LabelledFiles(Dataset):
     """Image files with labels: (image, label).
 
     Args:
-        samples: path and label of each file.
+        samples: path and label of each.
         on_corrupt: ``"error"`` raises a UserError that names the file. ``"skip"`` warns and returns the next readable image
             instead (after the last, the first), so that the length does not change and batches and resuming still work.
     """
 
     def __init__(self, samples: list[tuple[Path, int]], on_corrupt: str = "error") -> None:
-        self.samples = samples
-        self.on_corrupt = on_corrupt
+        self.samples, self.on_corrupt = samples, on_corrupt
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -131,9 +132,8 @@ class ImageFolder(SizedImages):
     ) -> None:
         super().__init__(**options)
         require_one_of(("error", "skip"), on_corrupt=on_corrupt)
-        self.root = Path(root)
-        self.on_corrupt = on_corrupt
-        self._known = self._classes(self._folder("train"))
+        self.root, self.on_corrupt = Path(root), on_corrupt
+        self._known = [folder.name for folder in self._classes("train")]
         self.class_names = [self._known[index] for index in chosen_classes(classes, self._known)]
         self.num_classes = len(self.class_names)
         if self.num_classes < 2:
@@ -144,30 +144,22 @@ class ImageFolder(SizedImages):
         folders = {"train": "train", "val": "val", "test": test}
         self._splits = {name: LabelledFiles(self._samples(folder), self.on_corrupt) for name, folder in folders.items()}
 
-    def _folder(self, name: str) -> Path:
-        folder = self.root / name
-        if not folder.is_dir():
-            raise UserError(f"data.root: there is no folder {folder}; put images into {folder}/<class>/")
-        return folder
+    def _classes(self, part: str) -> list[Path]:
+        folders = sorted(folder for folder in (self.root / part).glob("*") if folder.is_dir())
+        if not folders:
+            raise UserError(f"data.root: there is no folder {self.root / part}/<class>; put images into such folders")
+        return folders
 
-    @staticmethod
-    def _classes(folder: Path) -> list[str]:
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        if not names:
-            raise UserError(f"data.root: there is no class in {folder}; put images into {folder}/<class>/")
-        return names
-
-    def _samples(self, name: str) -> list[tuple[Path, int]]:
-        folder = self._folder(name)
-        label = {known: index for index, known in enumerate(self.class_names)}
+    def _samples(self, part: str) -> list[tuple[Path, int]]:
+        labels = {name: index for index, name in enumerate(self.class_names)}
         samples = []
-        for found in self._classes(folder):
-            if found in self._known and found not in label:
-                continue  # a class that was not chosen
-            if found not in label:
-                raise UserError(f"data.root: {folder / found} is a class that {self.root / 'train'} does not have")
-            paths = image_paths(folder / found)
+        for folder in self._classes(part):
+            if folder.name not in self._known:
+                raise UserError(f"data.root: {folder} is a class that {self.root / 'train'} does not have")
+            if folder.name not in labels:
+                continue  # it was not chosen
+            paths = image_paths(folder)
             if not paths:
-                raise UserError(f"data.root: there is no image in {folder / found}")
-            samples += [(path, label[found]) for path in paths]
+                raise UserError(f"data.root: there is no image in {folder}")
+            samples += [(path, labels[folder.name]) for path in paths]
         return samples

@@ -12,9 +12,8 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from holotrain.data.images import ImageDataModule, OfClasses, chosen_classes, cropped_at_random, held_out
-from holotrain.data.sampler import mixed_seed
 from holotrain.errors import UserError
-from holotrain.numeric import require_at_least, require_within
+from holotrain.numeric import mixed_seed, require_at_least, require_within
 
 
 class Digits(ImageDataModule):
@@ -94,10 +93,7 @@ class TorchvisionData(ImageDataModule):
         super().__init__(**options)
         require_within(0, 1, val_fraction=val_fraction)
         self.num_classes = len(classes) or type(self).num_classes
-        self.asked = classes
-        self.root = root
-        self.download = download
-        self.val_fraction = val_fraction
+        self.root, self.download, self.val_fraction, self.asked = root, download, val_fraction, classes
 
     def prepare_data(self) -> None:
         """
@@ -213,8 +209,7 @@ class Fake(ImageDataModule):
         require_at_least(1, image_size=image_size, channels=channels)
         require_at_least(1, train_size=train_size, val_size=val_size, test_size=test_size)
         require_at_least(2, num_classes=num_classes)
-        self.num_classes = num_classes
-        self.image_shape = (channels, image_size, image_size)
+        self.num_classes, self.image_shape = num_classes, (channels, image_size, image_size)
         self.class_names = [str(index) for index in range(num_classes)]
         self.statistics = ([0.5] * channels, [0.289] * channels)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}

@@ -1,6 +1,7 @@
 """What all image data sets share: transforms, loaders, augmentation, mixing, some of the classes."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -35,10 +36,8 @@ def scaled(image: torch.Tensor) -> torch.Tensor:
 
 def cropped_at_random(image_size: int, *, flip: bool = True) -> list[v2.Transform]:
     """The usual crops and flips for training: small images are padded and cropped, others are cropped at random and resized."""
-    if image_size <= SMALL:
-        crop = v2.RandomCrop(image_size, padding=image_size // 8)
-    else:
-        crop = v2.RandomResizedCrop(image_size, antialias=True)
+    small = image_size <= SMALL
+    crop = v2.RandomCrop(image_size, padding=image_size // 8) if small else v2.RandomResizedCrop(image_size, antialias=True)
     return [crop, v2.RandomHorizontalFlip()] if flip else [crop]
 
 
@@ -55,11 +54,8 @@ def coloured(channels: int) -> list[v2.Transform]:
 
 def batch_mixing(classes: int, mixup_alpha: float, cutmix_alpha: float) -> v2.Transform | None:
     """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019), a random choice between the two, or None for alphas of 0."""
-    mixings = []
-    if mixup_alpha:
-        mixings.append(v2.MixUp(num_classes=classes, alpha=mixup_alpha))
-    if cutmix_alpha:
-        mixings.append(v2.CutMix(num_classes=classes, alpha=cutmix_alpha))
+    kinds = {v2.MixUp: mixup_alpha, v2.CutMix: cutmix_alpha}
+    mixings = [kind(num_classes=classes, alpha=alpha) for kind, alpha in kinds.items() if alpha]
     return v2.RandomChoice(mixings) if mixings else None
 
 
@@ -104,14 +100,12 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _of_timm(name: str) -> dict[str, Any]:
-    try:
+    with suppress(ImportError):
         import timm
-    except ImportError:
-        timm = None
-    published = timm and timm.get_pretrained_cfg(name)
-    if not published:
-        raise UserError(f"data.processor: there is no folder {name}, and no model of timm's with this name")
-    return published.to_dict()
+
+        if published := timm.get_pretrained_cfg(name):
+            return published.to_dict()
+    raise UserError(f"data.processor: there is no folder {name}, and no model of timm's with this name")
 
 
 def chosen_classes(asked: Sequence[str | int], names: Sequence[str]) -> list[int]:
@@ -122,20 +116,19 @@ def chosen_classes(asked: Sequence[str | int], names: Sequence[str]) -> list[int
     """
     if not asked:
         return list(range(len(names)))
-    found = [_index(one, names) for one in asked]
-    for index in found:
-        if found.count(index) > 1:
+    found: list[int] = []
+    for one in asked:
+        if type(one) is int and str(one) not in names and 0 <= one < len(names):
+            index = one
+        else:
+            one_of("data.classes", str(one), names)
+            index = names.index(str(one))
+        if index in found:
             raise UserError(f"data.classes: {names[index]} is given twice")
+        found.append(index)
     if len(found) < 2:
         raise UserError(f"data.classes: {names[found[0]]} is the only class; give at least two")
     return found
-
-
-def _index(asked: str | int, names: Sequence[str]) -> int:
-    if type(asked) is int and str(asked) not in names and 0 <= asked < len(names):
-        return asked
-    one_of("data.classes", str(asked), names)
-    return list(names).index(str(asked))
 
 
 Labelled = tuple[Dataset, Tensor]
@@ -143,13 +136,7 @@ Labelled = tuple[Dataset, Tensor]
 
 
 class OfClasses(Dataset):
-    """The samples of some classes, labelled 0, 1, ... in the order of ``classes``.
-
-    Args:
-        dataset: of (image, label).
-        labels: (N,) the class of each sample.
-        classes: the classes to keep.
-    """
+    """The samples of some classes, labelled 0, 1, ... in the order of ``classes``; ``labels`` (N,) are those of all samples."""
 
     def __init__(self, dataset: Dataset, labels: Tensor, classes: Sequence[int]) -> None:
         number = {label: place for place, label in enumerate(classes)}
@@ -162,10 +149,6 @@ class OfClasses(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         place, label = self.kept[index]
         return self.dataset[place][0], label
-
-
-SPLIT_SEED = 0
-"""Random splits of a data set are the same for every seed of a run."""
 
 
 class ImageDataModule(LoadingModule):
@@ -303,21 +286,15 @@ def collated_channels_last(samples: list[tuple[Tensor, int]]) -> list[Tensor]:
 
 
 def held_out(dataset: Dataset, labels: Tensor, fraction: float) -> tuple[Labelled, Labelled]:
-    """Splits a data set in two, with ``fraction`` of every class in the second part. The split is always the same.
+    """Splits samples and their labels (N,) in two, with ``fraction`` of every class in the second part.
 
-    Args:
-        labels: (N,) the class of each sample.
-
-    Returns:
-        each part, and the labels of its samples.
+    The split is the same for every seed of a run.
     """
-    generator = torch.Generator().manual_seed(SPLIT_SEED)
-    kept, out = [], []
+    generator = torch.Generator().manual_seed(0)
+    out = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         members = (labels == label).nonzero().flatten()
         members = members[torch.randperm(len(members), generator=generator)]
-        count = round(len(members) * fraction)
-        out.append(members[:count])
-        kept.append(members[count:])
-    first, second = (torch.cat(part).sort().values for part in (kept, out))
-    return (Subset(dataset, first.tolist()), labels[first]), (Subset(dataset, second.tolist()), labels[second])
+        out[members[: round(len(members) * fraction)]] = True
+    first, second = ((Subset(dataset, part.nonzero().flatten().tolist()), labels[part]) for part in (~out, out))
+    return first, second

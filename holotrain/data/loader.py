@@ -7,21 +7,14 @@ from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holotrain.data.sampler import (
-    EpochBatchSampler,
-    FixedBatches,
-    Key,
-    ResumableBatchSampler,
-    data_shard,
-    in_batches,
-    mixed_seed,
-)
+from holotrain.data.sampler import EpochBatchSampler, FixedBatches, Key, ResumableBatchSampler, data_shard, in_batches
 from holotrain.errors import UserError
-from holotrain.numeric import require_at_least
+from holotrain.numeric import mixed_seed, require_at_least
 
 
 class OwnGenerator(DataLoader):
@@ -54,9 +47,11 @@ class Loader(OwnGenerator):
 
     def __init__(self, dataset: Dataset, batch_size: int = 1, **options: Any) -> None:
         if "batch_sampler" not in options:
-            alone = data_shard() == (0, 1)
-            size = len(dataset)  # ty: ignore[invalid-argument-type]: torch declares no length
-            options |= {"batch_size": batch_size} if alone else {"batch_sampler": FixedBatches(in_batches(size, batch_size))}
+            if data_shard() == (0, 1):
+                options["batch_size"] = batch_size
+            else:
+                indices = np.arange(len(dataset))  # ty: ignore[invalid-argument-type]: torch declares no length
+                options["batch_sampler"] = FixedBatches(in_batches(indices, batch_size))
         super().__init__(dataset, **options)
 
 
@@ -126,32 +121,24 @@ class LoadingModule(pl.LightningDataModule):
     def __init__(self, num_workers: int = 0, pin_memory: bool | None = None, seed: int = 0) -> None:
         super().__init__()
         require_at_least(0, num_workers=num_workers)
-        self.loading: dict[str, Any] = {
-            "num_workers": num_workers,
-            "pin_memory": torch.cuda.is_available() if pin_memory is None else pin_memory,
-        }
+        pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pinned}
         self.seed = seed
 
 
 class StreamLoader:
-    """An endless stream, in epochs of equally many batches. Each epoch continues where the one before it ended.
+    """An endless stream, in epochs of ``length`` batches. Each epoch continues where the one before it ended.
 
     The position of the stream in its files is saved for each worker and each process, so training continues with the same
     number of both.
-
-    Args:
-        dataset: endless; has a ``state_dict``.
-        length: batches in an epoch.
-        options: those of DataLoader.
     """
 
     def __init__(self, dataset: IterableDataset, length: int, **options: Any) -> None:
         self.batches = Batches(dataset, **options)
+        self._place = {"processes": [*data_shard()], "workers": [self.batches.num_workers]}
         self.length, self.epoch, self.done = length, 0, 0
         self._stream: Iterator[Any] | None = None
         self._restored: dict[str, Any] = {}
-
-    # There is no cycle here, and a training that ends can drop the stream: its workers must not wait for the garbage collector.
 
     @property
     def sampler(self) -> "StreamLoader":
@@ -160,7 +147,7 @@ class StreamLoader:
 
     @property
     def _iterator(self) -> Iterator[Any] | None:
-        """What Lightning sets to None after training."""
+        """What Lightning sets to None after training: the workers end then, and need not wait for the garbage collector."""
         return self._stream
 
     @_iterator.setter
@@ -184,13 +171,10 @@ class StreamLoader:
             self.done += 1
             yield batch
 
-    def _place(self) -> dict[str, list[int]]:
-        return {"processes": [*data_shard()], "workers": [self.batches.num_workers]}
-
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the number of its batches that were handed out, and the state of the stream."""
         stream = self._restored if self._stream is None else self.batches.state_dict()
-        return {"epoch": self.epoch, "batches": self.done, "stream": stream, "place": self._place()}
+        return {"epoch": self.epoch, "batches": self.done, "stream": stream, "place": self._place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration continues from there.
@@ -200,7 +184,7 @@ class StreamLoader:
         """
         if "stream" not in state:
             raise UserError("resume: the checkpoint's position is not that of a stream; continue with data.streaming=false")
-        before, here = state["place"], self._place()
+        before, here = state["place"], self._place
         for key, what in {"processes": "data parallel processes", "workers": "workers"}.items():
             if (count := before[key][-1]) != here[key][-1]:
                 raise UserError(f"resume: a stream continues with as many {what} as before, {count}, not {here[key][-1]}")
@@ -216,16 +200,10 @@ class Batches(OwnGenerator, StatefulDataLoader):
 
 
 class TransformedDataset(Dataset):
-    """Applies a deterministic transform; indexed by plain integers.
-
-    Args:
-        dataset: gives (image, label) by index.
-        transform: for the image.
-    """
+    """Images and labels (image, label), with a deterministic transform of the image."""
 
     def __init__(self, dataset: Dataset, transform: Callable[[Any], Any]) -> None:
-        self.dataset = dataset
-        self.transform = transform
+        self.dataset, self.transform = dataset, transform
 
     def __len__(self) -> int:
         return len(self.dataset)  # ty: ignore[invalid-argument-type]: torch declares no length

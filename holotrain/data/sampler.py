@@ -114,11 +114,11 @@ class EpochBatchSampler(ResumableBatchSampler):
             yield [(epoch, index) for index in order[first : first + self.batch_size]]
 
 
-class FixedBatches(Sampler[list[int]]):
-    """Always the same batches in the same order. With ``world_size`` processes, each reads every ``world_size``-th of them.
+class FixedBatches(list[list[int]]):
+    """Always the same batches in the same order. With several processes, each reads every so many of them.
 
-    All processes read the same number of batches, because sharded layers need every process at every batch. If the number of
-    batches is not divisible, some are split in two, or joined, until it is.
+    All processes read the same number of batches, because sharded layers need every process at every batch. Until the number is
+    divisible, the largest batch is split in two; if all hold one sample, the last ones are joined.
 
     Args:
         batches: the indices of each batch.
@@ -129,37 +129,20 @@ class FixedBatches(Sampler[list[int]]):
     """
 
     def __init__(self, batches: Sequence[np.ndarray], shard: tuple[int, int] | None = None) -> None:
-        rank, world_size = shard or data_shard()
-        self.own = divided(batches, world_size)[rank::world_size]
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.own:
-            yield batch.tolist()
-
-
-def divided(batches: Sequence[np.ndarray], parts: int) -> list[np.ndarray]:
-    """The batches, split or joined so that their number is a multiple of ``parts``: the largest are split in two; if all hold
-    one sample, the last ones are joined.
-
-    Raises:
-        UserError: there are fewer samples than parts.
-    """
-    batches = list(batches)
-    while len(batches) % parts:
-        largest = max(range(len(batches)), key=lambda number: len(batches[number]))
-        if len(batches[largest]) > 1:
-            batches[largest : largest + 1] = np.array_split(batches[largest], 2)
-        elif len(batches) > parts:
-            keep = len(batches) // parts * parts
-            batches[keep - 1 :] = [np.concatenate(batches[keep - 1 :])]
-        else:
-            raise UserError(f"data: {len(batches)} samples cannot be split among {parts} processes")
-    return batches
+        rank, parts = shard or data_shard()
+        batches = list(batches)
+        while len(batches) % parts:
+            largest = max(range(len(batches)), key=lambda number: len(batches[number]))
+            if len(batches[largest]) > 1:
+                batches[largest : largest + 1] = np.array_split(batches[largest], 2)
+            elif len(batches) > parts:
+                keep = len(batches) // parts * parts
+                batches[keep - 1 :] = [np.concatenate(batches[keep - 1 :])]
+            else:
+                raise UserError(f"data: {len(batches)} samples cannot be split among {parts} processes")
+        super().__init__(batch.tolist() for batch in batches[rank::parts])
 
 
-def in_batches(size: int, batch_size: int) -> list[np.ndarray]:
-    """The indices of ``size`` samples in order, ``batch_size`` in each batch."""
-    return np.split(np.arange(size), range(batch_size, size, batch_size))
+def in_batches(indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """The indices in order, ``batch_size`` in each batch."""
+    return np.split(indices, range(batch_size, len(indices), batch_size))

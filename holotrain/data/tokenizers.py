@@ -34,21 +34,10 @@ class Tokenizer(ABC):
     vocab_size: int
     specials: dict[str, int]
 
-    @property
-    def pad_id(self) -> int:
-        return self.specials["pad"]
-
-    @property
-    def start_id(self) -> int:
-        return self.specials["start"]
-
-    @property
-    def end_id(self) -> int:
-        return self.specials["end"]
-
-    @property
-    def mask_id(self) -> int:
-        return self.specials["mask"]
+    pad_id = property(lambda self: self.specials["pad"])
+    start_id = property(lambda self: self.specials["start"])
+    end_id = property(lambda self: self.specials["end"])
+    mask_id = property(lambda self: self.specials["mask"])
 
     @property
     def dtype(self) -> np.dtype:
