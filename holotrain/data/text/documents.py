@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from holotrain.data.sampler import ResumableBatchSampler, in_batches, mixed_seed
+from holotrain.data.sampler import ResumableBatchSampler, in_batches
 from holotrain.data.text.tokenise import Batch, Corpus
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
+from holotrain.numeric import mixed_seed
 
 SPECIAL = 2
 """Special tokens of a piece: start and end."""
@@ -22,8 +23,6 @@ class Pieces(Dataset):
     classification ``labels`` (B,) int64.
 
     Args:
-        corpus: the part.
-        tokenizer: gives the special tokens.
         context: maximum number of tokens, including start and end. Longer documents are cut into pieces; for classification
             they are cut short.
         multiple: T is rounded up to a multiple of this.
@@ -36,31 +35,23 @@ class Pieces(Dataset):
         UserError: no document of the part has a label.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        tokenizer: Tokenizer,
-        context: int,
-        multiple: int = 1,
-        numbered: bool = False,
-    ) -> None:
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, context: int, multiple: int, numbered: bool) -> None:
         self.tokens, self.multiple, self.numbered = corpus.tokens, multiple, numbered
         self.start_id, self.end_id, self.pad_id = tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id
         body = context - SPECIAL
         begins, ends = np.asarray(corpus.offsets[:-1]), np.asarray(corpus.offsets[1:]) - 1  # the end token is ours to give
         self.labels = None
         if corpus.labels is not None:
-            chosen = np.flatnonzero(corpus.labels >= 0)
-            if not len(chosen):
+            chosen = corpus.labels >= 0
+            if not chosen.any():
                 raise UserError(f"data: no document of the {corpus.part} part has a label")
-            self.labels = corpus.labels[chosen]
-            self.begins = begins[chosen]
-            self.lengths = np.minimum(ends[chosen] - self.begins, body) + SPECIAL
+            self.labels, begins, ends = corpus.labels[chosen], begins[chosen], ends[chosen]
         else:
             counts = np.maximum(-(-(ends - begins) // body), 1)
             place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            self.begins = np.repeat(begins, counts) + place * body
-            self.lengths = np.minimum(np.repeat(ends, counts) - self.begins, body) + SPECIAL
+            begins, ends = np.repeat(begins, counts) + place * body, np.repeat(ends, counts)
+        self.begins = begins
+        self.lengths = np.minimum(ends - begins, body) + SPECIAL
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -120,11 +111,7 @@ class BucketBatchSampler(ResumableBatchSampler):
         if len(self.lengths) < self.world_size:
             raise UserError(f"data: {len(self.lengths)} documents cannot be split among {self.world_size} processes")
         self._bucket = bucket_of(self.lengths) if bucketing else np.zeros(len(self.lengths), dtype=np.int64)
-        self._members = np.bincount(self._bucket)
-        longest = np.zeros(len(self._members), dtype=np.int64)
-        np.maximum.at(longest, self._bucket, self.lengths)
-        self._capacity = capacities(longest, batch_size, max_tokens)
-        self._sizes = self._batch_sizes()
+        self._sizes = self._batch_sizes(batch_size, max_tokens)
 
     def __len__(self) -> int:
         return len(self._sizes) // self.world_size
@@ -143,14 +130,15 @@ class BucketBatchSampler(ResumableBatchSampler):
         for step in torch.randperm(len(self), generator=generator)[start:].tolist():
             yield batches[step * self.world_size + self.rank].tolist()
 
-    def _batch_sizes(self) -> np.ndarray:
+    def _batch_sizes(self, batch_size: int | None, max_tokens: int | None) -> np.ndarray:
         """Number of documents in each batch, from the shortest to the longest."""
+        members = np.bincount(self._bucket)
+        longest = np.zeros(len(members), dtype=np.int64)
+        np.maximum.at(longest, self._bucket, self.lengths)
         sizes, left = [], 0
-        for members, capacity in zip(self._members.tolist(), self._capacity.tolist(), strict=True):
-            left += members
-            full = left // capacity
+        for count, capacity in zip(members.tolist(), capacities(longest, batch_size, max_tokens).tolist(), strict=True):
+            full, left = divmod(left + count, capacity)
             sizes += [capacity] * full
-            left -= full * capacity
         sizes += [left] if left else []
         while len(sizes) % self.world_size:
             largest = max(range(len(sizes)), key=sizes.__getitem__)
@@ -193,7 +181,7 @@ def by_length(lengths: np.ndarray, batch_size: int, max_tokens: int | None) -> l
     """
     order = np.argsort(lengths, kind="stable")
     if max_tokens is None:
-        return [order[batch] for batch in in_batches(len(order), batch_size)]
+        return in_batches(order, batch_size)
     capacities(lengths, None, max_tokens)
     batches = []
     while len(order):
@@ -212,12 +200,7 @@ def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
 def padding(
     lengths: np.ndarray, batch_size: int | None = None, max_tokens: int | None = None, multiple: int = 1, seed: int = 0
 ) -> dict[str, float]:
-    """The share of padding among the tokens of an epoch, in ``bucketed`` batches and in ``random`` ones with the same settings.
-
-    Args:
-        lengths, batch_size, max_tokens, seed: see :class:`BucketBatchSampler`.
-        multiple: batches are as wide as their longest document, rounded up to a multiple of this.
-    """
+    """The share of padding among an epoch's tokens, in ``bucketed`` batches and in ``random`` ones of the same settings."""
     widths = padded(lengths, multiple)
     shares = {}
     for kind, bucketing in (("bucketed", True), ("random", False)):

@@ -107,14 +107,12 @@ class TextDataModule(LoadingModule):
             raise ValueError("streaming needs a tokenizer that is trained: byte, or the path of a tokenizer.json")
         self.layout, self.labels, self.context, self.batch_size, self.asked_unit = layout, labels, context, batch_size, unit
         self.max_tokens, self.bucketing, self.multiple = max_tokens, bucketing, pad_to_multiple_of
-        self.fractions = (val_fraction, test_fraction)
-        self.trained_size = vocab_size
+        self.fractions, self.trained_size = (val_fraction, test_fraction), vocab_size
         self.cache = Path(cache_dir).expanduser()
         self.num_proc, self.streaming, self.epoch_batches = num_proc, streaming, epoch_batches
         self.loading["collate_fn"] = as_it_is
-        self._tokenizer = (
-            tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else known_tokenizer(tokenizer)
-        )
+        given = tokenizer_from_json(tokenizer_json, "tokenizer_json") if tokenizer_json else None
+        self._tokenizer = given or known_tokenizer(tokenizer)
         self._corpora: dict[str, Corpus] | None = None
 
     @abstractmethod
@@ -271,10 +269,8 @@ def _check(parts: dict[str, Any]) -> None:
     for part, count in counts.items():
         if not count:
             fewer = "lower data.val_fraction and data.test_fraction" if part == "train" else f"raise data.{part}_fraction"
-            there = f"documents: {sum(counts.values())}"
-            raise UserError(
-                f"data: no text is left for {part} ({there}); {fewer}, or cut finer with data.unit=paragraph or line"
-            )
+            left = f"no text is left for {part} (documents: {sum(counts.values())})"
+            raise UserError(f"data: {left}; {fewer}, or cut finer with data.unit=paragraph or line")
 
 
 def _classes(labels: dict[str, list[str | None]]) -> list[str]:

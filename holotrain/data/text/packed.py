@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from holotrain.data.hub import reading
-from holotrain.data.sampler import Key, data_shard, mixed_seed
+from holotrain.data.sampler import Key, data_shard
 from holotrain.data.text.tokenise import Batch, Rows, Tokens, joined, table
 from holotrain.data.tokenizers import Tokenizer
 from holotrain.errors import UserError
+from holotrain.numeric import mixed_seed
 
 ROWS = 16
 """Rows that are read at once."""
@@ -32,14 +33,9 @@ class PackedBlocks(Dataset):
 
     With keys ``(epoch, index)``, the first block of each epoch starts at another offset, a function of (seed, epoch). What lies
     before the first block and after the last, less than two blocks in total, is left out in that epoch.
-
-    Args:
-        tokens: more than ``context``.
-        context: tokens that a model sees.
-        seed: for the offsets.
     """
 
-    def __init__(self, tokens: Tokens | np.ndarray, context: int, seed: int = 0) -> None:
+    def __init__(self, tokens: Tokens | np.ndarray, context: int, seed: int) -> None:
         self.tokens, self.context, self.seed = tokens, context, seed
         self.blocks = max((len(tokens) - context) // context, 1)
 
@@ -59,10 +55,6 @@ class PackedInOrder(Dataset):
     """The blocks of a part from its first token to its last. Every token except the first is a target exactly once.
 
     The last block may be shorter; ``batches`` puts it into a batch of its own.
-
-    Args:
-        tokens: of the part.
-        context: tokens that a model sees.
     """
 
     def __init__(self, tokens: Tokens, context: int) -> None:
@@ -96,18 +88,11 @@ class PackedStream(IterableDataset):
     through the rows takes their shards in another order. The state is the library's at the beginning of the window, and the
     number of batches taken from it, so a resumed stream reads that window again.
 
-    Args:
-        rows: those of the training part.
-        tokenizer: encodes them.
-        context: tokens that a model sees.
-        batch_size: blocks in a batch.
-        seed: for the order.
-
     Raises:
         UserError: the rows cannot be read, or hold less than a batch for each worker.
     """
 
-    def __init__(self, rows: Sequence[Rows], tokenizer: Tokenizer, context: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, rows: Sequence[Rows], tokenizer: Tokenizer, context: int, batch_size: int, seed: int) -> None:
         self.rows, self.tokenizer, self.context, self.batch_size, self.seed = rows, tokenizer, context, batch_size, seed
         self.window = max(WINDOW, BATCHES * batch_size * context)
         self.data_shard = data_shard()

@@ -41,11 +41,9 @@ class StdlibText(TextDataModule):
     def files(self) -> list[TextFile]:
         """The modules. Those outside of a folder have no label, nor have those of ``test``, which is about all the others."""
         root = Path(sysconfig.get_path("stdlib"))
-        found = {}
-        for path in root.rglob("*.py"):
-            parts = path.relative_to(root).parts
-            if not {"site-packages", "dist-packages", "__pycache__"} & set(parts) and path.is_file():
-                found[path] = parts
+        there = {path: path.relative_to(root).parts for path in root.rglob("*.py") if path.is_file()}
+        others = {"site-packages", "dist-packages", "__pycache__"}
+        found = {path: parts for path, parts in there.items() if others.isdisjoint(parts)}
         if not found:
             raise UserError(f"data: this Python has no .py files in {root}; take data=text_files")
         sizes = Counter(parts[0] for parts in found.values() if len(parts) > 1 and parts[0] != "test")

@@ -36,7 +36,6 @@ class TextFile:
     """A file of a corpus.
 
     Attributes:
-        path: of the file.
         name: its path below the corpus's root, with slashes, so that it is the same on every machine.
         part: ``train``, ``val`` or ``test`` if the user chose it; None: it is chosen by a hash.
         label: the class of all its documents, if that is known of the file.
@@ -126,8 +125,7 @@ def searched(files: Sequence[TextFile], cache: Path, columns: Sequence[str] = ()
     Each file is read once for it: what is found is kept in ``cache`` until a file changes.
     """
     there = [file for file in files if os.access(file.path, os.R_OK)]
-    stamp = stamp_of((file.path for file in there), *columns)
-    known = cache / f"damaged-{stamp}.json"
+    known = cache / f"damaged-{stamp_of((file.path for file in there), *columns)}.json"
     try:
         kept = [None if rows is None else [int(row) for row in rows] for rows in read_json(known)]
         return dict.fromkeys(files) | dict(zip(there, kept, strict=True))
@@ -155,11 +153,7 @@ def _search(file: TextFile, cache: Path, columns: Sequence[str] = ()) -> list[in
 
 
 class LooseFiles(Dataset):
-    """Rows of token ids, padded to the longest of their batch: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B.
-
-    Attributes:
-        paths: the file of each row; ``FILE:ROW``, counted from 1, for a file that holds many texts.
-    """
+    """Rows of token ids, padded to the longest of their batch: ``tokens`` (B, T), ``lengths`` (B,), ``names`` a list of B."""
 
     def __init__(self, rows: Sequence[np.ndarray], names: Sequence[str], pad_id: int) -> None:
         self.rows, self.paths, self.pad_id = rows, list(names), pad_id
@@ -173,15 +167,8 @@ class LooseFiles(Dataset):
         return {"tokens": tokens, "lengths": torch.tensor([*map(len, rows)]), "names": [self.paths[key] for key in keys]}
 
 
-def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
-    """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank.
-
-    Args:
-        text: column that holds the text, in files of rows.
-
-    Raises:
-        UserError: there is no file, or one cannot be read.
-    """
+def texts_at(path: Path, text: str) -> list[tuple[str, str]]:
+    """Name and text of the file at a path, or of all files below it; for files of rows, of each row that is not blank."""
     if not path.exists():
         raise UserError(f"texts: there is no file or folder {path}")
     found = []
@@ -192,8 +179,7 @@ def texts_at(path: Path, text: str = "text") -> list[tuple[str, str]]:
                 numbered = [(number, one) for number, row in enumerate(rows.batches("test", 1), 1) for one in row]
         except UserError as error:  # whose advice is for data
             raise UserError(f"texts: {str(error).removeprefix('data: ').partition('; data.on_error')[0]}") from error
-        several = each.suffix in KINDS
-        found += [(f"{each}:{number}" if several else str(each), one) for number, one in numbered]
+        found += [(f"{each}:{number}" if each.suffix in KINDS else str(each), one) for number, one in numbered]
     if not found:
         raise UserError(f"texts: there is no text in {path}")
     return found

@@ -88,12 +88,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set.
-
-    Attributes:
-        dataset: has the columns that ``reading`` names.
-        source: what has the columns, for messages.
-    """
+    """Rows of a data set that has the columns which ``reading`` names; ``source`` is what has them, for messages."""
 
     dataset: Any
     reading: Reading
@@ -184,12 +179,7 @@ def fraction_of(text: str) -> float:
 
 
 class Corpus:
-    """The documents of a part.
-
-    Args:
-        dataset: has ``tokens`` and ``label``, see :meth:`Rows.tokens`.
-        part: its name.
-        classes: names of the classes.
+    """The documents of a part, from the ``dataset`` of :meth:`Rows.tokens`.
 
     Attributes:
         tokens: all documents, an end token after each.
@@ -209,7 +199,7 @@ class Corpus:
 
 
 class Tokens:
-    """The tokens of a data set in one row, a slice of which is an array: of the file itself, if it lies in one chunk.
+    """The tokens of a data set in one row, a slice of which is an array.
 
     A worker process maps the files again: a data set of the datasets library is pickled as the paths of its files.
     """
@@ -228,12 +218,9 @@ class Tokens:
     def __getitem__(self, place: slice) -> np.ndarray:
         first, last, _ = place.indices(self.size)
         number = bisect_right(self.begins, first) - 1
-        begin = self.begins[number]
-        found = self.chunks[number][first - begin : max(last - begin, 0)]
-        if first + len(found) >= last:
-            return found
-        chosen = zip(self.begins[number : bisect_left(self.begins, last)], self.chunks[number:], strict=False)
-        return np.concatenate([chunk[max(first - begin, 0) : last - begin] for begin, chunk in chosen])
+        chosen = slice(number, max(bisect_left(self.begins, last), number + 1))
+        found = zip(self.begins[chosen], self.chunks[chosen], strict=True)
+        return np.concatenate([chunk[max(first - begin, 0) : last - begin] for begin, chunk in found])
 
 
 def as_it_is(batch: Batch) -> Batch:
