@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from resumed_loaders import assert_resumes, same, stream
 from small_trainings import quiet_trainer
 
 from holotrain.data import ByteTokenizer, StdlibText, TextFiles, text_files
@@ -186,16 +185,6 @@ def test_widths_are_rounded_up_within_the_budget(folder):
     for loader in (data.train_dataloader(), data.val_dataloader()):
         batches = [batch["tokens"] for batch in loader]
         assert all(tokens.shape[1] % 8 == 0 and tokens.numel() <= 96 for tokens in batches) and len(batches) > 4
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("bucketing", [True, False])
-def test_resuming_in_mid_epoch_and_workers_change_nothing(folder, workers, bucketing):
-    def loader(workers):
-        return documents(folder, num_workers=workers, bucketing=bucketing, max_tokens=128).train_dataloader()
-
-    assert not same(stream(loader(0), [1]), stream(loader(0), [2]))
-    assert_resumes(loader, workers, [3], [1, 2])
 
 
 class Reads(pl.LightningModule):
