@@ -47,6 +47,17 @@ def write_cifar(root, kind, monkeypatch, per_file=20):
     return folder
 
 
+def write_saved_images(folder):
+    """Sixty small images of three classes, as save_to_disk writes them; the red of each is its number."""
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as Column
+
+    pictures = [Image.new("RGB", (20 + n % 5, 18), (n * 4, 9, n % 3)) for n in range(60)]
+    features = Features({"image": Column(), "label": ClassLabel(names=["a", "b", "c"])})
+    Dataset.from_dict({"image": pictures, "label": [n % 3 for n in range(60)]}, features).save_to_disk(folder)
+    return folder
+
+
 def write_folder(root, parts=("train", "val"), classes=("cat", "dog"), each=6, size=40):
     rng = np.random.default_rng(0)
     for part in parts:

@@ -12,8 +12,7 @@ from unittest.mock import Mock
 import datasets
 import pytest
 import torch
-from data_files import documents_of, write_folder
-from PIL import Image
+from data_files import documents_of, write_folder, write_saved_images
 from resumed_loaders import same, stream
 
 from holotrain.callbacks import ExactResume
@@ -234,15 +233,7 @@ def test_a_stream_continues_where_its_shard_was(saved, before, after):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Sixty small images of three classes; the red of each is its number."""
-    folder = tmp_path_factory.mktemp("images") / "saved"
-    rows = {
-        "image": [Image.new("RGB", (20 + n % 5, 18), (n * 4, 9, n % 3)) for n in range(60)],
-        "label": [n % 3 for n in range(60)],
-    }
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
-    datasets.Dataset.from_dict(rows, features).save_to_disk(folder)
-    return folder
+    return write_saved_images(tmp_path_factory.mktemp("images") / "saved")
 
 
 def pictures(images, **options) -> HubImages:

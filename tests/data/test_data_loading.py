@@ -2,12 +2,11 @@
 
 import json
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from compared import assert_equal
-from PIL import Image
+from data_files import write_saved_images
 from resumed_loaders import assert_resumes, same, stream
 
 from holotrain.data import Digits, HubImages, TextFiles
@@ -19,10 +18,7 @@ from holotrain.errors import UserError
 def folder(tmp_path_factory):
     """Sixty small images of three classes, numbered lines, and sixty lines of three classes, of 1 to 60 letters."""
     folder = tmp_path_factory.mktemp("loading")
-    rows = {"image": [Image.new("RGB", (20 + n % 5, 18), (n * 4, 9, n % 3)) for n in range(60)]}
-    rows["label"] = [n % 3 for n in range(60)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
-    datasets.Dataset.from_dict(rows, features).save_to_disk(folder / "images")
+    write_saved_images(folder / "images")
     (folder / "a.txt").write_text("".join(f"{number:05d}\n" for number in range(1000)))
     (folder / "a.jsonl").write_text(
         "\n".join(json.dumps({"text": "xyz"[n % 3] * n, "kind": "xyz"[n % 3]}) for n in range(1, 61))

@@ -69,14 +69,6 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert abs(np.corrcoef(np.arange(len(widths)), widths)[0, 1]) < 0.2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sampler_can_begin_in_the_middle(ranks):
-    whole = list(sampler(2, max_tokens=2048, shard=(ranks - 1, ranks)))
-    resumed = BucketBatchSampler(LENGTHS, max_tokens=2048, shard=(ranks - 1, ranks))
-    resumed.load_state_dict({"epoch": 2, "batches": 5})
-    assert list(resumed) == whole[5:] and list(resumed) == whole
-
-
 @pytest.mark.parametrize("budget", [{"batch_size": 16}, {"max_tokens": 2048}])
 def test_padding_is_what_the_batches_say(budget):
     for kind, bucketing in (("bucketed", True), ("random", False)):

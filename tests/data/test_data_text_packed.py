@@ -96,24 +96,19 @@ def test_a_part_that_is_shorter_than_a_block_is_refused(folder):
         packed(folder, context=size).train_dataloader()
 
 
-class Bigrams(pl.LightningModule):
-    """Counts what it is shown."""
+class Seen(pl.LightningModule):
+    """Keeps what it is shown."""
 
     def __init__(self):
         super().__init__()
-        self.table = torch.nn.Embedding(260, 260)
-        self.seen = []
-
-    def loss(self, batch):
-        tokens = batch["tokens"]
-        return torch.nn.functional.cross_entropy(self.table(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
 
     def training_step(self, batch, _):
         self.seen.append(batch["tokens"].clone())
-        return self.loss(batch)
+        return self.weight * 1
 
     def validation_step(self, batch, _):
-        self.log("val", self.loss(batch), batch_size=len(batch["tokens"]))
+        """Lightning validates between the epochs."""
 
     def predict_step(self, batch, _):
         return batch["tokens"]
@@ -123,7 +118,7 @@ class Bigrams(pl.LightningModule):
 
 
 def test_under_lightning_epochs_differ_and_prediction_reads_all(folder):
-    data, task = packed(folder), Bigrams()
+    data, task = packed(folder), Seen()
     trainer = quiet_trainer(max_epochs=2)
     trainer.fit(task, datamodule=data)
     assert same(task.seen, stream(packed(folder).train_dataloader()))

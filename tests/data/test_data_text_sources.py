@@ -124,12 +124,6 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, content, option
     one_line(lambda: texts_of(path, **options), message)
 
 
-def test_rows_without_text_are_left_out(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n{"n": 1}\n{"text": "b"}\n')
-    assert texts_of(path, skip=True) == [("a", None), ("b", None)]
-
-
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 def test_damaged_files_are_left_out_and_counted(tmp_path, tokenizer):
     for number in range(12):

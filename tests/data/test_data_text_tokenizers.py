@@ -142,10 +142,6 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, monkeypatch, name
     assert "\n" not in str(error.value)
 
 
-def test_the_smallest_vocabulary_is_the_bytes():
-    assert SubwordTokenizer.trained(["a"], ByteTokenizer.vocab_size).vocab_size == 260
-
-
 def test_bytes_are_counted_in_tokenizers_that_are_not_byte_level(tmp_path):
     words = {"##ing": 3, "\u2581the": 4, "<0x0A>": 1, "é": 2}
     tokenizer = known_tokenizer(str(word_level(tmp_path / "t.json", ordinary=words)))
