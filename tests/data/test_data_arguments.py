@@ -30,6 +30,8 @@ TEXT = [
     ({"test_fraction": -0.1}, r"test_fraction must be in \[0, 1\), not -0.1"),
     ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave no training"),
     ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
+    ({"streaming": True, "layout": "documents"}, "streaming needs packed text"),
+    ({"streaming": True, "tokenizer": "bpe"}, "streaming needs a tokenizer that is trained"),
 ]
 REFUSED = {
     Digits: [({"val_fraction": 1}, r"val_fraction must be in \[0, 1\), not 1"), *IMAGES],
@@ -54,12 +56,6 @@ REFUSED = {
 def test_impossible_arguments_are_refused(data, arguments, words):
     with pytest.raises(ValueError, match=words):
         data(**arguments)
-
-
-@pytest.mark.parametrize("data", [Digits, MNIST, Fake, StdlibText])
-def test_unknown_arguments_are_refused(data):
-    with pytest.raises(TypeError, match="'wide'"):
-        data(wide=1)
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ REFUSED = [
     (HubText, {"label": "kinds"}, r"data\.label: the data have no column 'kinds'.* Did you mean 'kind'"),
     (HubText, {"split": "hold"}, r"data\.split: 'hold' is not one of train, held\. Did you mean 'held'"),
     (HubText, {"val_split": "validation"}, r"data\.split: 'validation' is not one of train, held"),
-    (HubText, {"config": "small"}, r"data\.config: .*saved has no configurations, so not 'small'"),
+    (HubText, {"config": "small"}, r"data\.config: .*saved has no configurations; only the Hub"),
     (HubText, {"name": __file__, "config": "small"}, r"data\.config: .*\.py has no configurations"),
     (HubText, {"name": "nobody/nothing"}, r"data: cannot read nobody/nothing"),
     (HubText, {"streaming": True, "context": 10**6}, r"data\.batch_size: some process or worker has less than a batch"),
@@ -367,12 +367,6 @@ def test_other_words_go_through_between_two_lines_of_progress(capsys, monkeypatc
         sys.stderr.write("\ra 20%")
         sys.stderr.write("\n")
     assert capsys.readouterr().err == "a 10%\na warning\na 20%\n"
-
-
-def test_streams_that_cannot_be_are_refused(saved):
-    for options in ({"layout": "documents"}, {"tokenizer": "bpe"}):
-        with pytest.raises(ValueError, match="streaming needs"):
-            HubText(str(saved), streaming=True, **options)
 
 
 def test_no_code_of_a_data_set_runs(saved, tmp_path):

@@ -26,32 +26,24 @@ def folder(tmp_path_factory):
     return folder
 
 
-def of_digits(folder, **options):
-    return Digits(batch_size=64, classes=[3, 5], **options)
+HELD = {"val_fraction": 0.2, "test_fraction": 0.2, "cache_dir": "cache"}
+DOCUMENTS = {"files": "a.jsonl", "layout": "documents", "context": 32, "max_tokens": 128, **HELD}
+DATA = {
+    "digits": (Digits, {"batch_size": 64, "classes": [3, 5]}),
+    "images of the Hub": (HubImages, {"name": "images", "image_size": 16, "batch_size": 4, "cache_dir": "cache"}),
+    "packed": (TextFiles, {"files": "a.txt", "unit": "line", "context": 16, "batch_size": 8, **HELD}),
+    "documents": (TextFiles, DOCUMENTS),
+    "documents of all lengths": (TextFiles, DOCUMENTS | {"bucketing": False}),
+}
 
 
-def of_hub(folder, **options):
-    return HubImages(str(folder / "images"), image_size=16, batch_size=4, cache_dir=str(folder / "cache"), **options)
+@pytest.fixture(params=DATA)
+def ready(request, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    made_of, chosen = DATA[request.param]
 
-
-def packed(folder, **options):
-    held = {"val_fraction": 0.1, "test_fraction": 0.1, "cache_dir": str(folder / "cache")}
-    return TextFiles(str(folder / "a.txt"), unit="line", context=16, batch_size=8, **held, **options)
-
-
-def documents(folder, **options):
-    held = {"val_fraction": 0.2, "test_fraction": 0.2, "cache_dir": str(folder / "cache")}
-    return TextFiles(str(folder / "a.jsonl"), layout="documents", context=32, max_tokens=128, **held, **options)
-
-
-def unbucketed(folder, **options):
-    return documents(folder, bucketing=False, **options)
-
-
-@pytest.fixture(params=[of_digits, of_hub, packed, documents, unbucketed])
-def ready(request, folder):
     def made(**options):
-        data = request.param(folder, **options)
+        data = made_of(**chosen | options)
         data.prepare_data()
         data.setup()
         return data

@@ -85,20 +85,16 @@ def test_a_batch_may_hold_more_tokens_than_32_bits_count():
     assert found.offsets.to_pylist() == [0, 2**31, 2**31 + 5]
 
 
-def test_nothing_changed_is_not_built_again(folder, built):
-    first = tokens(prepared(folder))
-    assert set(built) == {"train", "val", "test"}
-    built.clear()
-    assert tokens(prepared(folder, seed=1, context=7, batch_size=3)) == first and not built
-
-
 def test_everything_that_matters_is_built_anew(folder, built):
     def anew(**options) -> bool:
         built.clear()
         prepared(folder, **options)
         return bool(built)
 
-    changes = [{}, {"unit": "file"}, {"val_fraction": 0.3}, {"tokenizer": "bpe", "vocab_size": 280}]
+    first = tokens(prepared(folder))
+    assert set(built) == {"train", "val", "test"}
+    assert not anew(seed=1, context=7, batch_size=3) and tokens(prepared(folder)) == first
+    changes = [{"unit": "file"}, {"val_fraction": 0.3}, {"tokenizer": "bpe", "vocab_size": 280}]
     assert all(anew(**options) for options in changes) and not any(anew(**options) for options in changes)
     (folder / "a.txt").write_text((folder / "a.txt").read_text().replace("line 7\n", "line 8\n"))  # of the same size
     assert anew() and not anew()
@@ -200,31 +196,22 @@ def test_a_cache_that_cannot_be_written_is_said_in_one_line(folder):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "said"),
+    ("module", "name", "options", "said"),
     [
-        (Path, "mkdir", "cannot write .*cache"),
-        (ArrowWriter, "write_table", "cannot write the cache of .*a.txt or one of 2 other files"),
-        (ArrowWriter, "finalize", "cannot write the cache of .*"),
-        (Path, "write_text", "cannot write .*"),
+        (Path, "mkdir", {}, "cannot write .*cache"),
+        (ArrowWriter, "write_table", {}, "cannot write the cache of .*a.txt or one of 2 other files"),
+        (ArrowWriter, "finalize", {}, "cannot write the cache of .*"),
+        (Path, "write_text", {"tokenizer": "bpe", "vocab_size": 280}, "cannot write .*"),
+        (Path, "write_text", {"on_error": "skip"}, "cannot write .*"),  # where damaged files are noted
     ],
 )
 @pytest.mark.parametrize("full", [OSError(ENOSPC, "No space left on device"), OSError("No space left on device")])
-def test_a_full_disk_is_said_in_one_line(folder, monkeypatch, module, name, said, full):
+def test_a_full_disk_is_said_in_one_line(folder, monkeypatch, module, name, options, said, full):
     """By the system, or by a library that gives its errors no number."""
     monkeypatch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(full))
-    if full.errno is None and module is ArrowWriter:
-        said = "data: cannot read .*"
-    else:
-        said = rf"data\.cache_dir: {said}"
+    said = "data: cannot read .*" if full.errno is None and module is ArrowWriter else rf"data\.cache_dir: {said}"
     with pytest.raises(UserError, match=rf"^{said} \(No space left on device\)$"):
-        prepared(folder, tokenizer="bpe", vocab_size=280)
-
-
-def test_a_full_disk_is_said_where_damaged_files_are_noted(folder, monkeypatch):
-    full = OSError(ENOSPC, "No space left on device")
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(full))
-    with pytest.raises(UserError, match=r"^data\.cache_dir: cannot write .* \(No space left on device\)$"):
-        prepared(folder, on_error="skip")
+        prepared(folder, **options)
 
 
 def cut(path):

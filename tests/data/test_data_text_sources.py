@@ -177,18 +177,15 @@ def test_files_are_searched_for_damage_once_until_one_changes(tmp_path, monkeypa
         assert readable() == [files[0], *files[2:]]
 
 
-def test_held_out_files_do_not_depend_on_order():
+def test_held_out_files_do_not_depend_on_order_and_no_part_is_left_without_one():
     names = [f"{number % 3}/{number}.txt" for number in range(60)]
     parts = held_out_files(names, 0.1, 0.1)
     assert parts == held_out_files(names[::-1], 0.1, 0.1)
     assert Counter(parts.values()) == {"train": 48, "val": 6, "test": 6}
     after = held_out_files([*names, "new"], 0.1, 0.1)
     assert sum(after[name] != part for name, part in parts.items()) <= 2
-
-
-@pytest.mark.parametrize("count", [3, 5, 20, 41])
-def test_no_part_is_left_without_a_file(count):
-    assert {*held_out_files([str(number) for number in range(count)], 0.05, 0.05).values()} == {"train", "val", "test"}
+    for count in (3, 5, 20, 41):
+        assert {*held_out_files(names[:count], 0.05, 0.05).values()} == {"train", "val", "test"}
 
 
 def test_files_that_patterns_hold_out(tmp_path):
