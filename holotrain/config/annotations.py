@@ -26,10 +26,6 @@ WORDS = {
 }
 
 
-SAID = 100
-"""Characters of a value that a message repeats."""
-
-
 def checked(where: str, annotation: str, value: Any) -> Any:
     """The value as a parameter of this type takes it: a whole number becomes a float, a number becomes a word.
 
@@ -42,7 +38,7 @@ def checked(where: str, annotation: str, value: Any) -> Any:
         return value
     if fitted := _fitted(hint, value):
         return fitted[0]
-    said = repr(value) if len(repr(value)) <= SAID else f"{repr(value)[:SAID]}..."
+    said = f"{value!r:.100}"
     if type(value) is int and abs(value) >= 2**63:
         raise UserError(f"{where}: {said} is too large")
     if type(value) is float and math.isinf(value):

@@ -1,6 +1,5 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,18 +55,12 @@ def build_data(config: RunConfig, tokenizer: str | None = None) -> pl.LightningD
     Args:
         tokenizer: the tokenizer of the checkpoint that the run starts from, from ``to_json``.
     """
-    _require_a_batch(config)
     known: dict[str, Any] = {"seed": config.seed}
     if is_a(config.data, TEXT):
         packed = is_a(config.task, CAUSAL_LM)
         known |= {"layout": "packed" if packed else "documents", "tokenizer_json": tokenizer}
         known["labels"] = is_a(config.task, SEQUENCE_CLASSIFIER)
     return OBJECT_GROUPS["data"].make("data", config.data, pl.LightningDataModule, **known)
-
-
-def _require_a_batch(config: RunConfig) -> None:
-    if config.batch_is_open:
-        raise UserError(f"{config.batch_option[0]}=auto: only fit and plan support auto; give a number")
 
 
 def facts_of(data: pl.LightningDataModule) -> dict[str, Any]:
@@ -252,7 +245,6 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
     Raises:
         UserError: ``path`` has nothing that can be read, or the checkpoint does not say how files are prepared.
     """
-    _require_a_batch(config)
     loading = {"num_workers": getattr(config.data, "num_workers", 0)}
     batch_size, facts = getattr(config.data, "batch_size", None) or 32, described["facts"]
     if "tokenizer" in described:
@@ -339,13 +331,7 @@ def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Ca
     def make(model: nn.Module) -> Optimizer:
         with naming_group("optimizer", ["weight_decay"]):
             of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
-        try:
-            return OBJECT_GROUPS["optimizer"].make("optimizer", chosen, Optimizer, of)
-        except UserError as error:
-            text = str(error.__cause__)
-            if (name := _refused_by_torch(text, chosen.arguments)) is None:
-                raise
-            raise UserError(f"optimizer.{name}={chosen.arguments[name]}: {text}") from error
+        return OBJECT_GROUPS["optimizer"].make("optimizer", chosen, Optimizer, of)
 
     made = make(nn.Linear(1, 1))
     if not in_backward:
@@ -355,20 +341,6 @@ def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Ca
     if not _steps_parameters_alone(make):
         raise UserError(f"optimizer.{IN_BACKWARD}: {chosen.name} steps all parameters together; set it to false")
     return lambda model: InBackward(make(model), clip_value)
-
-
-TORCHS_WORDS = {"lr": "learning rate", "eps": "epsilon", "betas": "beta", "weight_decay": "weight decay"}
-"""What messages of torch's optimizers call an option, if not by its name."""
-
-
-def _refused_by_torch(text: str, arguments: dict[str, Any]) -> str | None:
-    """The option that such a message is about: it is named, and the text ends with its value; None: there is none."""
-    for name, value in arguments.items():
-        values = value if isinstance(value, list | tuple) else [value]
-        named = re.search(rf"\b({name}|{TORCHS_WORDS.get(name, name)})(?![a-z_])", text, re.IGNORECASE)
-        if named and text.rpartition(": ")[2] in map(str, values):
-            return name
-    return None
 
 
 def _steps_parameters_alone(make: Callable[[nn.Module], Optimizer]) -> bool:

@@ -251,6 +251,8 @@ class CheckpointConfig(RunConfig):
         super().__post_init__()
         if not self.ckpt_path:
             raise UserError(f"ckpt_path: {self.command} needs a checkpoint; give ckpt_path=best, or the folder of a run")
+        if self.batch_is_open:
+            raise UserError(f"{self.batch_option[0]}=auto: only fit and plan support auto; give a number")
 
     @property
     def checkpoint(self) -> Path:

@@ -218,6 +218,16 @@ class ModelOptions:
             raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
 
 
+def refuse(mistakes: dict[str, object]) -> None:
+    """
+    Raises:
+        ValueError: the first of these texts whose condition holds.
+    """
+    for text, holds in mistakes.items():
+        if holds:
+            raise ValueError(text)
+
+
 PROCESS_OPTIONS = (
     *("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "pipeline_stages", "pipeline_schedule"),
     *("microbatches", "nccl_max_ctas", "nccl_high_priority", "compression", "sharded_checkpoints", "max_restarts"),
@@ -285,32 +295,25 @@ class TrainerOptions:
         require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
         require_at_least(2, pipeline_stages=pipeline_stages)
         require_at_least(0, max_restarts=max_restarts)
-        if strategy == "single" and (devices not in (1, "auto") or (num_nodes or 1) > 1):
-            raise UserError(
-                "trainer.devices: trainer=default uses one process; for several, use trainer=ddp, fsdp, tp or pipeline"
-            )
-        if strategy == "single" and (nccl_max_ctas or nccl_high_priority):
-            name = "nccl_max_ctas" if nccl_max_ctas else "nccl_high_priority"
-            raise UserError(f"trainer.{name}: needs several processes; use trainer=ddp, fsdp, tp or pipeline")
-        if compression != "none" and strategy != "ddp":
-            raise UserError(f"trainer.compression={compression}: needs trainer=ddp")
-        changed = {
-            "tp": {"tensor_parallel": tensor_parallel is not None, "overlap": overlap != "auto"},
-            "pipeline": {
-                "pipeline_stages": pipeline_stages is not None,
-                "pipeline_schedule": pipeline_schedule != "1f1b",
-                "microbatches": microbatches is not None,
-            },
-        }
-        for needed, options in changed.items():
-            for name in [name for name, given in options.items() if given and strategy != needed]:
-                raise UserError(f"trainer.{name}: needs trainer={needed}")
-        if signals and (strategy != "tp" or overlap is None):
-            raise UserError("trainer.signals: needs trainer=tp and trainer.overlap")
-        if max_restarts and strategy == "single":
-            raise UserError("trainer.max_restarts: needs several processes; use trainer=ddp, fsdp, tp or pipeline")
-        if sharded_checkpoints and strategy not in ("fsdp", "tp"):
-            raise UserError("trainer.sharded_checkpoints=true: needs trainer=fsdp or trainer=tp")
+        alone, several = strategy == "single", "use trainer=ddp, fsdp, tp or pipeline"
+        in_parts = sharded_checkpoints and strategy not in ("fsdp", "tp")
+        refuse(
+            {
+                f"devices: trainer=default uses one process; for several, {several}": alone and devices not in (1, "auto"),
+                f"num_nodes: needs several processes; {several}": alone and (num_nodes or 1) > 1,
+                f"nccl_max_ctas: needs several processes; {several}": alone and nccl_max_ctas,
+                f"nccl_high_priority: needs several processes; {several}": alone and nccl_high_priority,
+                f"max_restarts: needs several processes; {several}": alone and max_restarts,
+                f"compression={compression}: needs trainer=ddp": strategy != "ddp" and compression != "none",
+                "tensor_parallel: needs trainer=tp": strategy != "tp" and tensor_parallel,
+                "overlap: needs trainer=tp": strategy != "tp" and overlap != "auto",
+                "signals: needs trainer=tp and trainer.overlap": signals and (strategy != "tp" or overlap is None),
+                "pipeline_stages: needs trainer=pipeline": strategy != "pipeline" and pipeline_stages,
+                "pipeline_schedule: needs trainer=pipeline": strategy != "pipeline" and pipeline_schedule != "1f1b",
+                "microbatches: needs trainer=pipeline": strategy != "pipeline" and microbatches,
+                "sharded_checkpoints=true: needs trainer=fsdp or trainer=tp": in_parts,
+            }
+        )
 
 
 def check_trainer(trainer: ObjectConfig) -> None:
@@ -342,8 +345,8 @@ def check_trainer(trainer: ObjectConfig) -> None:
     limits = (f"limit_{split}_batches" for split in ("train", "val", "test", "predict"))
     for name in ("val_check_interval", "overfit_batches", *limits):
         value = getattr(trainer, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and (not is_number or not value >= 0 or (isinstance(value, float) and value > 1)):
+        is_valid = isinstance(value, int | float) and value >= 0 and not (isinstance(value, float) and value > 1)
+        if value is not None and not is_valid:
             raise UserError(f"trainer.{name}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
     if trainer.limit_train_batches == 0:
         raise UserError("trainer.limit_train_batches: must be above 0; to evaluate without training, use validate or test")

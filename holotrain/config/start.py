@@ -6,10 +6,8 @@ argument, an override, the name of a group or an interpolation, and it does not 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +39,8 @@ LOCAL_LOGGERS = ("tensorboard", "csv", "none")
 """Options of the group ``logger`` that a resumed run takes over. Others send data out, so the command line must name them."""
 
 
-@dataclass
-class StartCheckpoint:
-    """The checkpoint that a command starts from.
-
-    Args:
-        config: its configuration in plain containers, checked.
-        choices: the option of each group when it was trained; for display.
-    """
-
-    config: dict[str, Any]
-    choices: dict[str, str]
-
-
-def start_checkpoint(arguments: Arguments) -> StartCheckpoint | None:
-    """The checkpoint that ``ckpt_path=`` or ``resume=true`` name on the command line, if any.
+def start_checkpoint(arguments: Arguments) -> dict[str, Any] | None:
+    """What the checkpoint that ``ckpt_path=`` or ``resume=true`` name keeps of its run; None: they name none.
 
     A sweep of trainings has none: each job composes its own configuration and continues in its own folder. Other sweeps may
     vary everything but the checkpoint.
@@ -77,10 +62,10 @@ def start_checkpoint(arguments: Arguments) -> StartCheckpoint | None:
     kept = load(path)[KEY]
     trusted = (arguments.value("trust") or "").strip("[]").split(",")
     require_trusted(kept["config"], path, [*filter(None, map(str.strip, trusted))], arguments.words, arguments.config_dir)
-    return StartCheckpoint(kept["config"], kept["choices"])
+    return kept
 
 
-def primary(arguments: Arguments, start: StartCheckpoint) -> str:
+def primary(arguments: Arguments, start: dict[str, Any]) -> str:
     """Registers the primary configuration of a command that starts from a checkpoint, and returns its name.
 
     The values of the checkpoint stand in it as plain data, after the defaults of the command. Every group is an empty entry of
@@ -92,10 +77,10 @@ def primary(arguments: Arguments, start: StartCheckpoint) -> str:
         raise UserError("data.root: data.download=true writes into it, so a checkpoint cannot name it; give data.root=...")
     groups = [group for group in GROUPS if group not in ("task", "trainer")]
     groups += ["task", "experiment", "debug", "sweep"]  # last, since these may change the option of another group
-    kept, logger = dict(start.config), "tensorboard"
+    kept, logger = dict(start["config"]), "tensorboard"
     # A file does not decide what is sent where.
-    if arguments.resume and start.choices.get("logger") in LOCAL_LOGGERS:
-        logger = start.choices["logger"]
+    if arguments.resume and start["choices"].get("logger") in LOCAL_LOGGERS:
+        logger = start["choices"]["logger"]
     if command != "fit" or "trainer" in given:  # the number of processes may change; the other options stay
         kept["trainer"] = {name: value for name, value in kept["trainer"].items() if name not in PROCESS_OPTIONS}
     if "model.name" in given and kept["model"]:  # the configuration of another network
@@ -103,32 +88,25 @@ def primary(arguments: Arguments, start: StartCheckpoint) -> str:
     for group in (*OBJECT_GROUPS, "callbacks"):
         if group in given and group != "trainer":  # the option replaces what the checkpoint has
             del kept[group]
-    parts = [
-        {"trainer": "default"},
-        "_self_",
-        *({group: logger if group == "logger" else None} for group in groups),
-    ]
-    node = options(command, parts)
+    chosen = [{group: logger if group == "logger" else None} for group in groups]
+    node = options(command, [{"trainer": "default"}, "_self_", *chosen])
     node.merge_with(_literally(kept))
     name = "_checkpoint"
     ConfigStore.instance().store(name=name, node=node)
     return name
 
 
-def without_replaced_options(plain: dict[str, Any], start: StartCheckpoint, overrides: list[str]) -> dict[str, Any]:
-    """What Hydra composed over a checkpoint. In a group of another kind now, the options of the old kind go."""
+def without_replaced_options(plain: dict[str, Any], kept: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """What Hydra composed over the configuration of a checkpoint. The options of a class go where there is another now."""
     result = dict(plain)
     given = {*map(key_of, overrides)}
     for group in OBJECT_GROUPS:
-        kept = start.config[group]
-        if kept and plain.get(group) and plain[group].get(TARGET) != kept[TARGET]:
-            result[group] = {
-                name: value
-                for name, value in plain[group].items()
-                if name not in kept or value != kept[name] or f"{group}.{name}" in given
-            }
-    usual = [default_backward((config["model"] or {}).get(TARGET)) for config in (plain, start.config)]
-    if plain["backward"] == start.config["backward"] and usual[0] != usual[1]:
+        old, new = kept[group], plain.get(group)
+        if old and new and new.get(TARGET) != old[TARGET]:
+            stays = {name for name in new if name not in old or new[name] != old[name] or f"{group}.{name}" in given}
+            result[group] = {name: new[name] for name in new if name in stays}
+    usual = [default_backward((config["model"] or {}).get(TARGET)) for config in (plain, kept)]
+    if plain["backward"] == kept["backward"] and usual[0] != usual[1]:
         result["backward"] = {}  # that of the other model
     return result
 
@@ -167,40 +145,36 @@ def _literally(node: Any) -> Any:
     return literal(node) if isinstance(node, str) else node
 
 
-@dataclass
 class Start:
     """What a run starts from: words, and the checkpoint that they name.
 
     Args:
         arguments: the words; its primary configuration is set.
-        checkpoint: the checkpoint.
     """
 
-    arguments: Arguments
-    checkpoint: StartCheckpoint | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.arguments.config_dir:
-            require_new_names(self.arguments.config_dir)
-        self.checkpoint = start_checkpoint(self.arguments)
-        if self.checkpoint is not None:
-            self.arguments.primary = primary(self.arguments, self.checkpoint)
+    def __init__(self, arguments: Arguments) -> None:
+        if arguments.config_dir:
+            require_new_names(arguments.config_dir)
+        start = start_checkpoint(arguments)
+        if start is not None:
+            arguments.primary = primary(arguments, start)
+        self.arguments = arguments
+        self.kept: dict[str, Any] = {} if start is None else start["config"]
+        self.chosen_before: dict[str, str] = {} if start is None else start["choices"]
 
     def with_defaults(self, config: DictConfig, overrides: list[str]) -> DictConfig:
         """What Hydra composed, with the defaults of all options. Checks no values."""
-        start = self.checkpoint
-        plain = with_replaced_classes(to_plain(config), overrides, None if start is None else start.config)
+        plain = with_replaced_classes(to_plain(config), overrides, self.kept)
         self._check_left_out(plain)
-        if start is not None:
-            plain = without_replaced_options(plain, start, overrides)
+        if self.kept:
+            plain = without_replaced_options(plain, self.kept, overrides)
         return OmegaConf.create(with_defaults(self.arguments.command, plain, overrides))
 
     def _check_left_out(self, plain: dict[str, Any]) -> None:
         """What is null must be a name in a file, or in the checkpoint; the checkpoint may have left it out already."""
         for group in NAMED_GROUPS:
             for name in [name for name, value in plain[group].items() if value is None]:
-                kept = self.checkpoint.config.get(group, {}) if self.checkpoint is not None else {}
-                known = {*member_names(group, self.arguments.config_dir), *kept}
+                known = {*member_names(group, self.arguments.config_dir), *self.kept.get(group, {})}
                 if name not in known:
                     raise UserError(f"{group}.{name}: there is no {name!r} in {group}.{did_you_mean(name, known)}")
 
@@ -224,22 +198,15 @@ class Start:
 
         Args:
             chosen: those of Hydra.
-
-        Raises:
-            UserError: the number of bits is not that of the optimizer's name.
         """
         options = {group: option for group, option in chosen.items() if option and "/" not in group}
-        found = {"backward": config.backward.name} | (self.checkpoint.choices if self.checkpoint else {}) | options
+        found = {"backward": config.backward.name} | self.chosen_before | options
         for key in map(key_of, overrides):
             if key.endswith(f".{TARGET}"):
                 found.pop(key.removesuffix(f".{TARGET}"), None)
-        if config.optimizer is not None and config.optimizer.target == LOW_BIT:
-            bits, name = config.optimizer.bits, found.get("optimizer") or ""
-            said = "optimizer" in options or "optimizer.bits" in map(key_of, overrides)  # not by an earlier run alone
-            if said and re.fullmatch("adamw_(8bit|4bit|fp8)", name) and name != f"adamw_{bits}":
-                raise UserError(
-                    f"optimizer.bits={bits}: optimizer={name} has another number of bits; use optimizer=adamw_{bits}"
-                )
+        low_bit = config.optimizer is not None and config.optimizer.target == LOW_BIT
+        if low_bit and found.get("optimizer", "").startswith("adamw_"):
+            found["optimizer"] = f"adamw_{config.optimizer.bits}"  # which optimizer.bits may have changed
         return found
 
 

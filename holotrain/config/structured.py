@@ -14,7 +14,7 @@ from holotrain.config.objects import GroupSchema, ObjectConfig
 from holotrain.config.option_groups import NAMED_GROUPS, OBJECT_GROUPS, OF_THE_TASK, BackwardConfig, default_backward, takes
 from holotrain.config.signatures import REQUIRED, Option, defaults_of, signature
 from holotrain.errors import UserError, did_you_mean, naming_group
-from holotrain.targets import TARGET
+from holotrain.targets import TARGET, targets
 
 
 def structured(command: str, plain: dict[str, Any]) -> RunConfig:
@@ -91,15 +91,13 @@ def with_replaced_classes(
     Args:
         kept: the configuration of a checkpoint, whose options are those of the class if it names the same one.
     """
-    given = {*map(key_of, overrides)}
+    given, before = {*map(key_of, overrides)}, dict(targets(kept))
     result = deepcopy(plain)
     for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
         group, _, name = where.partition(".")
-        node, name, before = (result.get(group), name, (kept or {}).get(group)) if name else (result, group, kept)
-        if isinstance(node, dict) and isinstance(options := node.get(name), dict):
-            was = before.get(name) if isinstance(before, dict) else None
-            if isinstance(was, dict) and was.get(TARGET) == options.get(TARGET):
-                continue
+        node, name = (result.get(group), name) if name else (result, group)
+        options = node.get(name) if isinstance(node, dict) else None
+        if isinstance(options, dict) and before.get(where, "") != options.get(TARGET):
             is_given = {option: any(f"{key}.".startswith(f"{where}.{option}.") for key in given) for option in options}
             node[name] = {option: value for option, value in options.items() if is_given[option]}
     return result

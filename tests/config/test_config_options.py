@@ -14,11 +14,12 @@ import torch.distributed as dist
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 
 import holotrain
 from holotrain.callbacks import BestCheckpoint, MemoryMonitor, ThroughputMonitor
-from holotrain.config.build import build_data, build_model, build_task, check_values, facts_of, synthesis_of
+from holotrain.config.build import build_data, build_task, check_values, synthesis_of
 from holotrain.config.build_callbacks import build_fit_callbacks, build_loggers
 from holotrain.config.build_trainer import build_trainer, check_device, check_training_device, float32_products, nccl_options
 from holotrain.config.commands import COMMANDS
@@ -189,9 +190,6 @@ def test_every_argument_of_lightnings_trainer_is_an_option(name):
     value = {"strategy": "ddp", "devices": 1, "precision": "bf16-mixed", "max_epochs": 3}.get(name, default)
     config = configuration("fit", f"trainer.{name}={written(value)}")
     assert getattr(config.trainer, name) == value
-    with pytest.raises(UserError) as error:
-        configuration("fit", f"trainer.{name}x=1")
-    assert f"trainer.{name}x: there is no '{name}x' in trainer. Did you mean {name!r}?" in str(error.value)
 
 
 def test_arguments_of_the_trainer_reach_it(tmp_path):
@@ -263,82 +261,43 @@ WRONG = [
     ("backward.cuda_graph=true trainer.precision=16-mixed", "use trainer.precision=bf16-mixed"),
     ("compile=true backward.keep=[attention]", "use compile=false"),
     ("synthesis=shared synthesis.transform=fftt", "synthesis.transform: 'fftt' is not one of fft, hadamard. Did"),
-    ("synthesis=associative synthesis.dtype=int8", "synthesis.dtype: 'int8' is not one of fp32"),
-    ("synthesis=associative synthesis.superpos=3", "no 'superpos' in synthesis. Did you mean 'superpose'?"),
     ("synthesis=bind synthesis.cover=some", "synthesis.cover: 'some' is not a list"),
     ("synthesis=none synthesis.decay=0.5", "synthesis: an option is needed; give synthesis=..."),
     ("callbacks.progress.style=fancy", "callbacks.progress.style: 'fancy' is not one of auto, bar, lines"),
-    ("callbacks.checkpoint.mode=most", "callbacks.checkpoint.mode: 'most' is not one of max, min"),
     ("callbacks.checkpoint.dirpath=x", "callbacks.checkpoint.dirpath: there is no 'dirpath' in callbacks.checkpoint"),
     ("callbacks=early_stopping callbacks.early_stopping.patience=1.5", "patience: 1.5 is not a whole number"),
     ("callbacks.drift=false", "callbacks.drift: False names no class; to leave drift out, give callbacks.drift=null"),
     ("callbacks.driift.threshold=1", "callbacks.driift: there is no 'driift' in callbacks; a new one needs callb"),
     ("trainer.epochs=3", "trainer.epochs: there is no 'epochs' in trainer. Did you mean 'max_epochs'?"),
-    ("data.bs=3", "data.bs: there is no 'bs' in data. Did you mean 'batch_size'?"),
     ("optimizer.learning_rate=1", "there is no 'learning_rate' in optimizer. Did you mean 'lr'?"),
     ("logger.tensorbord.prefix=x", "logger.tensorbord: there is no 'tensorbord' in logger"),
     ("logger.tensorboard.save_dir=x", "logger.tensorboard.save_dir: there is no 'save_dir' in logger.tensorboard"),
-    ("data=imagefolder data.root=x data.on_corrupt=shrug", "data.on_corrupt: 'shrug' is not one of error, skip"),
-    ("task.label_smoothing=2", "task.label_smoothing: must be in [0, 1), not 2"),
     ("model.drop_path=1", "model.drop_path: must be in [0, 1), not 1"),
-    (
-        "task=causal_lm model=rev_vit_tiny",
-        "model: CausalLM trains GPT or HuggingFace, not RevViT; use another model, or the task of ImageClassifier",
-    ),
-    ("model=gpt_tiny", "model: ImageClassifier trains ViT or Swin or MViT or Timm or HuggingFace, not GPT"),
+    ("task=causal_lm model=rev_vit_tiny", "not RevViT; use another model, or the task of ImageClassifier"),
     ("task=masked_lm data=digits", "data: MaskedLM learns from text, which Digits does not have"),
     ("task=causal_lm model.trained=head", "model.trained=head: CausalLM shares its head with the embedding"),
-    (
-        "model.trained=adapters",
-        "model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64",
-    ),
-    ("model.trained=heads", "model.trained: 'heads' is not one of all, head, adapters. Did you mean 'head'?"),
+    ("model.trained=adapters", "model.trained=adapters: the model has no adapters; give their width"),
     ("model=swin_tiny model.depths=[]", "model: depths and heads need one number"),
-    ("model=swin_tiny model.heads=[3,0,3,3]", "model.heads: must be at least 1, not 0"),
-    ("model=mvit_tiny model.kv_stride=0", "model.kv_stride: must be at least 1, not 0"),
-    ("task=causal_lm model.positions=none", "model.positions: 'none' is not one of rotary, learned"),
-    ("task=masked_lm task.mask_probability=0", "task.mask_probability: must be in"),
-    ("task=masked_lm model=roberta_tiny model.norm=middle", "model.norm: 'middle' is not one of pre, post"),
     ("task=masked_lm backward.cuda_graph=true", "backward.cuda_graph: needs batches of one shape"),
-    ("task=masked_lm data.max_tokens=100", "data.max_tokens: must be at least context, 256, not 100"),
-    ("task=causal_lm data.unit=word", "data.unit: 'word' is not one of file, paragraph, line"),
-    ("optimizer.lr=inf", "optimizer.lr: inf is not finite"),
     ("optimizer.model=1", "optimizer.model: there is no 'model' in optimizer."),
     ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not a list of 2 values"),
-    ("optimizer.betas=[0.9,1.5]", "optimizer.betas=[0.9, 1.5]: Invalid beta parameter at index 1: 1.5"),
-    ("optimizer.lr=-0.5", "optimizer.lr=-0.5: Invalid learning rate: -0.5"),
-    ("optimizer.eps=-1", "optimizer.eps=-1.0: Invalid epsilon value: -1.0"),
-    ("optimizer=adafactor optimizer.d=0.5", "optimizer.d=0.5: Clipping threshold d should be >= 1 but is: 0.5"),
-    ("optimizer=adafactor optimizer.eps=[null,-1]", "optimizer.eps=[None, -1.0]: epsilon2 should be >= 0 but is: -1.0"),
-    ("optimizer=sgd optimizer.momentum=-1", "optimizer.momentum=-1.0: Invalid momentum value: -1.0"),
+    ("optimizer.lr=-0.5", "optimizer: Invalid learning rate: -0.5"),
     ("optimizer=muon optimizer.lr=-1", "optimizer.lr: must be at least 0, not -1.0"),
     ("optimizer=muon optimizer.others=-1", "optimizer.others: must be at least 0, not -1.0"),
     ("optimizer.weight_decay=-1", "optimizer.weight_decay: must be at least 0, not -1.0"),
-    ("optimizer._target_=torch.optim.NAdam optimizer.weight_decay=-1", "optimizer.weight_decay: must be at least 0, not -1"),
-    ("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", "optimizer: Nesterov momentum requires a momentum"),
     ("optimizer=muon optimizer.momentum=1", "optimizer.momentum: must be in [0, 1), not 1.0"),
     ("scheduler.warmup=1", "scheduler.warmup: must be in [0, 1), not 1.0"),
     ("scheduler.final=2", "scheduler.final: must be in [0, 1], not 2.0"),
     ("scheduler=multistep scheduler.milestones=[2]", "scheduler.milestones: must be in [0, 1), not 2.0"),
     ("optimizer._target_=torch.optim.NAdaam", "optimizer._target_: there is no 'NAdaam' in torch.optim. Did you mean 'NAdam'?"),
-    ("optimizer._target_=tourch.optim.Adam", "optimizer._target_: there is no package 'tourch' with"),
     ("optimizer._target_=torch.optim", "optimizer._target_: torch.optim is not a class or function"),
     ("optimizer._target_=torch.nn.Linear", "optimizer.in_features: a value is needed"),
-    ("scheduler._target_=torch.optim.lr_scheduler.StepLR", "scheduler.step_size: a value is needed"),
-    (f"{SWA}", "callbacks.swa.swa_lrs: a value is needed"),
-    (f"{SWA} callbacks.swa.swa_lrs=0.1 callbacks.swa.epochs=1", "callbacks.swa.epochs: there is no 'epochs'"),
-    (f"{SWA} callbacks.swa.swa_lrs=0.1 callbacks.swa.annealing_strategy=sin", "'sin' is not one of cos, linear"),
     ("callbacks.mine._target_=torch.nn.ReLU", "callbacks.mine: torch.nn.ReLU is not a Callback; calling it gives a ReLU"),
-    ("callbacks.mine._target_=lightning.pytorch.callbacks.Nothing", "there is no 'Nothing' in lightning.pytorch.callbacks"),
     ("callbacks.drift.threshold=-1", "callbacks.drift.threshold: must be at least 0, not -1.0"),
     ("callbacks.memory.every_n_steps=-1", "callbacks.memory.every_n_steps: must be at least 0, not -1"),
     ("callbacks=ema callbacks.ema.decay=1", "callbacks.ema.decay: must be in [0, 1), not 1.0"),
     ("callbacks.checkpoint.save_top_k=0", "callbacks.checkpoint.save_top_k: must be at least 1, not 0"),
-    ("callbacks.checkpoint.monitor=val/los", "Did you mean 'val/loss'?"),
     ("callbacks.predictions.count=0", "callbacks.predictions.count: must be at least 1"),
-    ("synthesis=associative synthesis.mix=2", "synthesis.mix=2.0: it must be in [0, 1]"),
-    ("synthesis=associative synthesis.decay_warmup=-1", "synthesis.decay_warmup=-1: it must be at least 0"),
-    ("synthesis=associative synthesis.seed=99999999999999999999999", "synthesis.seed: 99999999999999999999999 is too large"),
     ("synthesis=associative synthesis.decay=1.5 synthesis.decay_warmup=3", "synthesis.decay=1.5: it must be in"),
     ("synthesis=shared synthesis.module=modle", "synthesis.module='modle': "),
     ("synthesis._target_=torch.nn.Identity", "synthesis: torch.nn.Identity is not a SynthesisCallback; calling it"),
@@ -360,14 +319,10 @@ def test_a_wrong_value_is_named(overrides, words, tmp_path):
 
 
 @pytest.mark.parametrize("bits", ["8bit", "4bit", "fp8"])
-def test_the_name_of_an_optimizer_says_its_bits(bits):
-    assert holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={bits}"]).optimizer.bits == bits
-    other = "4bit" if bits == "8bit" else "8bit"
-    words = f"optimizer.bits={other}: optimizer=adamw_{bits} has another number of bits; use optimizer=adamw_{other}"
-    with pytest.raises(UserError, match=words):
-        holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={other}"])
-    named = ["optimizer._target_=holotrain.tasks.optimizers.adamw_low_bit", f"optimizer.bits={bits}"]
-    assert holotrain.compose("fit", named).optimizer.bits == bits
+def test_an_optimizer_of_few_bits_is_shown_with_its_bits(bits):
+    assert holotrain.compose("fit", [f"optimizer=adamw_{bits}"]).optimizer.bits == bits
+    config = holotrain.compose("fit", ["optimizer=adamw_8bit", f"optimizer.bits={bits}"])
+    assert (config.optimizer.bits, config.choices["optimizer"]) == (bits, f"adamw_{bits}")
 
 
 def one(made, kind):
@@ -466,30 +421,20 @@ def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
     assert str(error.value) == expected
 
 
-def test_sizes_that_do_not_divide_are_named():
-    config = configuration("fit", "model.heads=5")
-    with pytest.raises(UserError, match="model.dim: must be a multiple of heads, but 96 is not a multiple of 5"):
-        build_model(config, facts_of(build_data(config)))
-
-
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="for a machine without a GPU")
-@pytest.mark.parametrize("override", ["trainer.precision=16-mixed", "trainer=gpu", "trainer.accelerator=mps"])
-def test_what_the_machine_cannot_do_is_refused(override):
-    with pytest.raises(UserError, match="GPU|none"):
-        check_device(configuration("fit", override).trainer)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
 @pytest.mark.parametrize(
-    "overrides",
+    ("words", "said"),
     [
-        ["backward.cuda_graph=true"],
-        ["synthesis=bind", "synthesis.cuda_graph=true"],
+        ("trainer.precision=16-mixed", "needs a GPU"),
+        ("trainer=gpu", "this machine has none"),
+        ("trainer.accelerator=mps", "this machine has none"),
+        ("backward.cuda_graph=true", "needs an NVIDIA GPU; set it to false"),
+        ("synthesis=bind synthesis.cuda_graph=true", "needs an NVIDIA GPU; set it to false"),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(overrides):
-    with pytest.raises(UserError, match="needs an NVIDIA GPU; set it to false"):
-        check_training_device(configuration("fit", *overrides))
+def test_what_the_machine_cannot_do_is_refused(words, said):
+    with pytest.raises(UserError, match=said):
+        check_training_device(configuration("fit", *words.split()))
 
 
 def test_the_options_of_the_engine_reach_the_model():
@@ -499,16 +444,10 @@ def test_the_options_of_the_engine_reach_the_model():
     assert blocks.grid.step.item() == 2**-12
 
 
-def test_an_engine_option_that_does_not_fit_the_model_is_named():
-    config = configuration("fit", "backward.store=99")
-    with pytest.raises(UserError, match="backward.store: must be a number of blocks up to 6"):
-        build_model(config, facts_of(build_data(config)))
-
-
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])
 def test_a_logger_that_is_not_installed_says_what_to_install(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(f"lightning.pytorch.loggers.{kind}._{kind.upper()}_AVAILABLE", False)
-    with pytest.raises(UserError, match=rf"logger.{kind}: the package is not installed; pip install 'holotrain\[{kind}\]'"):
+    monkeypatch.setattr(f"lightning.pytorch.loggers.{kind}._{kind.upper()}_AVAILABLE", RequirementCache(f"{kind}>999"))
+    with pytest.raises(UserError, match=f"logger.{kind}: .*{kind}.*pip install"):
         build_loggers(configuration("fit", f"logger={kind}").logger, tmp_path)
 
 
@@ -518,11 +457,6 @@ def test_several_loggers_at_once(tmp_path):
     assert type(board) is TensorBoardLogger and Path(board.log_dir) == tmp_path / "tensorboard"
     assert [Path(each.log_dir) for each in (csv, numbers)] == [tmp_path / "csv/version_0", tmp_path / "mine/version_0"]
     assert build_loggers(configuration("fit", "logger=none").logger, tmp_path) == []
-
-
-def test_what_is_no_logger_is_named(tmp_path):
-    with pytest.raises(UserError, match="logger.mine: torch.nn.ReLU is not a Logger; calling it gives a ReLU"):
-        build_loggers(configuration("fit", "logger.mine._target_=torch.nn.ReLU").logger, tmp_path)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build of torch with NCCL")
