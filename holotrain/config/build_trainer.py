@@ -289,20 +289,16 @@ def build_trainer(
     own = {name: value for name, value in config.arguments.items() if name not in TRAINER_OPTIONS}
     plugins = own.pop("plugins") or []
     with naming_group("trainer.plugins"):
-        changed: dict[str, Any] = {
-            "plugins": [*instantiate(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]
-        }
-    changed |= {"strategy": build_strategy(config, process), "devices": 1, "num_nodes": 1}
+        plugins = [*instantiate(plugins if isinstance(plugins, list) else [plugins]), CheckpointFiles()]
+    changed: dict[str, Any] = {"plugins": plugins, "strategy": build_strategy(config, process), "devices": 1, "num_nodes": 1}
     if process is not None:
         changed |= {"devices": process.local_size, "num_nodes": process.nodes}
+        plugins.append(TorchElasticEnvironment())
+        if config.precision == "64-true":  # Lightning's ModelParallelStrategy only accepts it as a plugin
+            changed["precision"] = None
+            plugins.append(DoublePrecision())
     if profiler is not None:
-        changed["profiler"] = _profiler(profiler if process is None or process.is_main else None, folder)
-    if process is not None:
-        changed["plugins"].append(TorchElasticEnvironment())
-    if process is not None and config.precision == "64-true":
-        # Lightning's ModelParallelStrategy only accepts it as a plugin.
-        changed["precision"] = None
-        changed["plugins"].append(DoublePrecision())
+        changed["profiler"] = _profiler(profiler, folder) if process is None or process.is_main else None
     if batches is not None:
         changed |= validation(config, batches)
     changed["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
@@ -337,9 +333,7 @@ def validation(config: ObjectConfig, batches: int) -> dict[str, Any]:
     return asked
 
 
-def _profiler(name: str | None, folder: Path) -> Profiler | None:
+def _profiler(name: str, folder: Path) -> Profiler:
     if name == "trace":
         return TraceProfiler(folder)
-    if name is None:
-        return None
     return {"simple": SimpleProfiler, "advanced": AdvancedProfiler}[name](dirpath=folder, filename="profile")

@@ -197,20 +197,16 @@ def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _typed_parts(what: str, parts: Any, kinds: dict[str, str]) -> dict[str, Any]:
     """A mapping, with its values as these types take them."""
-    if not isinstance(parts, dict):
-        raise ValueError(f"{what} are not a mapping")
+    checked(what, "dict", parts)
     return parts | {key: checked(key, kind, parts[key]) for key, kind in kinds.items() if key in parts}
 
 
 def _require_packages(config: Any, path: Path) -> None:
     """
     Raises:
-        UserError: a group, or a member of one, names a class of a package that Python does not find.
+        UserError: it names a class of a package that Python does not find.
     """
-    groups = {group: node for group, node in config.items() if isinstance(node, dict)} if isinstance(config, dict) else {}
-    members = {f"{group}.{name}": each for group, node in groups.items() for name, each in node.items()}
-    for where, node in (groups | members).items():
-        target = node.get(TARGET) if isinstance(node, dict) else None
+    for where, target in targets(config):
         if isinstance(target, str) and (missing := missing_package(target)):
             trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
             raise UserError(f"ckpt_path: {path} names {target!r} as {where}, and {missing} ({trusted})")

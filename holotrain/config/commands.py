@@ -208,16 +208,15 @@ class RunConfig(Composed):
             raise UserError("backward.blocks: compiled blocks cannot keep results; remove what follows + or use compile=false")
         if self.compile and backward.keep:
             raise UserError("backward.keep: compiled blocks cannot keep results; use compile=false")
-        if backward.cuda_graph and backward.kind in ("checkpoint", AUTO) and not rebuilds:
-            raise UserError("backward.cuda_graph: cannot capture the checkpointing of a plain model; use backward=autograd")
-        if backward.cuda_graph and self.trainer.accumulate_grad_batches > 1:
-            raise UserError("backward.cuda_graph: no support for gradient accumulation; use trainer.accumulate_grad_batches=1")
-        if backward.cuda_graph and self.trainer.precision == "16-mixed":
-            raise UserError(
-                "backward.cuda_graph: no support for the gradient scaling of 16-mixed; use trainer.precision=bf16-mixed"
-            )
-        if backward.cuda_graph and is_a(self.task, MASKED_LM, SEQUENCE_CLASSIFIER):
-            raise UserError(f"backward.cuda_graph: needs batches of one shape; those of {self.task.name} vary")
+        checkpointed, trainer = backward.kind in ("checkpoint", AUTO) and not rebuilds, self.trainer
+        refused = {
+            "cannot capture the checkpointing of a plain model; use backward=autograd": checkpointed,
+            "no support for accumulation; use trainer.accumulate_grad_batches=1": trainer.accumulate_grad_batches > 1,
+            "no gradient scaling of 16-mixed; use trainer.precision=bf16-mixed": trainer.precision == "16-mixed",
+            f"batches of {self.task.name} vary in shape": is_a(self.task, MASKED_LM, SEQUENCE_CLASSIFIER),
+        }
+        for reason in [reason for reason, found in refused.items() if found and backward.cuda_graph]:
+            raise UserError(f"backward.cuda_graph: {reason}")
 
     @property
     def steps_in_backward(self) -> bool:

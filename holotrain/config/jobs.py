@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,8 +56,7 @@ class Job:
 
     def write(self, folder: Path) -> None:
         """Writes ``job.json`` into the job's folder."""
-        kept = asdict(self)
-        del kept["folder"]
+        kept = {name: getattr(self, name) for name in KEPT}
         if self.value is not None and not math.isfinite(self.value):  # JSON has no infinity
             kept["value"] = None
         folder.mkdir(parents=True, exist_ok=True)

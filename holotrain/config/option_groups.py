@@ -218,16 +218,6 @@ class ModelOptions:
             raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
 
 
-def refuse(mistakes: dict[str, object]) -> None:
-    """
-    Raises:
-        ValueError: the first of these texts whose condition holds.
-    """
-    for text, holds in mistakes.items():
-        if holds:
-            raise ValueError(text)
-
-
 PROCESS_OPTIONS = (
     *("strategy", "devices", "num_nodes", "tensor_parallel", "overlap", "signals", "pipeline_stages", "pipeline_schedule"),
     *("microbatches", "nccl_max_ctas", "nccl_high_priority", "compression", "sharded_checkpoints", "max_restarts"),
@@ -297,23 +287,23 @@ class TrainerOptions:
         require_at_least(0, max_restarts=max_restarts)
         alone, several = strategy == "single", "use trainer=ddp, fsdp, tp or pipeline"
         in_parts = sharded_checkpoints and strategy not in ("fsdp", "tp")
-        refuse(
-            {
-                f"devices: trainer=default uses one process; for several, {several}": alone and devices not in (1, "auto"),
-                f"num_nodes: needs several processes; {several}": alone and (num_nodes or 1) > 1,
-                f"nccl_max_ctas: needs several processes; {several}": alone and nccl_max_ctas,
-                f"nccl_high_priority: needs several processes; {several}": alone and nccl_high_priority,
-                f"max_restarts: needs several processes; {several}": alone and max_restarts,
-                f"compression={compression}: needs trainer=ddp": strategy != "ddp" and compression != "none",
-                "tensor_parallel: needs trainer=tp": strategy != "tp" and tensor_parallel,
-                "overlap: needs trainer=tp": strategy != "tp" and overlap != "auto",
-                "signals: needs trainer=tp and trainer.overlap": signals and (strategy != "tp" or overlap is None),
-                "pipeline_stages: needs trainer=pipeline": strategy != "pipeline" and pipeline_stages,
-                "pipeline_schedule: needs trainer=pipeline": strategy != "pipeline" and pipeline_schedule != "1f1b",
-                "microbatches: needs trainer=pipeline": strategy != "pipeline" and microbatches,
-                "sharded_checkpoints=true: needs trainer=fsdp or trainer=tp": in_parts,
-            }
-        )
+        mistakes = {
+            f"devices: trainer=default uses one process; for several, {several}": alone and devices not in (1, "auto"),
+            f"num_nodes: needs several processes; {several}": alone and (num_nodes or 1) > 1,
+            f"nccl_max_ctas: needs several processes; {several}": alone and nccl_max_ctas,
+            f"nccl_high_priority: needs several processes; {several}": alone and nccl_high_priority,
+            f"max_restarts: needs several processes; {several}": alone and max_restarts,
+            f"compression={compression}: needs trainer=ddp": strategy != "ddp" and compression != "none",
+            "tensor_parallel: needs trainer=tp": strategy != "tp" and tensor_parallel,
+            "overlap: needs trainer=tp": strategy != "tp" and overlap != "auto",
+            "signals: needs trainer=tp and trainer.overlap": signals and (strategy != "tp" or overlap is None),
+            "pipeline_stages: needs trainer=pipeline": strategy != "pipeline" and pipeline_stages,
+            "pipeline_schedule: needs trainer=pipeline": strategy != "pipeline" and pipeline_schedule != "1f1b",
+            "microbatches: needs trainer=pipeline": strategy != "pipeline" and microbatches,
+            "sharded_checkpoints=true: needs trainer=fsdp or trainer=tp": in_parts,
+        }
+        for text in [text for text, holds in mistakes.items() if holds]:
+            raise ValueError(text)
 
 
 def check_trainer(trainer: ObjectConfig) -> None:

@@ -9,11 +9,10 @@ from typing import Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from holotrain.data import ResumableLoader
 from holotrain.reversible import ReversibleBlock, ReversibleSequence
@@ -94,19 +93,11 @@ class Journal(Logger):
             raise ValueError(f"digits must be at least 0, not {digits}")
         self.path, self.digits = Path(save_dir, file), digits
 
-    @property
-    def name(self) -> str:
-        return "journal"
+    name, version = "journal", None
 
-    @property
-    def version(self) -> None:
-        return None
-
-    @rank_zero_only
     def log_hyperparams(self, params: dict, *others, **more) -> None:
         self._write({"options": params})
 
-    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self._write({"step": step} | {name: round(float(value), self.digits) for name, value in metrics.items()})
 
@@ -138,7 +129,7 @@ class Stripes(pl.LightningDataModule):
         return TensorDataset(stripes + 0.3 * torch.randn(stripes.shape, generator=random), labels)
 
     def train_dataloader(self) -> ResumableLoader:
-        return ResumableLoader(Numbered(self.images(self.count, 1)), self.batch_size, self.seed)
+        return ResumableLoader(Numbered(*self.images(self.count, 1).tensors), self.batch_size, self.seed)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.images(24, 2), self.batch_size)
@@ -161,17 +152,11 @@ class Trays(Stripes):
         super().__init__(batch_size=tray)
 
 
-class Numbered(Dataset):
+class Numbered(TensorDataset):
     """Takes the keys (epoch, index) of a ResumableLoader."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
     def __getitem__(self, key: tuple[int, int]):
-        return self.dataset[key[1]]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        return super().__getitem__(key[1])
 
 
 def mlp(width: int) -> nn.Sequential:
