@@ -96,8 +96,9 @@ def with_replaced_classes(
     for where in {key.removesuffix(f".{TARGET}") for key in given if key.endswith(f".{TARGET}")} - {"trainer"}:
         group, _, name = where.partition(".")
         node, name = (result.get(group), name) if name else (result, group)
-        options = node.get(name) if isinstance(node, dict) else None
-        if isinstance(options, dict) and before.get(where, "") != options.get(TARGET):
+        if not isinstance(node, dict) or not isinstance(options := node.get(name), dict):
+            continue
+        if before.get(where, "") != options.get(TARGET):
             is_given = {option: any(f"{key}.".startswith(f"{where}.{option}.") for key in given) for option in options}
             node[name] = {option: value for option, value in options.items() if is_given[option]}
     return result
