@@ -127,11 +127,9 @@ def build_model(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
                 raise ValueError(f"{config.model.name} takes no option exact")
             set_backward(model, backward.kind, backward.store, backward.keep)
     except ValueError as error:
-        raise UserError(
-            f"backward.blocks: {error}; use backward.blocks=[] to choose them again"
-            if backward.blocks
-            else f"backward={backward.kind}: {error}"
-        ) from error
+        if backward.blocks:
+            raise UserError(f"backward.blocks: {error}; use backward.blocks=[] to choose them again") from error
+        raise UserError(f"backward={backward.kind}: {error}") from error
     return model
 
 
@@ -147,9 +145,8 @@ def build_task(config: RunConfig, data: pl.LightningDataModule, begin: bool = Fa
         raise UserError(f"data.label: the texts have {classes} classes; at least 2 are needed")
     if config.model is None:
         return task_of(None, config, described)
-    if (
-        not begin and config.model.target != PYTHON_OBJECT and is_of(config.model.target, ["holotrain"])
-    ):  # what a checkpoint names has not been checked
+    # What a checkpoint names has not been checked.
+    if not begin and config.model.target != PYTHON_OBJECT and is_of(config.model.target, ["holotrain"]):
         _on_meta(config, described["facts"])
     model = build_model(config, described["facts"])
     prepare_weights(model, config.model, begin)
@@ -258,9 +255,7 @@ def build_files_loader(config: RunConfig, described: dict[str, Any], path: Path)
             **loading,
         )
     if "statistics" not in described or "image_size" not in facts:
-        raise UserError(
-            f"images: {config.data.name} does not say how images are prepared; without images= the test set is used"
-        )
+        raise UserError(f"images: {config.data.name} does not tell how to prepare them; without images= the test set is used")
     return datasets.image_files(path, facts["channels"], facts["image_size"], described["statistics"], batch_size, **loading)
 
 

@@ -154,12 +154,10 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
     count = processes_of(trainer) if process is None else process.local_size
     if process is None and (trainer.num_nodes or 1) > 1:
         raise UserError(f"trainer.num_nodes={trainer.num_nodes}: start it with torchrun or srun on every machine")
-    if trainer.max_restarts and (process is not None or count == 1):
-        raise UserError(
-            "trainer.max_restarts: needs several devices"
-            if process is None
-            else "trainer.max_restarts: what started the processes must restart them, such as torchrun --max-restarts"
-        )
+    if trainer.max_restarts and process is not None:
+        raise UserError("trainer.max_restarts: what started the processes must restart them: torchrun --max-restarts")
+    if trainer.max_restarts and count == 1:
+        raise UserError("trainer.max_restarts: needs several devices")
     if process is not None and (trainer.devices not in ("auto", count) or trainer.num_nodes not in (None, process.nodes)):
         machines = f" on each of {process.nodes} machines" if process.nodes > 1 else ""
         raise UserError(f"{named}: the launcher started {count} processes{machines}; use trainer.devices=auto")
@@ -169,10 +167,8 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
             raise UserError(f"trainer.{option}={asked}: {size} processes are not a multiple of it")
     if trainer.strategy == "pipeline" and trainer.pipeline_schedule == "1f1b":
         _check_microbatches(config, trainer.pipeline_stages or size)
-    if kind == "cuda" and count > torch.cuda.device_count():
-        raise UserError(
-            f"{named}: this machine has {torch.cuda.device_count()} GPUs; use at most as many, or trainer.accelerator=cpu"
-        )
+    if kind == "cuda" and count > (gpus := torch.cuda.device_count()):
+        raise UserError(f"{named}: this machine has {gpus} GPUs; use at most as many, or trainer.accelerator=cpu")
 
 
 def _check_microbatches(config: RunConfig, stages: int) -> None:

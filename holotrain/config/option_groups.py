@@ -160,15 +160,12 @@ def check_together(task: ObjectConfig, model: ObjectConfig | None, data: ObjectC
         return
     models, of = fitting
     if is_a(data, IMAGES, TEXT) and not is_a(data, of):
-        raise UserError(
-            f"data: {task.name} learns from {'images' if of == IMAGES else 'text'}, which {data.name} does not have"
-        )
+        kind = "images" if of == IMAGES else "text"
+        raise UserError(f"data: {task.name} learns from {kind}, which {data.name} does not have")
     trainers = [each for each, (theirs, _) in FIT.items() if is_a(model, *theirs)]
     if model is not None and trainers and not is_a(model, *models):
-        raise UserError(
-            f"model: {task.name} trains {_names(models)}, not {model.name}; use another model, or the task of "
-            f"{_names(trainers)}"
-        )
+        others = f"use another model, or the task of {_names(trainers)}"
+        raise UserError(f"model: {task.name} trains {_names(models)}, not {model.name}; {others}")
 
 
 def _names(targets: tuple[str, ...] | list[str]) -> str:
@@ -309,26 +306,23 @@ class TrainerOptions:
 def check_trainer(trainer: ObjectConfig) -> None:
     """
     Raises:
-        UserError: options that exclude each other.
-        ValueError: a value out of range.
+        ValueError: a value out of range, or options that exclude each other.
     """
     if not is_a(trainer, TRAINER):
-        raise UserError(f"trainer: {trainer.target} is not Lightning's Trainer")
+        raise ValueError(f"{trainer.target} is not Lightning's Trainer")
     TrainerOptions(**{name: trainer.arguments[name] for name in TRAINER_OPTIONS})
     if trainer.strategy in ("fsdp", "tp", "pipeline") and trainer.precision == "16-mixed":
-        raise UserError(f"trainer.precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
+        raise ValueError(f"precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
     if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:
-        raise UserError(
-            "trainer.accumulate_grad_batches: trainer=pipeline accumulates over parts of a batch; set trainer.microbatches"
-        )
+        raise ValueError("accumulate_grad_batches: a pipeline accumulates over parts of a batch; set trainer.microbatches")
     if trainer.max_epochs not in (None, -1):
         require_at_least(1, max_epochs=trainer.max_epochs)
     elif trainer.max_steps < 1 and trainer.max_time is None:
-        raise UserError("trainer.max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
+        raise ValueError("max_epochs=-1: needs a limit; set trainer.max_steps or trainer.max_time")
     if trainer.max_time is not None and _seconds(trainer.max_time) <= 0:
-        raise UserError(f"trainer.max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
+        raise ValueError(f"max_time: {trainer.max_time!r} is not a time; write DD:HH:MM:SS, such as 00:12:00:00")
     if trainer.max_steps == 0:
-        raise UserError("trainer.max_steps: must be above 0; for no limit, use trainer.max_steps=-1")
+        raise ValueError("max_steps: must be above 0; for no limit, use trainer.max_steps=-1")
     least = {"max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1}
     for name, smallest in (least | {"log_every_n_steps": 0, "gradient_clip_val": 0}).items():
         require_at_least(smallest, **{name: getattr(trainer, name)})
@@ -337,11 +331,11 @@ def check_trainer(trainer: ObjectConfig) -> None:
         value = getattr(trainer, name)
         is_valid = isinstance(value, int | float) and value >= 0 and not (isinstance(value, float) and value > 1)
         if value is not None and not is_valid:
-            raise UserError(f"trainer.{name}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
+            raise ValueError(f"{name}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
     if trainer.limit_train_batches == 0:
-        raise UserError("trainer.limit_train_batches: must be above 0; to evaluate without training, use validate or test")
+        raise ValueError("limit_train_batches: must be above 0; to evaluate without training, use validate or test")
     if trainer.val_check_interval == 0:
-        raise UserError("trainer.val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
+        raise ValueError("val_check_interval: must be above 0; to skip validation, set trainer.limit_val_batches=0")
 
 
 def _seconds(time: Any) -> float:
