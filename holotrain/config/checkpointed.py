@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -277,16 +278,15 @@ def require_trusted(
     """
     given = (word.lstrip("+").partition("=") for word in words)
     by_words = {(key.removesuffix(f".{TARGET}"), name) for key, _, name in given if key.endswith(f".{TARGET}")}
-    allowed: dict[str, set[tuple[str, str]]] = {}
+    named = cache(lambda group: {*by_words, *_named_in_files(config_dir, group)})
     for where, target in targets(config):
         if not isinstance(target, str):
             raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
-        if _only_computes(where, target) or is_defined_in(target, packages):
-            continue
-        group = where.partition(".")[0]
-        if group not in allowed:
-            allowed[group] = {*by_words, *_named_in_files(config_dir, group)}
-        if (where, target) in allowed[group]:
+        if (
+            _only_computes(where, target)
+            or is_defined_in(target, packages)
+            or (where, target) in named(where.partition(".")[0])
+        ):
             continue
         if target == PYTHON_OBJECT:
             raise UserError(

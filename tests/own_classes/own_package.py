@@ -56,11 +56,7 @@ def halving(optimizer: Optimizer, steps: int, times: int = 2) -> LambdaLR:
 
 
 class Diary(pl.Callback):
-    """Counts the batches of the training, also over a resumption.
-
-    Args:
-        kind: what to count
-    """
+    """Counts the batches of the training, also over a resumption."""
 
     def __init__(self, kind: Literal["batches", "epochs"] = "batches") -> None:
         self.kind, self.count = kind, 0
@@ -80,12 +76,7 @@ class Diary(pl.Callback):
 
 
 class Journal(Logger):
-    """Metrics as lines of JSON. A resumed run appends, so that the last line of a step counts.
-
-    Args:
-        file: name of the file in the folder of the run
-        digits: decimals of a number
-    """
+    """Metrics as lines of JSON. A resumed run appends, so that the last line of a step counts."""
 
     def __init__(self, save_dir: str, file: str = "journal.jsonl", digits: int = 6) -> None:
         super().__init__()
@@ -107,12 +98,7 @@ class Journal(Logger):
 
 
 class Stripes(pl.LightningDataModule):
-    """Images with horizontal or vertical stripes, 8 x 8 pixels, one channel.
-
-    Args:
-        count: number of images for training
-        batch_size: images in a batch
-    """
+    """Images with horizontal or vertical stripes, 8 x 8 pixels, one channel."""
 
     num_classes, image_shape = 2, (1, 8, 8)
 
@@ -142,11 +128,7 @@ class Stripes(pl.LightningDataModule):
 
 
 class Trays(Stripes):
-    """Stripes whose option for the size of batches has a name of its own.
-
-    Args:
-        tray: images in a batch
-    """
+    """Stripes whose option for the size of batches has a name of its own."""
 
     def __init__(self, tray: int = 12) -> None:
         super().__init__(batch_size=tray)
@@ -164,12 +146,7 @@ def mlp(width: int) -> nn.Sequential:
 
 
 class Net(nn.Module):
-    """Two streams through reversible blocks.
-
-    Args:
-        width: of the streams
-        depth: number of blocks
-    """
+    """Two streams through reversible blocks."""
 
     def __init__(self, classes: int, image_size: int, channels: int, width: int = 16, depth: int = 2) -> None:
         super().__init__()
@@ -185,11 +162,7 @@ class Net(nn.Module):
 
 
 class Switched(Net):
-    """The same, with an argument for the schedule.
-
-    Args:
-        backward: of the blocks
-    """
+    """The same, with an argument for the schedule."""
 
     def __init__(self, classes: int, image_size: int, channels: int, backward: str = "pareprop") -> None:
         super().__init__(classes, image_size, channels)
@@ -197,12 +170,7 @@ class Switched(Net):
 
 
 class Tower(nn.Module):
-    """A list of equal blocks, which knows nothing of holotrain.
-
-    Args:
-        num_classes: number of classes
-        block: makes a block for a width; any function
-    """
+    """A list of equal blocks, which knows nothing of holotrain."""
 
     def __init__(self, num_classes: int, block: Callable[[int], nn.Module] = mlp, width: int = 16, depth: int = 3) -> None:
         super().__init__()
@@ -218,12 +186,7 @@ class Tower(nn.Module):
 
 
 class Denoising(pl.LightningModule):
-    """A task of its own: everything that training needs is in this class.
-
-    Args:
-        noise: standard deviation
-        lr: learning rate
-    """
+    """A task of its own: everything that training needs is in this class."""
 
     def __init__(self, image_size: int, noise: float = 0.5, lr: float = 1e-2) -> None:
         super().__init__()
@@ -253,12 +216,7 @@ class Denoising(pl.LightningModule):
 
 
 class Rotation(pl.LightningModule):
-    """A task for any model and optimizer: which way up is the image?
-
-    Args:
-        model: images (B, C, H, W) -> (B, 2)
-        optimizer: makes the optimizer of a model
-    """
+    """A task for any model and optimizer: which way up is the image?"""
 
     def __init__(self, model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> None:
         super().__init__()
