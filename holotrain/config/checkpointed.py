@@ -282,11 +282,8 @@ def require_trusted(
     for where, target in targets(config):
         if not isinstance(target, str):
             raise UserError(f"ckpt_path: {path} is damaged: the name of the class in {where} is not a string")
-        if (
-            _only_computes(where, target)
-            or is_defined_in(target, packages)
-            or (where, target) in named(where.partition(".")[0])
-        ):
+        trusted = _only_computes(where, target) or is_defined_in(target, packages)
+        if trusted or (where, target) in named(where.partition(".")[0]):
             continue
         if target == PYTHON_OBJECT:
             raise UserError(
