@@ -44,7 +44,7 @@ def build_fit_callbacks(
     Raises:
         UserError: a callback refuses a value, or the task does not have the monitored metric.
     """
-    chosen = {name: each for name, each in config.callbacks.items() if _has_its_metric(name, each, config, task)}
+    chosen = {name: each for name, each in config.callbacks.items() if _has_its_metric(each, config)}
     made = [_made(name, each, **_known(name, each, config, folder, task, data)) for name, each in chosen.items()]
     if config.trainer.enable_progress_bar is False:
         made = [callback for callback in made if not isinstance(callback, ProgressBar | EpochLog)]
@@ -90,7 +90,7 @@ def _known(
     return known
 
 
-def _has_its_metric(name: str, chosen: ObjectConfig, config: RunConfig, task: pl.LightningModule) -> bool:
+def _has_its_metric(chosen: ObjectConfig, config: RunConfig) -> bool:
     """Whether a callback that follows a metric can: without validation, those of the training are all there are."""
     if config.trainer.limit_val_batches != 0 or not takes(chosen, "monitor"):
         return True

@@ -25,10 +25,10 @@ from holotrain.config.option_groups import (
     SEQUENCE_CLASSIFIER,
     TEXT,
     BackwardConfig,
-    ModelOptions,
     check_together,
     check_trainer,
     is_a,
+    model_options,
     reversible,
     takes,
 )
@@ -86,7 +86,7 @@ class RunConfig(Composed):
             check_trainer(self.trainer)
         if self.model is not None:
             with naming_group("model", MODEL_OPTIONS):
-                ModelOptions(**{name: self.model.arguments[name] for name in MODEL_OPTIONS})
+                model_options(**{name: self.model.arguments[name] for name in MODEL_OPTIONS})
                 if is_a(self.model, HUGGING_FACE):  # the content of its config.json, so that a checkpoint needs no other file
                     from holotrain.models.huggingface import network_of
 

@@ -176,22 +176,21 @@ IN_BACKWARD = "in_backward"
 """The option that is not passed on to the optimizer's class."""
 
 
-class OptimizerOptions:
+def optimizer_options(in_backward: bool = False) -> None:
     """Options of every optimizer.
 
     Args:
         in_backward: step each parameter in the backward, as soon as its gradient is complete, and free the gradient
     """
 
-    def __init__(self, in_backward: bool = False) -> None:
-        pass
-
 
 MODEL_OPTIONS = ("pretrained", "trained", "adapters")
 """Options that are not passed on to the model's class."""
 
 
-class ModelOptions:
+def model_options(
+    pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int | dict = 0
+) -> None:
     """How the training of a model begins.
 
     Args:
@@ -200,19 +199,15 @@ class ModelOptions:
         adapters: width of the adapter after each branch of each block; 0: no adapters; or a configuration of peft, such as
             {_target_: peft.LoraConfig, r: 8, target_modules: [query_key_value]}, which trains its layers and the head
     """
-
-    def __init__(
-        self, pretrained: str | None = None, trained: Literal["all", "head", "adapters"] = "all", adapters: int | dict = 0
-    ) -> None:
-        if isinstance(adapters, dict):
-            if TARGET not in adapters:
-                raise UserError(f"model.adapters: give a width, or model.adapters.{TARGET}=peft.LoraConfig")
-            if trained == "head":
-                raise UserError("model.trained=head: the layers of model.adapters would not be trained; use trained=adapters")
-        else:
-            require_at_least(0, adapters=adapters)
-        if trained == "adapters" and not adapters:
-            raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
+    if isinstance(adapters, dict):
+        if TARGET not in adapters:
+            raise UserError(f"model.adapters: give a width, or model.adapters.{TARGET}=peft.LoraConfig")
+        if trained == "head":
+            raise UserError("model.trained=head: the layers of model.adapters would not be trained; use trained=adapters")
+    else:
+        require_at_least(0, adapters=adapters)
+    if trained == "adapters" and not adapters:
+        raise UserError("model.trained=adapters: the model has no adapters; give their width, such as model.adapters=64")
 
 
 PROCESS_OPTIONS = (
@@ -225,7 +220,28 @@ TRAINER_OPTIONS = (*PROCESS_OPTIONS, "float32_matmul_precision", "backend", "tim
 """Options that are not passed on to Lightning."""
 
 
-class TrainerOptions:
+def trainer_options(
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
+    precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
+    gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
+    strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
+    devices: int | Literal["auto"] = 1,
+    num_nodes: int | None = None,
+    tensor_parallel: int | None = None,
+    overlap: int | Literal["auto"] | None = "auto",
+    signals: bool = False,
+    pipeline_stages: int | None = None,
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b",
+    microbatches: int | None = None,
+    backend: Literal["auto", "nccl", "gloo"] = "auto",
+    nccl_max_ctas: int | None = None,
+    nccl_high_priority: bool = False,
+    compression: Literal["none", "bf16", "fp16"] = "none",
+    sharded_checkpoints: bool = False,
+    timeout: float = 600.0,
+    max_restarts: int = 0,
+) -> None:
     """Options of the trainer beside those of Lightning; they replace those with the same name.
 
     Args:
@@ -254,53 +270,29 @@ class TrainerOptions:
         timeout: seconds after which a collective fails that another process does not join
         max_restarts: how often all processes start again from the run's last checkpoint after one of them died
     """
-
-    def __init__(
-        self,
-        accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto",
-        precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
-        float32_matmul_precision: Literal["highest", "high", "medium"] = "highest",
-        gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
-        strategy: Literal["single", "ddp", "fsdp", "tp", "pipeline"] = "single",
-        devices: int | Literal["auto"] = 1,
-        num_nodes: int | None = None,
-        tensor_parallel: int | None = None,
-        overlap: int | Literal["auto"] | None = "auto",
-        signals: bool = False,
-        pipeline_stages: int | None = None,
-        pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b",
-        microbatches: int | None = None,
-        backend: Literal["auto", "nccl", "gloo"] = "auto",
-        nccl_max_ctas: int | None = None,
-        nccl_high_priority: bool = False,
-        compression: Literal["none", "bf16", "fp16"] = "none",
-        sharded_checkpoints: bool = False,
-        timeout: float = 600.0,
-        max_restarts: int = 0,
-    ) -> None:
-        counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
-        require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
-        require_at_least(2, pipeline_stages=pipeline_stages)
-        require_at_least(0, max_restarts=max_restarts)
-        alone, several = strategy == "single", "use trainer=ddp, fsdp, tp or pipeline"
-        in_parts = sharded_checkpoints and strategy not in ("fsdp", "tp")
-        mistakes = {
-            f"devices: trainer=default uses one process; for several, {several}": alone and devices not in (1, "auto"),
-            f"num_nodes: needs several processes; {several}": alone and (num_nodes or 1) > 1,
-            f"nccl_max_ctas: needs several processes; {several}": alone and nccl_max_ctas,
-            f"nccl_high_priority: needs several processes; {several}": alone and nccl_high_priority,
-            f"max_restarts: needs several processes; {several}": alone and max_restarts,
-            f"compression={compression}: needs trainer=ddp": strategy != "ddp" and compression != "none",
-            "tensor_parallel: needs trainer=tp": strategy != "tp" and tensor_parallel,
-            "overlap: needs trainer=tp": strategy != "tp" and overlap != "auto",
-            "signals: needs trainer=tp and trainer.overlap": signals and (strategy != "tp" or overlap is None),
-            "pipeline_stages: needs trainer=pipeline": strategy != "pipeline" and pipeline_stages,
-            "pipeline_schedule: needs trainer=pipeline": strategy != "pipeline" and pipeline_schedule != "1f1b",
-            "microbatches: needs trainer=pipeline": strategy != "pipeline" and microbatches,
-            "sharded_checkpoints=true: needs trainer=fsdp or trainer=tp": in_parts,
-        }
-        for text in [text for text, holds in mistakes.items() if holds]:
-            raise ValueError(text)
+    counts = {"devices": devices, "num_nodes": num_nodes, "tensor_parallel": tensor_parallel, "overlap": overlap}
+    require_at_least(1, timeout=timeout, microbatches=microbatches, nccl_max_ctas=nccl_max_ctas, **counts)
+    require_at_least(2, pipeline_stages=pipeline_stages)
+    require_at_least(0, max_restarts=max_restarts)
+    alone, several = strategy == "single", "use trainer=ddp, fsdp, tp or pipeline"
+    in_parts = sharded_checkpoints and strategy not in ("fsdp", "tp")
+    mistakes = {
+        f"devices: trainer=default uses one process; for several, {several}": alone and devices not in (1, "auto"),
+        f"num_nodes: needs several processes; {several}": alone and (num_nodes or 1) > 1,
+        f"nccl_max_ctas: needs several processes; {several}": alone and nccl_max_ctas,
+        f"nccl_high_priority: needs several processes; {several}": alone and nccl_high_priority,
+        f"max_restarts: needs several processes; {several}": alone and max_restarts,
+        f"compression={compression}: needs trainer=ddp": strategy != "ddp" and compression != "none",
+        "tensor_parallel: needs trainer=tp": strategy != "tp" and tensor_parallel,
+        "overlap: needs trainer=tp": strategy != "tp" and overlap != "auto",
+        "signals: needs trainer=tp and trainer.overlap": signals and (strategy != "tp" or overlap is None),
+        "pipeline_stages: needs trainer=pipeline": strategy != "pipeline" and pipeline_stages,
+        "pipeline_schedule: needs trainer=pipeline": strategy != "pipeline" and pipeline_schedule != "1f1b",
+        "microbatches: needs trainer=pipeline": strategy != "pipeline" and microbatches,
+        "sharded_checkpoints=true: needs trainer=fsdp or trainer=tp": in_parts,
+    }
+    for text in [text for text, holds in mistakes.items() if holds]:
+        raise ValueError(text)
 
 
 def check_trainer(trainer: ObjectConfig) -> None:
@@ -310,7 +302,7 @@ def check_trainer(trainer: ObjectConfig) -> None:
     """
     if not is_a(trainer, TRAINER):
         raise ValueError(f"{trainer.target} is not Lightning's Trainer")
-    TrainerOptions(**{name: trainer.arguments[name] for name in TRAINER_OPTIONS})
+    trainer_options(**{name: trainer.arguments[name] for name in TRAINER_OPTIONS})
     if trainer.strategy in ("fsdp", "tp", "pipeline") and trainer.precision == "16-mixed":
         raise ValueError(f"precision=16-mixed: trainer={trainer.strategy} has no gradient scaling; use bf16-mixed")
     if trainer.strategy == "pipeline" and trainer.accumulate_grad_batches > 1:
@@ -358,12 +350,12 @@ OBJECT_GROUPS = {
     "model": GroupSchema(
         elsewhere={"backward": "backward.kind", "store": "backward.store", "exact": "backward.exact", "keep": "backward.keep"},
         known=(*FACTS, "head"),
-        also="holotrain.config.option_groups.ModelOptions",
+        also="holotrain.config.option_groups.model_options",
     ),
     "synthesis": GroupSchema(),
-    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.OptimizerOptions"),
+    "optimizer": GroupSchema(("model", "params"), also="holotrain.config.option_groups.optimizer_options"),
     "scheduler": GroupSchema(("optimizer", "steps", "total_steps")),
-    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.TrainerOptions"),
+    "trainer": GroupSchema(("callbacks", "logger", "default_root_dir"), also="holotrain.config.option_groups.trainer_options"),
 }
 """The groups that name any class or function, and what the program knows of their parameters."""
 
