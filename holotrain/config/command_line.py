@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,9 @@ def parse_words(command: str, words: list[str]) -> Any:
     if HELP & set(words):
         return None
     schema = WORD_COMMANDS[command]
-    given, *others = fields(schema)
-    options = [option.name for option in others]
+    described = options_of(schema)
+    given, *options = described
+    single = described[given].type == "str"
     said: list[str] = []
     values: dict[str, Any] = {}
     for word in words:
@@ -193,10 +194,10 @@ def parse_words(command: str, words: list[str]) -> Any:
         else:
             said.append(word)
     if not said:
-        raise UserError(f"{command} needs {given.metadata['needs']}")
-    if given.type is str and len(said) > 1:
-        raise UserError(f"{command} takes one {given.name}, not {len(said)}: {' '.join(said)}")
-    values[given.name] = said[0] if given.type is str else said
+        raise UserError(f"{command} needs {schema.NEEDED}")
+    if single and len(said) > 1:
+        raise UserError(f"{command} takes one {given}, not {len(said)}: {' '.join(said)}")
+    values[given] = said[0] if single else said
     return schema(**values)
 
 
@@ -344,10 +345,9 @@ Options:
 def word_command_help(command: str) -> str:
     """The help of a command in ``WORD_COMMANDS``."""
     schema = WORD_COMMANDS[command]
-    (first, given), *options = options_of(schema).items()
-    word = schema.__dataclass_fields__[first].metadata["word"]
-    usage = [f"{word}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
-    lines = [(word, given.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
+    (_, given), *options = options_of(schema).items()
+    usage = [f"{schema.WORD}{'' if given.type == 'str' else '...'}", *(f"[{name}=...]" for name, _ in options)]
+    lines = [(schema.WORD, given.meaning), *((f"{name}={option.default}", option.meaning) for name, option in options)]
     described = "\n".join(f"  {key:<45} {meaning}" for key, meaning in lines)
     return f"""\
 holotrain {command}: {schema.__doc__}

@@ -5,7 +5,7 @@ that ``--help`` is fast.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
@@ -407,10 +407,9 @@ class PlanConfig(RunConfig):
 class ReportConfig:
     """Compare runs on one HTML page: curves, differing options and results."""
 
-    runs: list[str] = field(
-        default_factory=list,
-        metadata={"word": "RUN", "needs": "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."},
-    )
+    WORD, NEEDED = "RUN", "the folder of a run or sweep; for example holotrain report runs/fit/sweeps/..."
+
+    runs: list[str]
     """folder of a run, a sweep or several runs, or a glob: 'runs/fit/2026-*'"""
 
     to: str = "report.html"
@@ -421,7 +420,9 @@ class ReportConfig:
 class InitConfig:
     """Write a small working project with a model, data and a callback of your own."""
 
-    name: str = field(default="", metadata={"word": "NAME", "needs": "a name; for example holotrain init my_project"})
+    WORD, NEEDED = "NAME", "a name; for example holotrain init my_project"
+
+    name: str
     """name of the project and of its Python package; a path: the folder to write, whose last part is the name"""
 
 
@@ -443,4 +444,4 @@ def options_of(schema: type) -> dict[str, Option]:
 
 
 WORD_COMMANDS = {"report": ReportConfig, "init": InitConfig}
-"""Commands that take words instead of a composed configuration. The first field of each gets the words, one or a list."""
+"""Commands that take words instead of a composed configuration. The first option of each gets the words, one or a list."""
