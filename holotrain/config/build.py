@@ -202,11 +202,7 @@ def check_values(config: RunConfig) -> None:
 
 
 def _on_meta(config: RunConfig, facts: dict[str, Any]) -> nn.Module:
-    """The model, without memory for its weights.
-
-    Raises:
-        UserError: it is too large for this machine, or, if a larger one is planned for, for any.
-    """
+    """The model, without memory for its weights, unless it is too large for this machine (of a plan: for any)."""
     with torch.device("meta"), naming_group("model"), bounded(any_machine=isinstance(config, PlanConfig)):
         return build_model(config, facts)
 

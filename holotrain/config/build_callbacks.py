@@ -98,11 +98,7 @@ def _has_its_metric(chosen: ObjectConfig, config: RunConfig) -> bool:
 
 
 def _metric(name: str, chosen: ObjectConfig, task: pl.LightningModule) -> dict[str, str]:
-    """``monitor`` and ``mode``, as given, or those of the first metric that the task names.
-
-    Raises:
-        UserError: the task does not have the metric, or names none to a callback that needs one.
-    """
+    """``monitor`` and ``mode``, as given, or those of the first metric that the task names."""
     monitored = monitored_by(task)
     monitor = chosen.arguments.get("monitor") or next(iter(monitored), None)
     if monitor is None:

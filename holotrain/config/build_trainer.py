@@ -172,10 +172,7 @@ def check_processes(config: RunConfig, process: ProcessRank | None) -> None:
 
 
 def _check_microbatches(config: RunConfig, stages: int) -> None:
-    """
-    Raises:
-        UserError: the batches give fewer microbatches than there are stages, which 1F1B needs.
-    """
+    """Refuses batches that give fewer microbatches than there are stages, which 1F1B needs."""
     asked, batch = config.trainer.microbatches or 2 * stages, getattr(config.data, "batch_size", None)
     if asked < stages:
         raise UserError(f"trainer.microbatches={asked}: 1f1b needs at least one for each of {stages} stages")

@@ -169,11 +169,7 @@ def _exported(folder: Path) -> dict[str, Any]:
 
 
 def _described(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The checkpoint, with what it says of itself checked.
-
-    Raises:
-        UserError: a part is missing, unknown or of another type.
-    """
+    """The checkpoint, unless a part of what it says of itself is missing, unknown or of another type."""
     kept = checkpoint[KEY]
     if not isinstance(kept, dict) or not {"config", "choices", "description"} <= kept.keys():
         raise UserError(f"ckpt_path: {path} is of an older holotrain, or damaged: it does not say what was trained")
@@ -203,10 +199,7 @@ def _typed_parts(what: str, parts: Any, kinds: dict[str, str]) -> dict[str, Any]
 
 
 def _require_packages(config: Any, path: Path) -> None:
-    """
-    Raises:
-        UserError: it names a class of a package that Python does not find.
-    """
+    """Refuses a configuration that names a class of a package that Python does not find."""
     for where, target in targets(config):
         if isinstance(target, str) and (missing := missing_package(target)):
             trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
@@ -299,7 +292,7 @@ def require_trusted(
 
 def _only_computes(where: str, target: str) -> bool:
     """Whether it is an optimizer or schedule of torch's or holotrain's, by the name that will be imported."""
-    if (where, target) in DATA:
+    if (where, target) == ("model.adapters", "peft.LoraConfig"):  # which only holds values
         return True
     module, base = COMPUTING.get(where, (None, None))
     if module is None:
@@ -311,9 +304,6 @@ def _only_computes(where: str, target: str) -> bool:
     except ValueError:
         return False
 
-
-DATA = {("model.adapters", "peft.LoraConfig")}
-"""Places and classes that only hold values."""
 
 OF_ANY_GROUP = ("experiment", "debug", "sweep", "task")
 """Groups whose files change others."""

@@ -112,10 +112,7 @@ def _verbatim(override: str) -> str:
 
 
 def _require_text(words: list[str]) -> None:
-    """
-    Raises:
-        UserError: bytes that are no text in UTF-8 (which Python passes on as lone surrogates), or a null character.
-    """
+    """Refuses bytes that are no text in UTF-8 (which Python passes on as lone surrogates), and null characters."""
     for word in words:
         if re.search("[\0\ud800-\udfff]", word):
             raise UserError(f"{word!a} is not text in UTF-8")

@@ -213,11 +213,7 @@ def relative_to_cwd(path: Path) -> Path:
 
 
 def _fresh(parent: Path) -> Path:
-    """Makes the folder, so that of two runs that start in the same second each has its own.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """Makes the folder, so that of two runs that start in the same second each has its own."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, count = parent / stamp, 1
     while True:
@@ -232,10 +228,7 @@ def _fresh(parent: Path) -> Path:
 
 
 def _latest(parent: Path, evidence: str, noun: str, option: str = "resume=true") -> Path:
-    """
-    Args:
-        evidence: pattern of what there is in a folder that counts.
-    """
+    """The latest of the folders in which there is something of the pattern ``evidence``."""
     found = [folder for folder in parent.glob("*") if any(folder.glob(evidence))]
     if not found:
         hint = "; to start one, leave out resume=true" if option == "resume=true" else ""

@@ -89,10 +89,7 @@ class Sweep:
     lost: dict[int, str] = field(default_factory=dict)
 
     def _check_all(self, launched: dict[int, list[str]]) -> None:
-        """
-        Raises:
-            UserError: there is a mistake in the overrides of a job.
-        """
+        """Refuses jobs with a mistake in their overrides."""
         wrong: dict[int, UserError] = {}
         for number, overrides in launched.items():
             try:

@@ -151,11 +151,7 @@ def _checked_options(group: str, options: dict[str, Option], plain: dict[str, An
 
 
 def _members(group: str, plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The members of a group that is a mapping from names, without those that null takes away.
-
-    Raises:
-        UserError: a name that stands for nothing.
-    """
+    """The members of a group that is a mapping from names, without those that null takes away."""
     if not isinstance(plain, dict):
         raise UserError(f"{group}: {plain!r} is not a mapping from names to classes")
     known = [name for name, value in plain.items() if isinstance(value, dict) and TARGET in value]
