@@ -133,6 +133,11 @@ def test_a_plain_model_brings_its_own_backward():
     assert configuration("fit", "model=vit_tiny", "backward=checkpoint").backward.kind == "checkpoint"
 
 
+def test_only_a_training_and_a_plan_choose_the_batch_size():
+    with pytest.raises(UserError, match="data.batch_size=auto: only fit and plan support auto; give a number"):
+        configuration("test", "ckpt_path=some.ckpt", "data.batch_size=auto")
+
+
 def test_options_reach_what_they_describe():
     config = configuration(
         "fit", "optimizer=sgd", "optimizer.momentum=0.5", "optimizer.lr=0.25", "task.label_smoothing=0.1",
