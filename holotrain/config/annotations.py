@@ -66,9 +66,8 @@ def read_fields(path: Path, kinds: dict[str, str], what: str, lacking: Collectio
         found = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable {what}: {error!s:.200}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not the {what} of a run: it holds no mapping")
     try:
+        checked("its content", "dict", found)
         fields = {name: checked(name, kind, found.get(name)) for name, kind in kinds.items()}
         if missing := [name for name in kinds if name not in found and name not in lacking]:
             raise UserError(f"it has no {missing[0]!r}")
