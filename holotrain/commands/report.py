@@ -4,7 +4,7 @@ import glob
 from pathlib import Path
 
 import yaml
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from holotrain.commands import summary
 from holotrain.commands.console import plain
@@ -35,23 +35,13 @@ def run(config: ReportConfig) -> int:
     named = {word: runs_at(word) for word in config.runs}
     folders = {folder.resolve(): folder for found in named.values() for folder in found}
     console = plain(soft_wrap=True)
-    steps = (
-        SpinnerColumn(),
-        TextColumn("reading {task.fields[folder]}", markup=False),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     read: dict[Path, Reported] = {}
     unreadable: dict[Path, UserError] = {}
-    with Progress(*steps, console=console, transient=True, disable=not console.is_terminal) as progress:
-        shown = progress.add_task("", total=len(folders), folder="")
-        for place, folder in folders.items():
-            progress.update(shown, folder=folder)
-            try:
-                read[place] = _read(folder)
-            except UserError as error:  # the other runs are still worth comparing
-                unreadable[place] = error
-            progress.advance(shown)
+    for place in track(folders, "reading", console=console, transient=True, disable=not console.is_terminal):
+        try:
+            read[place] = _read(folders[place])
+        except UserError as error:  # the other runs are still worth comparing
+            unreadable[place] = error
     for word, found in named.items():
         places = [folder.resolve() for folder in found]
         if not any(place in read for place in places):
@@ -76,10 +66,7 @@ def runs_at(word: str) -> list[Path]:
         UserError: there are none.
     """
     path = Path(word).expanduser()
-    if path.exists():
-        matched = [path]
-    else:
-        matched = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_dir()]
+    matched = [path] if path.exists() else [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not matched:
         raise UserError(f"there is no folder {word}" if not glob.has_magic(word) else f"no folder matches {word}")
     try:
@@ -93,9 +80,9 @@ def runs_at(word: str) -> list[Path]:
 
 def _runs_of(folder: Path) -> list[Path]:
     """The folder itself if it is a run, else the runs in it; the jobs of a sweep in order."""
-    if _is_run(folder) or not folder.is_dir():
-        return [folder] if _is_run(folder) else []
-    within = [child for child in folder.iterdir() if _is_run(child)]
+    if _is_run(folder):
+        return [folder]
+    within = [child for child in folder.glob("*") if _is_run(child)]
     return sorted(within, key=lambda child: (int(child.name) if child.name.isdigit() else -1, child.name))
 
 
@@ -116,8 +103,8 @@ def _config(path: Path) -> dict:
             raise ValueError(f"it has more than {LARGEST} bytes")
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
         require_shallow(options)
+        if not isinstance(options, dict):
+            raise TypeError("it holds no mapping")
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:  # TypeError: of a list as a key
         raise UserError(f"{path} is not a readable configuration") from error
-    if not isinstance(options, dict):
-        raise UserError(f"{path} is not a readable configuration")
     return options

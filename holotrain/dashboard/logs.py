@@ -26,8 +26,8 @@ TAGS, IMAGE_BYTES, CHARACTERS = 12, 2**20, 10_000
 """Limits for each run: tags of images and of texts; the size of an image, which is left out if larger; the length of a text."""
 
 
-def read_events(folder: Path) -> EventAccumulator | None:
-    """All scalars of a run and the last of everything else; None if it has no event file.
+def read_events(folder: Path) -> EventAccumulator:
+    """All scalars of a run and the last of everything else; nothing if it has no event file.
 
     Raises:
         UserError: a file cannot be read. (TensorBoard skips it.) Empty and truncated files are accepted.
@@ -43,10 +43,9 @@ def read_events(folder: Path) -> EventAccumulator | None:
             readable = False
         if not readable:
             raise UserError(f"{path} is not a readable event file")
-    if not paths:
-        return None
+    events = EventAccumulator(str(folder), size_guidance=KEPT)
     try:
-        return EventAccumulator(str(folder), size_guidance=KEPT).Reload()
+        return events.Reload() if paths else events
     except Exception as error:  # TensorBoard raises many kinds for events of other shapes
         raise UserError(f"{folder} has an unreadable event file: {error}") from error
 
@@ -81,18 +80,16 @@ def read_scalars(folder: Path, events: EventAccumulator | None = None) -> dict[s
         UserError: a file cannot be read.
     """
     found, events = _csv(folder / "csv"), events or read_events(folder)
-    if events is not None:
-        for tag in events.Tags()["scalars"]:
-            points = events.Scalars(tag)
-            found[tag] = _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
+    for tag in events.Tags()["scalars"]:
+        points = events.Scalars(tag)
+        found[tag] = _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
     return found
 
 
 def _csv(folder: Path) -> dict[str, Curve]:
     found: dict[str, tuple[list[int], list[float]]] = {}
-    # A resumed run writes a new version.
-    versions = {path: path.parent.name.removeprefix("version_") for path in folder.glob("version_*/metrics.csv")}
-    for path in sorted((path for path in versions if versions[path].isdecimal()), key=lambda path: int(versions[path])):
+    # A resumed run writes a new version: version_9, version_10.
+    for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: (len(path.parent.name), path)):
         try:
             with path.open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
@@ -127,16 +124,13 @@ class Medium:
     content: str
 
 
-def read_images(events: EventAccumulator | None) -> dict[str, Medium]:
+def read_images(events: EventAccumulator) -> dict[str, Medium]:
     """The last image of each tag. Images that are too large or of another kind are left out."""
-    if events is None:
-        return {}
     found = {}
     for tag in sorted(events.Tags()["images"]):
-        last = events.Images(tag)[-1:]
-        uri = image_uri(last[0].encoded_image_string) if last else None
-        if uri is not None:
-            found[tag] = Medium(last[0].step, uri)
+        last = events.Images(tag)[-1]
+        if uri := image_uri(last.encoded_image_string):
+            found[tag] = Medium(last.step, uri)
     return dict(list(found.items())[:TAGS])
 
 
@@ -146,15 +140,14 @@ def image_uri(image: bytes) -> str | None:
     return f"data:{kind};base64,{b64encode(image).decode()}" if kind and len(image) <= IMAGE_BYTES else None
 
 
-def read_texts(events: EventAccumulator | None) -> dict[str, Medium]:
+def read_texts(events: EventAccumulator) -> dict[str, Medium]:
     """The last text of each tag, cut after ``CHARACTERS``."""
-    if events is None:
-        return {}
     found = {}
     for tag in sorted(events.Tags()["tensors"]):
-        about, last = events.summary_metadata.get(tag), events.Tensors(tag)[-1:]
-        if about is not None and about.plugin_data.plugin_name == "text" and last and last[0].tensor_proto.string_val:
-            text = "\n".join(part.decode("utf-8", errors="replace") for part in last[0].tensor_proto.string_val)
-            text = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}\n... ({len(text) - CHARACTERS:,} more characters)"
-            found[tag.removesuffix("/text_summary")] = Medium(last[0].step, text)
+        about, last = events.summary_metadata.get(tag), events.Tensors(tag)[-1]
+        if about is not None and about.plugin_data.plugin_name == "text":
+            text = "\n".join(part.decode("utf-8", errors="replace") for part in last.tensor_proto.string_val)
+            if len(text) > CHARACTERS:
+                text = f"{text[:CHARACTERS]}\n... ({len(text) - CHARACTERS:,} more characters)"
+            found[tag.removesuffix("/text_summary")] = Medium(last.step, text)
     return dict(list(found.items())[:TAGS])

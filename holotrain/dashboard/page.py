@@ -1,19 +1,17 @@
 """One self-contained HTML page that compares runs, without other files or network access."""
 
-import html
-import json
 from datetime import datetime
-from importlib import resources
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from jinja2 import Environment, PackageLoader
 
 from holotrain.dashboard.charts import CHARTS, Chart
 from holotrain.dashboard.curves import smoothed, thinned
 from holotrain.dashboard.logs import Curve, Medium
-from holotrain.dashboard.table import Column, Reported, columns, different_options, labels, shown
+from holotrain.dashboard.table import Reported, columns, different_options, labels, shown
 from holotrain.errors import UserError
 from holotrain.numeric import counted
 
@@ -34,25 +32,22 @@ def page(runs: list[Reported]) -> str:
     """
     names = labels(runs)
     colours = [_colour(number) for number in range(len(runs))]
-    data = {
-        "runs": [{"label": name, "colour": colour} for name, colour in zip(names, colours, strict=True)],
-        "charts": [drawn for chart in CHARTS if (drawn := _chart(chart, runs))],
-    }
-    parts = {
-        "TITLE": html.escape(names[0] if len(runs) == 1 else counted(len(runs), "run")),
-        "DATE": datetime.now().strftime("%Y-%m-%d %H:%M"),
-        "TABLE": _table(columns(runs), names, colours),
-        "OPTIONS": _options(runs, names),
-        "IMAGES": _media(runs, names, colours, "images"),
-        "TEXTS": _media(runs, names, colours, "texts"),
-        "STYLE": _of_uplot("uPlot.min.css") + _file("page.css"),
-        "LIBRARY": _of_uplot("uPlot.iife.js"),
-        "SCRIPT": _file("page.js"),
-        # Without <, so that no label can end the script element.
-        "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-    }
-    pieces = _file("page.html").split("@@")  # text and names of parts alternate
-    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+    environment = Environment(loader=PackageLoader("holotrain.dashboard", ""), autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return environment.get_template("page.html").render(
+        title=names[0] if len(runs) == 1 else counted(len(runs), "run"),
+        date=datetime.now().strftime("%Y-%m-%d %H:%M"),
+        labelled=list(zip(names, colours, strict=True)),
+        columns=columns(runs),
+        options=different_options(runs),
+        shown=shown,
+        media=[(kind, _media(runs, kind)) for kind in ("images", "texts")],
+        library={name: _of_uplot(name) for name in ("uPlot.min.css", "uPlot.iife.js")},
+        data={
+            "runs": [{"label": name, "colour": colour} for name, colour in zip(names, colours, strict=True)],
+            "charts": [drawn for chart in CHARTS if (drawn := _chart(chart, runs))],
+        },
+    )
 
 
 def _chart(chart: Chart, runs: list[Reported]) -> dict[str, Any] | None:
@@ -89,50 +84,10 @@ def _points(run: Reported, curve: Curve, kept: np.ndarray) -> dict[str, list | N
     return {"x": curve.steps[kept].tolist(), "t": seconds, "y": [float(f"{value:.5g}") for value in curve.values[kept]]}
 
 
-def _table(found: list[Column], names: list[str], colours: list[str]) -> str:
-    head = "".join(f'<th class="{"number" if column.figures else ""}">{html.escape(column.name)}</th>' for column in found)
-    rows = []
-    for number, (name, colour) in enumerate(zip(names, colours, strict=True)):
-        cells = [f'<th scope="row"><i style="background:{colour}"></i>{html.escape(name)}</th>']
-        for column in found:
-            kinds = ["number"] if column.figures else []
-            if column.best is not None and column.figures[number] == column.best:
-                kinds.append("best")
-            cells.append(f'<td class="{" ".join(kinds)}">{html.escape(column.cells[number])}</td>')
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><thead><tr><th>run</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _options(runs: list[Reported], names: list[str]) -> str:
-    """A table of all options in which the runs differ; empty if there are none."""
-    options = different_options(runs)
-    if not options:
-        return ""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    rows = []
-    for key, values in options.items():
-        cells = "".join(f"<td>{html.escape(shown(value))}</td>" for value in values)
-        rows.append(f'<tr><th scope="row">{html.escape(key)}</th>{cells}</tr>')
-    count = f"{counted(len(options), 'option')} in which the runs differ"
-    table = f"<table><thead><tr><th>option</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<details><summary>{count}</summary><div class="wide">{table}</div></details>'
-
-
-def _media(runs: list[Reported], names: list[str], colours: list[str], kind: Literal["images", "texts"]) -> str:
-    """The images or texts of all runs, those of a tag next to each other; empty if there are none."""
-    shown = []
-    for tag in sorted({tag for run in runs for tag in getattr(run, kind)}):
-        for number, run in enumerate(runs):
-            medium: Medium | None = getattr(run, kind).get(tag)
-            if medium is None:
-                continue
-            title = f"<h3>{html.escape(tag)}<span>, step {int(medium.step)}</span></h3>"
-            of = f'<div class="key"><span><i style="background:{colours[number]}"></i>{html.escape(names[number])}</span></div>'
-            content = html.escape(medium.content)
-            body = f'<img alt="{html.escape(tag)}" src="{content}">' if kind == "images" else f"<pre>{content}</pre>"
-            caption = f"<figcaption>{title}{of if len(runs) > 1 else ''}</figcaption>"
-            shown.append(f'<figure data-run="{number}">{caption}{body}</figure>')
-    return f'<section class="{kind}">{"".join(shown)}</section>' if shown else ""
+def _media(runs: list[Reported], kind: Literal["images", "texts"]) -> list[tuple[int, str, Medium]]:
+    """The images or texts of all runs, each with the number of its run and its tag; those of a tag next to each other."""
+    found = [(number, tag, medium) for number, run in enumerate(runs) for tag, medium in getattr(run, kind).items()]
+    return sorted(found, key=lambda each: each[1])
 
 
 def _colour(number: int) -> str:
@@ -146,7 +101,3 @@ def _of_uplot(name: str) -> str:
         return Path(str(distribution("uplot-python").locate_file(f"uplot/static/{name}"))).read_text(encoding="utf-8")
     except PackageNotFoundError:
         raise UserError("report: uplot-python is not installed; pip install 'holotrain[report]'") from None
-
-
-def _file(name: str) -> str:
-    return resources.files("holotrain.dashboard").joinpath(name).read_text(encoding="utf-8")
