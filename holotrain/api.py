@@ -10,7 +10,7 @@ import math
 import signal
 from collections.abc import Collection
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -55,15 +55,10 @@ class Result:
         folder: folder of the run.
     """
 
-    model: nn.Module | None
+    model: nn.Module | None = field(repr=False)
     metrics: dict[str, float]
     checkpoint: Path | None
     folder: Path
-
-    def __repr__(self) -> str:
-        figures = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
-        checkpoint = self.checkpoint and str(self.checkpoint)
-        return f"Result({type(self.model).__name__}, metrics=({figures}), {checkpoint=}, folder={str(self.folder)!r})"
 
 
 def fit(

@@ -107,21 +107,8 @@ def _run(argv: list[str]) -> int:
     return launch.show() if arguments.flag("--cfg", "-c") == "job" else launch.run()
 
 
-def worst(statuses: list[int]) -> int:
-    """The exit status of a command whose jobs ended with these: a signal, else a defect, else a mistake."""
-    return max(statuses, key=lambda status: (status > 128, status == 1, status))
-
-
 class Ended(BaseException):
-    """A signal ended a run and the sweep that the run belongs to. Not an Exception, because Hydra would catch that.
-
-    Args:
-        status: exit status of the run.
-    """
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
+    """A signal ended a run and the sweep that the run belongs to; takes its status. Not an Exception: Hydra would catch it."""
 
 
 class Launch:
@@ -156,7 +143,7 @@ class Launch:
             try:
                 launch()
             except Ended as ended:
-                self.statuses.append(ended.status)
+                self.statuses.append(*ended.args)
             except KeyboardInterrupt:
                 self.statuses.append(_interrupted(arguments.command))
             except CONFIGURATION_ERRORS:
@@ -179,7 +166,8 @@ class Launch:
             from holotrain.commands.sweep import show_sweep
 
             show_sweep(arguments.command, sweep.folder, jobs)
-        return worst([*self.statuses, *(job.exit_status for job in jobs)])
+        statuses = [*self.statuses, *(job.exit_status for job in jobs)]
+        return max(statuses, key=lambda status: (status > 128, status == 1, status))  # a signal, else a defect, else a mistake
 
     @cached_property
     def runner(self) -> MultiprocessRunner:
@@ -237,11 +225,7 @@ class Launch:
         return left.value
 
     def _kept(self, folder: Path, run: Run | None) -> str:
-        """What is left of a run that Ctrl-C has ended at once.
-
-        Args:
-            run: None: it has not begun.
-        """
+        """What is left of a run (None: it has not begun) that Ctrl-C has ended at once."""
         if self.arguments.command != "fit":
             return f"SIGINT ended {self.arguments.command}"
         if not (folder / LAST_CHECKPOINT).exists():

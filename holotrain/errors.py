@@ -20,12 +20,11 @@ class UserError(Exception):
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` with the nearest choice, the first of equally near ones, or an empty string."""
-    ratios = {choice: difflib.SequenceMatcher(None, choice, word).ratio() for choice in choices}
-    near = max(ratios, key=lambda choice: ratios[choice], default=word)
-    if ratios.get(near, 0) < 0.5:  # lr for learning_rate, and the other way round
-        near = next((choice for choice in ratios if choice == _initials(word) or word == _initials(choice)), None)
-    return f" Did you mean {near!r}?" if near else ""
+    """`` Did you mean 'x'?`` with the nearest choice, or an empty string."""
+    choices = list(choices)
+    near = difflib.get_close_matches(word, choices, 1, 0.5)
+    near += [choice for choice in choices if choice == _initials(word) or word == _initials(choice)]  # lr for learning_rate
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _initials(name: str) -> str:

@@ -35,10 +35,7 @@ def read_json(path: Path) -> Any:
 
 
 def from_json(text: str | bytes) -> Any:
-    """
-    Raises:
-        ValueError: as :func:`read_json`.
-    """
+    """The content of a text of JSON. Raises a ValueError as :func:`read_json` does."""
     try:
         value = json.loads(text)
     except RecursionError as error:

@@ -44,10 +44,7 @@ def require_within(low: float, high: float, closed: bool = False, **arguments: f
 
 
 def require_one_of(choices: Iterable[str], **arguments: str) -> None:
-    """
-    Raises:
-        ValueError: an argument is none of the choices.
-    """
+    """Raises a ValueError if an argument is none of the choices."""
     *others, last = choices
     for name, value in arguments.items():
         if value not in (*others, last):

@@ -34,10 +34,7 @@ def instantiate(value: Any) -> Any:
 
 
 def call(target: str, *positional: Any, **arguments: Any) -> Any:
-    """
-    Raises:
-        ValueError: the class or function cannot be imported or called, or refuses a value.
-    """
+    """What the class or function returns. Raises a ValueError if it cannot be imported or called, or refuses a value."""
     function = _imported(target)
     try:
         return function(*positional, **arguments)

@@ -36,10 +36,7 @@ class KeepConfiguration(pl.Callback):
 
 
 def check_origin(config: RunConfig, path: Path) -> None:
-    """
-    Raises:
-        UserError: the checkpoint and the configuration are of different tasks.
-    """
+    """Raises a UserError if the checkpoint and the configuration are of different tasks."""
     kept = checkpointed.load(path)[checkpointed.KEY]["config"]
     if kept["task"][TARGET] != config.task.target:
         raise UserError(f"task: {path} was trained with {kept['task'][TARGET]}, not with {config.task.target}")
@@ -56,10 +53,7 @@ def chosen_before(config: Config, path: Path) -> Config:
 
 
 def check_classes(config: RunConfig, data: pl.LightningDataModule, path: Path) -> None:
-    """
-    Raises:
-        UserError: the classes of the data are not those of the checkpoint.
-    """
+    """Raises a UserError if the classes of the data are not those of the checkpoint."""
     described = checkpointed.load(path)[checkpointed.KEY]["description"]
     there, here = described.get("class_names"), class_names(config, data)
     if there != here:
@@ -230,10 +224,7 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, p
 
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
-    """
-    Raises:
-        UserError: the names or shapes of the weights do not match. The message names the first that differs.
-    """
+    """Raises a UserError that names the first of the weights whose name or shape does not match."""
     expected, weights = module.state_dict(), dict(weights)
     order_by_head(weights, module)  # as load_state_dict does
     for name in [*expected, *weights]:

@@ -1,6 +1,5 @@
 """``holotrain validate`` and ``holotrain test``: evaluates a checkpoint, as the end of ``fit`` does too."""
 
-import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,19 +100,17 @@ def prepared(command: str, config: CheckpointConfig, run: Run) -> tuple[pl.Light
 
 def run(config: CheckpointConfig, run: Run) -> int:
     """Writes the metrics into summary.json, and to the loggers at the step of the checkpoint."""
-    started, split = time.monotonic(), run.command
+    split = run.command
     limit = {"validate": "limit_val_batches", "test": "limit_test_batches"}[split]
     if getattr(config.trainer, limit) == 0:  # may come from the checkpoint's training
         raise UserError(f"trainer.{limit}=0: there is nothing to evaluate; use trainer.{limit}=1.0")
     path, (data, task) = config.checkpoint, prepared(split, config, run)
     screen.show_start(split, config, run, model_of(task), path, data)
-    summary = Summary.of(run, config, model_of(task))
-    summary.checkpoint = str(path)
     loggers = build_loggers(config.logger, run.folder)
-    summary.metrics = evaluate(split, config, run, task, data, path, loggers)
+    metrics = evaluate(split, config, run, task, data, path, loggers)
     for logger in loggers:
         logger.finalize("success")
-    summary.seconds = time.monotonic() - started
+    summary = Summary.of(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
     if run.is_main:
         summary.write(run.folder)
     screen.show_end(summary, run.folder)

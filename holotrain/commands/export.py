@@ -1,6 +1,5 @@
 """``holotrain export``: writes a checkpoint's model as files for other programs."""
 
-import time
 from pathlib import Path
 
 import torch
@@ -28,7 +27,6 @@ def run(config: ExportConfig, run: Run) -> int:
 
     A model of another library is written as that library reads it.
     """
-    started = time.monotonic()
     path = config.checkpoint
     model, described = described_model(path)
     model.eval()
@@ -64,13 +62,11 @@ def run(config: ExportConfig, run: Run) -> int:
     except OSError as error:
         raise UserError(f"to: cannot write {error.filename or folder} ({error.strerror or error})") from error
 
-    summary = Summary.of(run, config, model)
-    summary.checkpoint = str(path)
     written = [folder / name for name in (*names, PROGRAM, ONNX) if (folder / name).is_file()]
-    summary.metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": storage_bytes(model)}
-    summary.seconds = time.monotonic() - started
+    weights = storage_bytes(model)
+    metrics = {"bytes": sum(file.stat().st_size for file in written), "storage_bytes": weights}
+    summary = Summary.of(run, config, model, checkpoint=str(path), metrics=metrics)
     summary.write(run.folder)
-    weights = summary.metrics["storage_bytes"]
     rows = {
         "weights": f"{weights / 2**20:.2f} MiB, {weights / (4 * summary.parameters):.3f} of the fp32 size",
         "written to": f"{folder}: {', '.join(file.name for file in written)}",

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -41,7 +40,6 @@ from holotrain.tasks.task import model_of
 
 def run(config: FitConfig, run: Run) -> int:
     """Trains one model. Returns the exit status: 0, 2 after running out of memory, 128 + n if signal n ended the training."""
-    started = time.monotonic()
     check_training_device(config)
     start_checkpoint = Path(config.ckpt_path) if config.ckpt_path else None
     if config.resume:  # a job of a resumed sweep may not have started
@@ -117,7 +115,6 @@ def run(config: FitConfig, run: Run) -> int:
         return exit_status
     summary = _summary(config, run, trainer, task, status)
     summary.metrics |= tested
-    summary.seconds = time.monotonic() - started
     summary.write(run.folder)
     resumable = status != "completed" and summary.checkpoint
     log_end(loggers, "interrupted" if resumable else "completed" if status == "completed" else "failed")
@@ -160,14 +157,7 @@ def _summary(config: FitConfig, run: Run, trainer: pl.Trainer, task: pl.Lightnin
 
 
 def check_direction(monitor: ModelCheckpoint | None, direction: str | None) -> None:
-    """
-    Args:
-        monitor: the callback that selects the best checkpoint.
-        direction: what the sweeper does with its metric.
-
-    Raises:
-        UserError: the sweeper searches for the worst values, or there is no metric.
-    """
+    """Raises a UserError if the sweeper searches for the worst values of the metric that selects the best checkpoint."""
     if direction is None:
         return
     if monitor is None:
@@ -181,6 +171,6 @@ def _checkpoint(run: Run, trainer: pl.Trainer) -> Path | None:
     """The best checkpoint, else the last one, else None."""
     best = next((c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor), "")
     if best and Path(best).exists():
-        ours = run.checkpoints / Path(best).name
+        ours = run.last_checkpoint.with_name(Path(best).name)
         return ours if ours.exists() else Path(best)  # of the continued run, if none was better since
     return run.last_checkpoint if run.last_checkpoint.exists() else None

@@ -27,7 +27,6 @@ GENERATIONS = "generations.jsonl"
 
 def run(config: GenerateConfig, run: Run) -> int:
     """Prints the texts and writes one object per prompt, with ``prompt`` and ``text``, to generations.jsonl."""
-    started = time.monotonic()
     path = config.checkpoint
     check_device(config.trainer)
     device = torch.device(device_kind(config.trainer.accelerator))
@@ -53,26 +52,22 @@ def run(config: GenerateConfig, run: Run) -> int:
     seconds = time.monotonic() - began
     drawn = torch.stack(tokens, dim=1)
     answers = [tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end_id, row.tolist()))) for row in drawn]
-    if shown is not None:
-        shown.end()
-    else:
-        for text, answer in zip(texts, answers, strict=True):
+    lines = ""
+    for text, answer in zip(texts, answers, strict=True):
+        lines += json.dumps({"prompt": text, "text": answer}, ensure_ascii=False) + "\n"
+        if shown is None:
             print(f"{text}{answer}\n")
-    lines = (
-        json.dumps({"prompt": text, "text": answer}, ensure_ascii=False) for text, answer in zip(texts, answers, strict=True)
-    )
-    write_whole(run.folder / GENERATIONS, "".join(f"{line}\n" for line in lines))
+        else:
+            shown.end()
+    write_whole(run.folder / GENERATIONS, lines)
 
-    summary = Summary.of(run, config, model)
-    summary.checkpoint = str(path)
-    summary.metrics = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}
+    metrics, speed = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}, drawn.numel() / seconds
     longest = max(len(ids) for ids in starts)
     full = context if longest + config.max_tokens > context == longest + len(tokens) else None
-    summary.tokens_per_second = drawn.numel() / seconds
-    summary.seconds = time.monotonic() - started
+    summary = Summary.of(run, config, model, checkpoint=str(path), metrics=metrics, tokens_per_second=speed)
     summary.write(run.folder)
     rows = {
-        "tokens": f"{summary.metrics['tokens']} in {counted(len(texts), 'text')}, {summary.tokens_per_second:.1f} tokens/s",
+        "tokens": f"{metrics['tokens']} in {counted(len(texts), 'text')}, {speed:.1f} tokens/s",
         "ended": full and f"because the model's context of {full} tokens was full",
         "written to": run.folder / GENERATIONS,
     }

@@ -55,10 +55,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_new(name: str) -> None:
-    """
-    Raises:
-        UserError: the package would hide another, or the project's own folders.
-    """
+    """Raises a UserError if the package would hide another, or the project's own folders."""
     spec = None if name in sys.modules else find_spec(name)
     # A folder without Python files can be imported too, but has no origin.
     if name in ("conf", "tests") or name in sys.modules or (spec is not None and spec.origin is not None):

@@ -165,10 +165,7 @@ class OutOfMemory(Exception):
 
 @contextmanager
 def as_out_of_memory() -> Generator[None]:
-    """
-    Raises:
-        OutOfMemory: instead of the error that an allocator of torch, NumPy or Python raises inside.
-    """
+    """Raises an OutOfMemory instead of the error that an allocator of torch, NumPy or Python raises inside."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

@@ -71,13 +71,13 @@ class MultiprocessRunner:
     def _run(self, command: str, config: RunConfig, run: Run) -> int:
         if isinstance(config, FitConfig):
             recover(run.last_checkpoint)
-            if not config.resume and (run.last_checkpoint.exists() or completed(run.folder) is not None):
-                raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
-            if config.resume and (words := ended(config.trainer, run.folder)):
-                console.print(words)
-                return 0
             if config.resume:
+                if words := ended(config.trainer, run.folder):
+                    console.print(words)
+                    return 0
                 restore(run.last_checkpoint)
+            elif run.last_checkpoint.exists() or completed(run.folder) is not None:
+                raise UserError(f"{run.folder} already holds a run; give another folder, or continue that run with resume=true")
         alone = config.trainer.strategy == "single" or command not in MULTIPROCESS_COMMANDS
         if self.process is None:
             if alone or processes_of(config.trainer) == 1:
@@ -98,10 +98,9 @@ class MultiprocessRunner:
         job = {"command": command, "config": to_container(config), "run": vars(run) | {"folder": str(run.folder)}}
         if self.process is not None:
             return self._with_others(self.process, job, command, config, run)
-        job |= {"quiet": self.quiet}
+        trainer = config.trainer
         try:
-            trainer = config.trainer
-            return launch(__name__, job, processes_of(trainer), trainer.max_restarts, trainer.timeout)
+            return launch(__name__, job | {"quiet": self.quiet}, processes_of(trainer), trainer.max_restarts, trainer.timeout)
         except ProcessFailed as failed:
             print(f"{failed.trace}holotrain: {failed}{run.hint()}", file=sys.stderr)
             run.errors.append(str(failed))
@@ -198,7 +197,7 @@ def _command(command: str, config: RunConfig, run: Run) -> int:
 
 
 def _received(job: dict[str, Any]) -> tuple[str, RunConfig, Run]:
-    run = Run(**job["run"] | {"folder": Path(job["run"]["folder"])})
+    run = Run(**job["run"] | {"folder": Path(job["run"]["folder"]), "started": time.monotonic()})
     return job["command"], structured(job["command"], job["config"]), run
 
 

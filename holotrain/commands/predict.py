@@ -1,6 +1,5 @@
 """``holotrain predict``: classifies images or texts, or scores texts, and writes predictions.csv."""
 
-import time
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
@@ -28,7 +27,6 @@ PREDICTIONS = "predictions.csv"
 def run(config: PredictConfig, run: Run) -> int:
     """Writes one row per sample: its file or its number in the test set, then what the task predicts: a class and its
     probability, for causal_lm bytes and bits per byte, for a task of one's own what its ``predict_step`` returns."""
-    started = time.monotonic()
     path, files = config.checkpoint, config.images or config.texts
     if config.trainer.limit_predict_batches == 0:
         raise UserError("trainer.limit_predict_batches=0: there is nothing to predict; use trainer.limit_predict_batches=1.0")
@@ -61,10 +59,8 @@ def run(config: PredictConfig, run: Run) -> int:
         columns, rows = _table(of, named, described.get("class_names"))
     write_table(run.folder / PREDICTIONS, columns, rows)
 
-    summary = Summary.of(run, config, model_of(task))
-    summary.checkpoint = str(path)
-    summary.metrics = {f"{columns[0]}s": len(rows)} | ({"unreadable": left_out} if left_out else {})
-    summary.seconds = time.monotonic() - started
+    metrics = {f"{columns[0]}s": len(rows)} | ({"unreadable": left_out} if left_out else {})
+    summary = Summary.of(run, config, model_of(task), checkpoint=str(path), metrics=metrics)
     summary.write(run.folder)
     screen.show_end(summary, run.folder)
     return 0

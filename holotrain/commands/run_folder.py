@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -41,6 +42,7 @@ class Run:
         config_dir: the user's folder of options; None: there is none.
         processes: the processes of the run; None: only this process.
         errors: what went wrong in several processes, in one line.
+        started: when, by the clock of this machine.
     """
 
     command: str
@@ -52,15 +54,12 @@ class Run:
     config_dir: str | None = None
     processes: Processes | None = None
     errors: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def sweep(self) -> str | None:
         """Name of the folder of the sweep; None without one."""
         return self.folder.parent.name if self.varied else None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / LAST_CHECKPOINT.parent
 
     @property
     def last_checkpoint(self) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,8 @@ class Summary:
     checkpoint: str | None = None
 
     @classmethod
-    def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed") -> Summary:
-        """The summary of a run, before its results are known."""
+    def of(cls, run: Run, config: RunConfig, model: nn.Module, status: str = "completed", **results: Any) -> Summary:
+        """The summary of a run."""
         from holotrain.config.build_trainer import device_name
 
         return cls(
@@ -68,10 +69,11 @@ class Summary:
             backward=config.backward.name,
             synthesis=getattr(config.synthesis, "mode", "none"),
             parameters=parameter_count(model),
-            seconds=0.0,
+            seconds=time.monotonic() - run.started,
             float32_matmul_precision=config.trainer.float32_matmul_precision,
             strategy=config.trainer.strategy,
             processes=run.process.size if run.process else 1,
+            **results,
         )
 
     def write(self, folder: Path) -> None:

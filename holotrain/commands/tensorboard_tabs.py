@@ -27,7 +27,7 @@ from holotrain.config.composition import key_of
 from holotrain.config.option_groups import PLAIN
 from holotrain.config.structured import to_container
 from holotrain.dashboard.charts import tensorboard_layout
-from holotrain.dashboard.table import flat
+from holotrain.dashboard.table import UNCOMPARED, flat
 from holotrain.error_diffusion import BACKPROPAGATION, ErrorDiffusionNetwork
 from holotrain.tasks.task import monitored_by
 
@@ -38,9 +38,6 @@ plugin_data: Any = plugin_data_pb2
 
 ALWAYS = ("model", "data", "backward", "synthesis", "optimizer", "optimizer.lr", "data.batch_size", "trainer.precision", "seed")
 """Options that HParams lists for every run, in addition to the overridden ones."""
-
-MUTE = ("hydra", "output_dir", "resume", "logger")
-"""Overrides that HParams does not list, because they do not change the training."""
 
 SHOWN = {
     "memory/peak_bytes": "peak memory (bytes)",
@@ -140,8 +137,7 @@ def experiment(options: dict[str, float | str], run: Run, metrics: dict[str, str
         options: values of the possible columns, by name.
         metrics: tags of scalars and their display names, in order.
     """
-    overridden = [key_of(override) for override in run.overrides]
-    overridden = [name for name in overridden if name.split(".")[0] not in MUTE]
+    overridden = [name for name in map(key_of, run.overrides) if name.split(".")[0] not in UNCOMPARED]
     marked = run.varied or overridden
     infos = [
         api.HParamInfo(
@@ -162,15 +158,14 @@ def results(task: pl.LightningModule, config: FitConfig, monitor: ModelCheckpoin
     Args:
         measured: from :func:`tags`.
     """
-    metric = None if monitor is None else monitor.monitor  # there is none without validation
-    validated = [] if metric is None else list(dict.fromkeys((metric, *monitored_by(task))))
+    # There is no monitor without validation.
+    validated = [] if monitor is None else list(dict.fromkeys((str(monitor.monitor), *monitored_by(task))))
     tested = config.test and config.trainer.limit_test_batches != 0
     tests = [name.replace("val/", "test/") for name in validated] if tested else []
-    first, *others = validated or [None]
-    found: list[str | None] = [first, f"best/{first}"] if first else []
-    found += [*tests[:1], "memory/peak_bytes" if "memory/peak_bytes" in measured else None]
-    found.append(next((tag for tag in SHOWN if tag.startswith("throughput/") and tag in measured), None))
-    return {tag: SHOWN.get(tag, tag) for tag in (*found, *others, *tests[1:]) if tag}
+    best = [f"best/{name}" for name in validated[:1]]
+    memory, *speeds = ([tag] if tag in measured else [] for tag in SHOWN)
+    found = [*validated[:1], *best, *tests[:1], *memory, *next(filter(None, speeds), []), *validated[1:], *tests[1:]]
+    return {tag: SHOWN.get(tag, tag) for tag in found}
 
 
 def tags(trainer: pl.Trainer, task: pl.LightningModule, config: FitConfig) -> set[str]:

@@ -145,7 +145,7 @@ def read_texts(events: EventAccumulator) -> dict[str, Medium]:
     found = {}
     for tag in sorted(events.Tags()["tensors"]):
         about, last = events.summary_metadata.get(tag), events.Tensors(tag)[-1]
-        if about is not None and about.plugin_data.plugin_name == "text":
+        if about is not None and about.plugin_data.plugin_name == "text" and last.tensor_proto.string_val:
             text = "\n".join(part.decode("utf-8", errors="replace") for part in last.tensor_proto.string_val)
             if len(text) > CHARACTERS:
                 text = f"{text[:CHARACTERS]}\n... ({len(text) - CHARACTERS:,} more characters)"

@@ -1,6 +1,6 @@
 """The comparison table: differing options and results of the runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,22 +91,14 @@ class Column:
     Args:
         name: heading.
         cells: one text per run.
-        better: ``min`` or ``max`` if the best figure is to be marked.
         figures: the numbers of the cells; None for a run without one.
+        best: the figure to mark.
     """
 
     name: str
     cells: list[str]
-    better: str | None = None
     figures: list[float | None] = field(default_factory=list)
-
-    @property
-    def best(self) -> float | None:
-        """The best figure, if the figures differ."""
-        known = [figure for figure in self.figures if figure is not None]
-        if self.better is None or len(set(known)) < 2:
-            return None
-        return min(known) if self.better == "min" else max(known)
+    best: float | None = None
 
 
 def columns(runs: list[Reported]) -> list[Column]:
@@ -119,13 +111,13 @@ def columns(runs: list[Reported]) -> list[Column]:
             found.append(Column(name, [f"{value:,}" if isinstance(value, int) else shown(value) for value in values]))
     for name in _metric_names(runs):
         # The loss of the last training batch is not a result.
-        better = None if name.startswith("train/") else "max" if "accuracy" in name else "min"
+        better = None if name.startswith("train/") else max if "accuracy" in name else min
         found.append(_figures(name, [run.metrics.get(name) for run in runs], better))
     for name, heading, better, factor in (
-        ("peak_memory_bytes", "peak memory, MiB", "min", 2**-20),
-        ("samples_per_second", "samples/s", "max", 1),
-        ("tokens_per_second", "tokens/s", "max", 1),
-        ("step_seconds", "ms per step", "min", 1e3),
+        ("peak_memory_bytes", "peak memory, MiB", min, 2**-20),
+        ("samples_per_second", "samples/s", max, 1),
+        ("tokens_per_second", "tokens/s", max, 1),
+        ("step_seconds", "ms per step", min, 1e3),
         ("steps", "steps", None, 1),
         ("seconds", "time, s", None, 1),
     ):
@@ -137,13 +129,15 @@ def columns(runs: list[Reported]) -> list[Column]:
     return found
 
 
-def _figures(name: str, values: list[float | None], better: str | None) -> Column:
+def _figures(name: str, values: list[float | None], better: Callable[[Iterable[float]], float] | None) -> Column:
     def text(value: float | None) -> str:
         if value is None:
             return ""
         return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
-    return Column(name, [text(value) for value in values], better, values)
+    known = {value for value in values if value is not None}
+    best = better(known) if better is not None and len(known) > 1 else None
+    return Column(name, [text(value) for value in values], values, best)
 
 
 def _metric_names(runs: list[Reported]) -> list[str]:
