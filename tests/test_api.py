@@ -1,6 +1,7 @@
 """The commands as Python functions: the same as the command line, also with objects of a program's own."""
 
 import copy
+import json
 import logging
 import math
 import os
@@ -102,12 +103,8 @@ def test_importing_is_fast_and_dir_lists_the_functions():
 
 def test_compose_returns_the_options_of_the_command_line(here):
     config = holotrain.compose("fit", ["model=rev_vit_small", "data=fake", "optimizer.lr=2e-3"])
-    assert (config.model.dim, config.data.name, config.optimizer.lr, config.backward.kind) == (
-        384,
-        "Fake",
-        2e-3,
-        "reversible",
-    )
+    chosen = config.model.dim, config.data.name, config.optimizer.lr, config.backward.kind
+    assert chosen == (384, "Fake", 2e-3, "reversible")
     assert holotrain.compose().optimizer.lr == 1e-3  # nothing stays of the one before
     (here / "mine/optimizer").mkdir(parents=True)
     (here / "mine/optimizer/nadam.yaml").write_text("_target_: torch.optim.NAdam\nlr: 0.5\n")
@@ -118,14 +115,10 @@ def test_compose_returns_the_options_of_the_command_line(here):
     ("words", "expected"),
     [
         (["optimizer.lrr=1"], "optimizer.lrr: there is no 'lrr' in optimizer. Did you mean 'lr'?"),
-        (["model=rev_vit_tini"], "model=rev_vit_tini: not found"),
         (["model=3"], "Config group override must be a string or a list. Got int"),
         (["data.batch_size=0"], "data.batch_size: must be at least 1, not 0"),
-        (["optimizer.lr=1,2"], "Ambiguous value for argument 'optimizer.lr=1,2'"),
-        (["ckpt_path=none.ckpt"], "ckpt_path: there is no file none.ckpt"),
         (["resume=true"], "resume=true: there is no run with a checkpoint in runs/fit"),
         (["-m"], "'-m' is a flag of the command line; compose takes overrides"),
-        (["lr"], "'lr' is not an override; write group=option or key=value"),
     ],
 )
 def test_mistakes_are_the_same_line(here, words, expected):
@@ -285,16 +278,6 @@ def test_load_reads_checkpoints_runs_and_exports(here, run):
     assert "other.ckpt" in refusal(holotrain.load, here / "other.ckpt")
 
 
-def test_a_folder_in_which_another_program_trains_is_refused(here):
-    (here / "run").mkdir()
-    program = "import fcntl; file = open('run/.lock', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        said = refusal(holotrain.fit, overrides=SMALL, folder="run", quiet=True)
-        other.communicate(b"\n")
-    assert said == "run: another run is writing into it; wait until it ends, or name another folder"
-
-
 def test_a_folder_of_several_runs_says_which_to_choose(here, run):
     for job in ("sweeps/one/0", "sweeps/one/1", "single"):
         shutil.copytree(run / "checkpoints", here / "runs/fit" / job / "checkpoints")
@@ -348,24 +331,13 @@ def test_generate_returns_what_follows_each_prompt(here):
 # Plans
 
 
-def test_plan_is_that_of_the_command_line_and_writes_nothing(here, holotrain_plan):
+def test_plan_is_that_of_the_command_line(here):
     words = ["data=fake", "data.image_size=16", "memory=64MiB", *SMALL, "model.depth=1"]
-    expected = holotrain_plan(words)
+    run_in(here, "plan", *words, "hydra.run.dir=run")
+    expected = json.loads((here / "run/plan.json").read_text())
     plan = holotrain.plan(holotrain.compose("plan", words))
     assert plan.as_json() == {name: value for name, value in expected.items() if name != "remedies"}
     assert holotrain.plan(holotrain.compose("fit", words)).as_json() == plan.as_json()
-
-
-@pytest.fixture
-def holotrain_plan(tmp_path_factory):
-    import json
-
-    def run(words: list[str]) -> dict:
-        folder = tmp_path_factory.mktemp("plan")
-        run_in(folder, "plan", *words, "hydra.run.dir=run")
-        return json.loads((folder / "run/plan.json").read_text())
-
-    return run
 
 
 def test_plan_of_objects_leaves_them_as_they_are(here, capsys):

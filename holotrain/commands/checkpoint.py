@@ -176,12 +176,10 @@ def load_weights(task: pl.LightningModule, path: Path) -> None:
 
 
 def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, processes: int = 1) -> None:
-    """
+    """Raises a UserError if training cannot continue from the checkpoint, such as that of another model or optimizer.
+
     Args:
         processes: their number, if FSDP2 shards the model.
-
-    Raises:
-        UserError: training cannot continue from the checkpoint: it cannot be read, or holds another model or optimizer.
     """
     if checkpointed.is_exported(path):
         raise UserError(f"ckpt_path: {path} holds only weights; start from them with model.pretrained={path}")

@@ -51,16 +51,9 @@ def run(config: PlanConfig, run: Run) -> int:
         UserError: the training step cannot be planned.
     """
     quiet = config.json == "-"
-    status = console.status("planning")
-
-    def begin(what: str) -> None:
-        status.update(f"planning {what}")
-        status.start()
-
-    try:
-        config, plan, scaling = planned(config, plain(stderr=True).print if quiet else console.print, begin)
-    finally:
-        status.stop()
+    say = plain(stderr=True).print if quiet else console.print
+    with console.status("planning") as status:
+        config, plan, scaling = planned(config, say, lambda what: status.update(f"planning {what}"))
     needed = [] if plan.fits else remedies(config, plan)
     found = plan.as_json() | {"remedies": needed} | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"

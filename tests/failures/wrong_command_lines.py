@@ -32,7 +32,6 @@ TABLES = {
         ("fit --config-name banana", "'banana'"),
         ("fit --cfg", "--cfg needs a value"),
         ("fit --cfg banana", "--cfg: 'banana' is not one of job, hydra, all."),
-        ("fit --cfg jb", "Did you mean 'job'?"),
         ("fit --info=default", "Did you mean 'defaults'?"),
         ("fit --multirun=3", "Did you mean '--multirun'?"),
         ("fit --experimental-rerun x", "not a flag"),
@@ -44,7 +43,7 @@ TABLES = {
         # names of options and groups
         ("fit optimizer.lrr=1", "Did you mean 'lr'?"),
         ("fit lr=1", "Did you mean 'optimizer.lr'?"),
-        ("fit model=rev_vit_tinny", "Did you mean 'rev_vit_tiny'?"),
+        ("fit model=rev_vit_tinny", "of model. Did you mean 'rev_vit_tiny'?"),
         ("fit modle=rev_vit_tiny", "Did you mean 'model'?"),
         ("fit +trainer.precison=32-true", "Did you mean 'precision'?"),
         ("fit model={a:1}", "model.a: there is no 'a' in model."),
@@ -81,7 +80,6 @@ TABLES = {
             "fit backward.keep=[atention]",
             "backward.keep: takes attention, matmul or operators such as aten.mm.default, not 'atention'",
         ),
-        ("fit model=rev_vit_tinny", "of model. Did you mean 'rev_vit_tiny'?"),
         ("test ckpt_path=bes", "ckpt_path: there is no file bes. Did you mean 'best'?"),
         ("fit model.depth=4611686018427387904", "model: it has more than 1000 tensors of parameters; give it fewer blocks"),
         ("plan model.depth=10000000", "model: it has more than 1000 tensors of parameters; give it fewer blocks"),
@@ -178,7 +176,6 @@ TABLES = {
     ],
     f"plan {PLANNED}": [
         ("trainer.precision=16-mixed device=cpu", "trainer.precision=16-mixed: not supported on the CPU"),
-        ("memory=lots", "memory: 'lots' is not an amount of memory; write a number and its unit"),
         ("memory=0GiB", "memory: '0GiB' is not an amount of memory"),
         ("memory=8", "memory: '8' is not an amount of memory; write a number and its unit, such as 16GiB"),
         ("device=tpu", "device: 'tpu' is not one of auto, cuda, cpu"),

@@ -16,15 +16,8 @@ import torch
 import yaml
 from forked import COMMAND_LINE, Forked
 from made_once import made_once
-from readme_blocks import ROOT, Block, Line, anchors, blocks, commands, links, readmes
-from readme_commands import (
-    BENCHES,
-    Small,
-    lay_out,
-    made_small,
-    ours,
-    write_texts,
-)
+from readme_blocks import ROOT, Line, anchors, blocks, commands, links, readmes
+from readme_commands import BENCHES, Small, lay_out, made_small, ours, write_texts
 from small_run import SMALL, run_in
 
 READMES = [str(path.relative_to(ROOT)) for path in readmes()]
@@ -44,12 +37,13 @@ OTHERS = {words: line for words, line in LINES.items() if ours(line) is None}
 ELSEWHERE = {words: line for words, line in OURS.items() if made_small(line).gpu}
 TOGETHER = {words: line for words, line in OURS.items() if made_small(line).processes and words not in ELSEWHERE}
 ALONE = {words: line for words, line in OURS.items() if words not in ELSEWHERE | TOGETHER}
-SOON = {words for words, line in ALONE.items() if line.readme == "README.md" or made_small(line).shows}
-"""Lines that are run each time: those of the first page. The others are run as slow tests."""
+LATER = {words for words, line in ALONE.items() if line.readme != "README.md" and not made_small(line).shows}
+"""Lines that are run as slow tests."""
 
 
 def named(lines: dict[str, Line]) -> list:
-    return [pytest.param(line, id=f"{line.where} {words}") for words, line in lines.items()]
+    slow = {words: pytest.mark.slow for words in LATER}
+    return [pytest.param(line, id=f"{line.where} {words}", marks=slow.get(words, ())) for words, line in lines.items()]
 
 
 # Pages
@@ -120,20 +114,6 @@ def write_a_gpt2(folder: Path) -> None:
 
 
 # The command line
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "holotrain fit data.classes=[3,8] 'data.files=books/**/*.txt' # the user's own",
-        r"""generate prompt="def \"main\"(" prompts='it#s' a#b c\ d #e""",
-        "A=1 holotrain fit x='1 2'\"3\"",
-    ],
-)
-def test_lines_are_split_as_bash_splits_them(text):
-    said = subprocess.run(["bash", "-fc", f"printf '%s\\0' {text}"], capture_output=True, text=True, check=True).stdout
-    (line,) = commands(Block("README.md", 1, "bash", text + "\n"))
-    assert [*("=".join(pair) for pair in line.environment), *line.words] == said.split("\0")[:-1]
 
 
 @pytest.fixture(scope="module")
@@ -214,13 +194,7 @@ def test_commands_for_a_gpu_or_a_cluster_are_composed_and_checked(line):
     structured(arguments.command, OmegaConf.to_container(config, resolve=True))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, id=f"{line.where} {words}", marks=[] if words in SOON else pytest.mark.slow)
-        for words, line in ALONE.items()
-    ],
-)
+@pytest.mark.parametrize("line", named(ALONE))
 def test_commands_run(line, prepared, run):
     run(prepared(line, run))
 
