@@ -29,9 +29,7 @@ EXPERIMENTS = {
 """Recipes with a model or data of their own."""
 
 MODELS = {
-    "vit": ["model.dim=16", "model.depth=2", "model.heads=2"],
-    "gpt": ["model.dim=16", "model.depth=2", "model.heads=2"],
-    "roberta": ["model.dim=16", "model.depth=2", "model.heads=2"],
+    **dict.fromkeys(("vit", "gpt", "roberta"), ["model.dim=16", "model.depth=2", "model.heads=2"]),
     "swin": ["model.dim=8", "model.depths=[1,1]", "model.heads=[1,2]", "model.window=4"],
     "mvit": ["model.dim=8", "model.depths=[1,1]", "model.heads=1"],
     "error_diffusion": ["model.width=4"],
@@ -40,9 +38,7 @@ MODELS = {
 }
 DATA = {
     "digits": ["data.batch_size=8"],
-    "mnist": ["data.batch_size=8", "data.download=false"],
-    "cifar10": ["data.batch_size=8", "data.download=false"],
-    "cifar100": ["data.batch_size=8", "data.download=false"],
+    **dict.fromkeys(("mnist", "cifar10", "cifar100"), ["data.batch_size=8", "data.download=false"]),
     "fake": ["data.image_size=32", "data.num_classes=4", "data.train_size=16", "data.val_size=8", "data.batch_size=4"],
     "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
     "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
@@ -59,12 +55,7 @@ NETWORK = {
 
 LIMITS = {
     "fit": {"trainer.max_epochs": "1", "trainer.max_steps": "2", "trainer.limit_train_batches": "2"},
-    "validate": {},
-    "test": {},
-    "predict": {},
-    "plan": {},
     "generate": {"max_tokens": "8"},
-    "export": {},
 }
 EVALUATED = {"trainer.limit_val_batches": "1", "trainer.limit_test_batches": "1", "trainer.accelerator": "cpu"}
 """Options that end a command early, in the place of the line's own."""
@@ -97,13 +88,13 @@ class Small:
 
     Attributes:
         words: after ``holotrain``.
-        launcher: torchrun's options, or nothing.
+        torchrun: it starts the processes.
         processes: several train together.
         gpu: needs a GPU or a cluster; it is composed and checked alone.
     """
 
     words: tuple[str, ...]
-    launcher: tuple[str, ...] = ()
+    torchrun: bool = False
     processes: bool = False
     gpu: bool = False
 
@@ -133,20 +124,12 @@ class Small:
 def ours(line: Line) -> list[str] | None:
     """The words after ``holotrain``, whichever way it is started; None: it is another program."""
     words = list(line.words)
-    if words[0] == "srun":
-        words = words[1:]
-    if words[:1] == ["holotrain"]:
-        return words[1:]
-    if words[:3] == ["python", "-m", "holotrain"]:
-        return words[3:]
-    if words[0] == "torchrun" and "holotrain" in words and words[words.index("holotrain") - 1] == "-m":
-        return words[words.index("holotrain") + 1 :]
-    return None
+    known = words[0] in ("holotrain", "python", "torchrun") and "holotrain" in words
+    return words[words.index("holotrain") + 1 :] if known else None
 
 
 def made_small(line: Line) -> Small:
     words = ours(line)
-    launcher = line.words[1 : line.words.index("holotrain") - 1] if line.words[0] == "torchrun" else ()
     flags = [word for word in words if word.startswith("-") and word != "-m"]
     if not words or words[0] in ("report", "init") or (flags and "--config-dir" not in flags):
         return Small(tuple(words))
@@ -169,7 +152,8 @@ def made_small(line: Line) -> Small:
         always |= {"hydra.sweeper.n_trials": "2"}
     if command == "plan" and "memory" in given:  # else the largest depth that fits is in the thousands
         always |= {"memory": "2MiB"}
-    several = line.words[0] in ("torchrun", "srun") or any(MULTIPLE.match(word) for word in words)
+    torchrun = line.words[0] == "torchrun"
+    several = torchrun or any(MULTIPLE.match(word) for word in words)
     several = several and command in ("fit", "validate", "test") and given.get("trainer.devices") != "1"
     gpu = any(NEEDS_A_GPU.search(word) for word in words)
     if several:
@@ -180,7 +164,7 @@ def made_small(line: Line) -> Small:
         small = [option for option in small if not option.startswith("model.depth")]
     if given.get("sweep") == "error_diffusion":  # 54 jobs
         small += ["hydra.sweeper.params={model.rule:'kaneko,article',model.depth:'1',model.width:'4',seed:'0'}"]
-    return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), tuple(launcher), several, gpu)
+    return Small((*kept, *small, *(f"{key}={value}" for key, value in always.items())), torchrun, several, gpu)
 
 
 def is_text(small: Small) -> bool:
@@ -206,11 +190,10 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
             shutil.copytree(run, folder / path.replace("*", "01-31_12-00-00") / ("0" if "sweeps" in path else ""))
     if path := value("images"):
         write_folder(folder / "pictures", parts=("a",), classes=("b",), each=2)
-        if Path(path).suffix:
-            shutil.copy(folder / "pictures/a/b/1.jpg", folder / path)
-        else:
-            shutil.copytree(folder / "pictures/a/b", folder / path)
-    write_network(small, folder)
+        shutil.copytree(folder / "pictures/a/b", folder / path)
+    if value("model") == "huggingface":
+        (folder / value("model.name")).mkdir()
+        (folder / value("model.name") / "config.json").write_text(json.dumps(NETWORK))
     data = value("data") or EXPERIMENTS.get(value("experiment"), ("", ""))[1]
     root = folder / (value("data.root") or "data")
     if data == "imagefolder":
@@ -225,30 +208,17 @@ def lay_out(small: Small, folder: Path, trained: dict[str, Path], monkeypatch) -
                 write_texts(folder, pattern.strip("'\""), value("data.label"))
 
 
-def write_network(small: Small, folder: Path) -> None:
-    """The folder of a Hugging Face model that a line names, without weights."""
-    if small.value("model") == "huggingface":
-        (folder / small.value("model.name")).mkdir()
-        (folder / small.value("model.name") / "config.json").write_text(json.dumps(NETWORK))
-
-
 def write_texts(folder: Path, pattern: str, label: str | None) -> None:
     """Files that the pattern names: forty small texts in two folders, or one file of rows."""
     draw = random.Random(0)
     named = {"fruit": ["apple", "pear", "plum", "fig", "lime"], "metal": ["iron", "zinc", "tin", "lead", "gold"]}
     texts = [(name, " ".join(draw.choices(words, k=12))) for _ in range(20) for name, words in named.items()]
     suffix = Path(pattern).suffix
-    if suffix in (".jsonl", ".parquet"):
+    if suffix == ".jsonl":
         rows = [{"text": text, "prompt": text, label or "label": name} for name, text in texts]
         path = folder / pattern.replace("*", "0")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        else:
-            import pyarrow
-            import pyarrow.parquet
-
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif "*" not in pattern and suffix:
         (folder / pattern).parent.mkdir(parents=True, exist_ok=True)
         (folder / pattern).write_text("fig\nlime and\n")  # prompts, shorter than the model's context
