@@ -29,7 +29,7 @@ EXPERIMENTS = {
 """Recipes with a model or data of their own."""
 
 MODELS = {
-    **dict.fromkeys(("vit", "gpt", "roberta"), ["model.dim=16", "model.depth=2", "model.heads=2"]),
+    **{name: ["model.dim=16", "model.depth=2", "model.heads=2"] for name in ("vit", "gpt", "roberta")},
     "swin": ["model.dim=8", "model.depths=[1,1]", "model.heads=[1,2]", "model.window=4"],
     "mvit": ["model.dim=8", "model.depths=[1,1]", "model.heads=1"],
     "error_diffusion": ["model.width=4"],
@@ -38,7 +38,7 @@ MODELS = {
 }
 DATA = {
     "digits": ["data.batch_size=8"],
-    **dict.fromkeys(("mnist", "cifar10", "cifar100"), ["data.batch_size=8", "data.download=false"]),
+    **{name: ["data.batch_size=8", "data.download=false"] for name in ("mnist", "cifar10", "cifar100")},
     "fake": ["data.image_size=32", "data.num_classes=4", "data.train_size=16", "data.val_size=8", "data.batch_size=4"],
     "imagefolder": ["data.image_size=32", "data.batch_size=4", "data.num_workers=0"],
     "text_stdlib": ["data.context=32", "data.batch_size=4", "data.max_tokens=1024"],
