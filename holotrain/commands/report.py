@@ -69,10 +69,7 @@ def runs_at(word: str) -> list[Path]:
     matched = [path] if path.exists() else [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not matched:
         raise UserError(f"there is no folder {word}" if not glob.has_magic(word) else f"no folder matches {word}")
-    try:
-        runs = [folder for place in matched for folder in _runs_of(place)]
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    runs = [folder for place in matched for folder in _runs_of(place)]
     if not runs:
         raise UserError(f"{word} is not the folder of a run and contains none")
     return runs
@@ -82,7 +79,7 @@ def _runs_of(folder: Path) -> list[Path]:
     """The folder itself if it is a run, else the runs in it; the jobs of a sweep in order."""
     if _is_run(folder):
         return [folder]
-    within = [child for child in folder.glob("*") if _is_run(child)]
+    within = [child for child in folder.iterdir() if _is_run(child)] if folder.is_dir() else []
     return sorted(within, key=lambda child: (int(child.name) if child.name.isdigit() else -1, child.name))
 
 
