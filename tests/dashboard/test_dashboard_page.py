@@ -49,42 +49,36 @@ def reported(folder: str, lr: float, accuracy: float | None, **curves: Curve) ->
 
 
 class Read(HTMLParser):
-    """The elements of a page with their attributes, rows of tables, captions, texts, and the content of #data."""
+    """The elements of a page in order: tag, attributes, and all text in it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.elements: list[tuple[str, dict]] = []
-        self.rows: list[list[str]] = []
-        self.data, self.inside, self.captions, self.texts = "", [], [], []
+        self.elements: list[list] = []
+        self.inside: list[list] = []
         self.feed(text)
+        self.captions, self.texts = ([text for tag, _, text in self.elements if tag == name] for name in ("figcaption", "pre"))
+        self.data = "".join(text for _, attrs, text in self.elements if attrs.get("id") == "data")
+        self.rows: list[list[str]] = []
+        for tag, _, text in self.elements:
+            if tag == "tr":
+                self.rows.append([])
+            elif tag in ("td", "th"):
+                self.rows[-1].append(text)
 
     def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self.inside.append((tag, dict(attrs).get("id")))
-        new = {"tr": (self.rows, []), "figcaption": (self.captions, ""), "pre": (self.texts, "")}
-        if tag in new:
-            new[tag][0].append(new[tag][1])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
+        self.elements.append([tag, dict(attrs), ""])
+        self.inside.append(self.elements[-1])
 
     def handle_endtag(self, tag):
         while self.inside and self.inside.pop()[0] != tag:
             pass
 
     def handle_data(self, data):
-        tags = {tag for tag, _ in self.inside}
-        if ("script", "data") in self.inside:
-            self.data += data
-        for places, kept in (
-            ({"td", "th"}, self.rows and self.rows[-1]),
-            ({"figcaption"}, self.captions),
-            ({"pre"}, self.texts),
-        ):
-            if places & tags:
-                kept[-1] += data
+        for element in self.inside:
+            element[2] += data
 
     def of(self, name):
-        return [attrs for tag, attrs in self.elements if tag == name]
+        return [attrs for tag, attrs, _ in self.elements if tag == name]
 
 
 def test_the_table_begins_with_what_differs_and_ends_with_the_folder():
@@ -100,11 +94,11 @@ def test_the_table_begins_with_what_differs_and_ends_with_the_folder():
 def test_the_page_asks_for_nothing_from_elsewhere():
     text = page([reported("a", 1e-3, 0.5)])
     read = Read(text)
-    assert not [name for _, attrs in read.elements for name in attrs if name in ("src", "href", "srcset", "action", "data")]
-    assert {tag for tag, _ in read.elements}.isdisjoint({"link", "iframe", "img", "object", "embed", "base"})
+    assert not [name for _, attrs, _ in read.elements for name in attrs if name in ("src", "href", "srcset", "action", "data")]
+    assert {tag for tag, _, _ in read.elements}.isdisjoint({"link", "iframe", "img", "object", "embed", "base"})
     styles = re.search("<style>(.*?)</style>", text, re.DOTALL)[1]
     assert "url(" not in styles and "@import" not in styles
-    assert "default-src 'none'" in next(attrs["content"] for _, attrs in read.elements if "http-equiv" in attrs)
+    assert "default-src 'none'" in next(attrs["content"] for _, attrs, _ in read.elements if "http-equiv" in attrs)
     library = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
     assert "https://" not in text.replace(library, "") and "fetch(" not in library and "XMLHttpRequest" not in library
     assert "Leon Sorokin" in text and "MIT Licensed" in text
@@ -138,7 +132,7 @@ def test_names_cannot_write_into_the_page_and_gaps_break_nothing():
     runs = [reported(evil, 1e-3, None, **{"val__loss": curve(float("nan"), float("inf")), "reversible__drift": curve(0.0)})]
     read = Read(page(runs))
     data = json.loads(read.data)
-    assert data["runs"][0]["label"] == evil and "b" not in {tag for tag, _ in read.elements}
+    assert data["runs"][0]["label"] == evil and "b" not in {tag for tag, _, _ in read.elements}
     assert [chart["title"] for chart in data["charts"]] == ["Loss", "Error of recomputed activations"]
     assert [line["line"] for line in data["charts"][0]["lines"]] == [0]  # nothing finite of val/loss
 
@@ -212,7 +206,7 @@ def test_texts_and_tags_are_plain_text(tmp_path):
     read = Read(text)
     assert read.texts == [EVIL, EVIL] and all(caption.startswith(f"{EVIL}, step 1") for caption in read.captions)
     assert len(read.captions) == 4 and read.captions[0] == f"{EVIL}, step 1<b>run" and not read.of("b")
-    assert len(read.of("script")) == 3 and not any("onerror" in attrs for _, attrs in read.elements)
+    assert len(read.of("script")) == 3 and not any("onerror" in attrs for _, attrs, _ in read.elements)
     assert [attrs["src"][:22] for attrs in read.of("img")] == ["data:image/png;base64,"] * 2
     assert EVIL not in text
     policy = next(attrs["content"] for attrs in read.of("meta") if "http-equiv" in attrs)
