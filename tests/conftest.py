@@ -74,26 +74,46 @@ def short_collections():
     gc.freeze()
 
 
+class CommandLine:
+    """Runs command lines in this process."""
+
+    def __init__(self, capfd: pytest.CaptureFixture) -> None:
+        self._capfd = capfd
+
+    def __call__(self, *words: str) -> tuple[int, str, str]:
+        """Exit status, standard output, standard error."""
+        from holotrain.cli import main
+
+        self._capfd.readouterr()
+        status = main(list(words))
+        return status, *self._capfd.readouterr()
+
+    def done(self, *words: str) -> str:
+        """What is printed by one that ends well, with nothing on the standard error."""
+        status, out, err = self(*words)
+        assert (status, err) == (0, ""), (words, err)
+        return out
+
+    def refused(self, *words: str) -> str:
+        """The one line that answers a mistake."""
+        status, _, err = self(*words)
+        assert status == 2 and err.startswith("holotrain: ") and err.count("\n") == 1, (words, err)
+        return err
+
+
 @pytest.fixture
 def holotrain(tmp_path, monkeypatch, capfd):
-    """Runs a command line in this process, in an empty folder: (exit status, standard output, standard error)."""
+    """A :class:`CommandLine` in an empty folder."""
     import torch
-
-    from holotrain.cli import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["holotrain"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", ""))
 
-    def run(*words: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        status = main(list(words))
-        return status, *capfd.readouterr()
-
     log = logging.getLogger()
     level, handlers = log.level, list(log.handlers)
     with patch.dict(os.environ), composed_once():
-        yield run
+        yield CommandLine(capfd)
     log.setLevel(level)  # Hydra's --info sets it, and a handler that writes to the stream of this test
     log.handlers[:] = handlers
     torch.use_deterministic_algorithms(False)

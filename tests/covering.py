@@ -1,31 +1,13 @@
-"""Matrices of options: a covering design by default, the full product with the slow tests."""
+"""Matrices of options: some cases by default, the full product with the slow tests."""
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 
 
-def pairwise(*options: Sequence, allowed: Callable[..., bool] = lambda *case: True) -> list[tuple]:
-    """Few cases in which every pair of values of two options that may occur together does; chosen greedily."""
-    matrix = [places for places in product(*map(range, map(len, options))) if allowed(*_values(options, places))]
-    pairs = {places: set(combinations(enumerate(places), 2)) for places in matrix}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(matrix, key=lambda places: len(pairs[places] & missing))
-        missing -= pairs[best]
-        chosen.append(best)
-    return [_values(options, places) for places in sorted(chosen)]
-
-
-def thinned(*options: Sequence, allowed: Callable[..., bool] = lambda *case: True, keep: Sequence | None = None) -> list:
-    """The full product as pytest's parameters; all but ``keep``, by default all but ``pairwise``, are marked slow."""
-    kept = pairwise(*options, allowed=allowed) if keep is None else keep
+def thinned(*options: Sequence, keep: Sequence[tuple], allowed: Callable[..., bool] = lambda *case: True) -> list:
+    """The full product as pytest's parameters; all but ``keep`` are marked slow."""
     matrix = [case for case in product(*options) if allowed(*case)]
-    assert all(case in matrix for case in kept)
-    return [pytest.param(*case, marks=() if case in kept else pytest.mark.slow) for case in matrix]
-
-
-def _values(options: Sequence, places: tuple[int, ...]) -> tuple:
-    return tuple(values[place] for values, place in zip(options, places, strict=True))
+    assert all(case in matrix for case in keep)
+    return [pytest.param(*case, marks=() if case in keep else pytest.mark.slow) for case in matrix]

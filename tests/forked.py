@@ -7,12 +7,9 @@ import gc
 import multiprocessing
 import os
 import runpy
-import subprocess
 import sys
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Lock
 from unittest.mock import patch
 
 
@@ -34,7 +31,7 @@ _CONTEXT.set_forkserver_preload(["lightning.pytorch", "holotrain.commands.fit", 
 
 
 class Forked:
-    """A program that runs in a process of its own, with the interface of ``subprocess.Popen``.
+    """A program that runs in a process of its own.
 
     Importing torch and Lightning takes seconds; a fork takes milliseconds. The process ends by ``os._exit``, so a test of how
     Python itself ends needs ``subprocess``. Variables that C libraries read when they are loaded, such as OMP_NUM_THREADS, have
@@ -58,22 +55,17 @@ class Forked:
     ) -> None:
         given = (program, list(map(str, arguments)), str(folder), dict(env or os.environ), str(out), str(errors))
         self._process = _CONTEXT.Process(target=_run, args=(multiprocessing.get_start_method(), *given))
-        self._asking = Lock()
         with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # which torch reads in the process that is forked
             self._process.start()
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        with self._asking:  # two threads that ask at once would both read the one status
-            return self._process.exitcode
+        return self._process.exitcode
 
     def wait(self, timeout: float = 600) -> int:
-        ends = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > ends:
-                raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
-            time.sleep(0.01)
-        return status
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"process {self.pid} has not ended after {timeout} seconds"
+        return self._process.exitcode
 
     def kill(self) -> None:
         self._process.kill()

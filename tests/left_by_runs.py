@@ -1,5 +1,6 @@
 """Reads the files in run folders."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def only(folder: Path) -> Path:
 
 def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
+
+
+def rows(table: Path) -> list[dict[str, str]]:
+    """Of a table in CSV."""
+    return list(csv.DictReader(table.open()))
 
 
 def scalars(folder: Path) -> dict[str, list[float]]:

@@ -6,16 +6,10 @@ from lightning.pytorch.loggers.logger import Logger
 class Memo(Logger):
     """Keeps logged scalars in memory."""
 
+    name, version = "memo", "0"
+
     def __init__(self):
         self.rows = []
-
-    @property
-    def name(self):
-        return "memo"
-
-    @property
-    def version(self):
-        return "0"
 
     def log_hyperparams(self, params):
         pass

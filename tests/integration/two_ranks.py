@@ -3,7 +3,7 @@
     python two_ranks.py RANK WORK RESULTS
 
 Not a test by itself: test_command_line_processes.py starts it twice. WORK is JSON: a name, a port and a command line each;
-the one called "orders" has none, the one called "killed" is rank 0's last.
+the one called "killed" is rank 0's last.
 """
 
 import hashlib
@@ -11,26 +11,14 @@ import json
 import os
 import signal
 import sys
-import time
-import warnings
-from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from small_models import IMAGE
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
 from holotrain.callbacks import ExactResume
 from holotrain.cli import main
 from holotrain.config import build_callbacks
-from holotrain.models.vit import RevViT
-from holotrain.parallel.strategies import DataParallel
-from holotrain.tasks import ImageClassifier
-from holotrain.tasks.optimizers import adamw
 
 RANK = int(sys.argv[1])
 
@@ -74,53 +62,6 @@ def alike(parameter: torch.Tensor) -> bytes | None:
     return parameter.detach().numpy().tobytes()
 
 
-class Order(pl.Callback):
-    """Records the order in which the first block has its gradients and gradients are sent, in each backward."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def on_train_start(self, trainer, module) -> None:
-        for parameter in module.model.blocks.blocks[0].parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: self.events.append("first block"))
-        trainer.strategy.model.register_comm_hook(None, self.reduced)
-
-    def reduced(self, state, bucket):
-        self.events.append("all-reduce")
-        return allreduce_hook(state, bucket)
-
-    def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        self.events.clear()
-
-
-def order(backward: str) -> list[str]:
-    warnings.simplefilter("ignore")  # it has no validation data
-    seen = Order()
-    images, labels = torch.rand(16, 1, 8, 8), torch.randint(5, (16,))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DataParallel("none", bucket_cap_mb=1e-3),
-        plugins=[TorchElasticEnvironment()],
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[seen],
-    )
-    task = ImageClassifier(RevViT(**IMAGE | {"depth": 4}, backward=backward), classes=5, optimizer=partial(adamw, lr=1e-3))
-    trainer.fit(task, torch.utils.data.DataLoader(list(zip(images, labels, strict=True)), batch_size=4))
-    return seen.events
-
-
-def through(name: str) -> None:
-    """Waits for the other process, which may still use the connections of this one."""
-    Path(f"through_{name}_{RANK}").touch()
-    while not Path(f"through_{name}_{1 - RANK}").exists():
-        time.sleep(0.02)
-
-
 def variables(name: str, port: int) -> dict[str, str]:
     """Environment variables from the launcher."""
     if name != "images_ddp_reversible":
@@ -144,10 +85,5 @@ if __name__ == "__main__":
             del os.environ[name]
         os.environ |= (given := variables(Witness.job, port))
         told = set(given)
-        if words:
-            found_here["statuses"][Witness.job] = main(words)
-        else:
-            found_here["orders"] = {backward: order(backward) for backward in ("reversible", "pareprop")}
-            through(Witness.job)
-            dist.destroy_process_group()
+        found_here["statuses"][Witness.job] = main(words)
         results.write_text(json.dumps(found_here))
