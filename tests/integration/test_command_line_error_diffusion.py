@@ -1,13 +1,11 @@
 """task=error_diffusion on the command line, and what it learns."""
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
 from compared import assert_equal
-from left_by_runs import assert_same_weights, only, scalars, summary, weights
-from small_run import fit_and_kill
+from left_by_runs import only, rows, scalars, summary, weights
 
 import holotrain as package
 
@@ -24,8 +22,7 @@ QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
     ("depth", "epochs", "accuracy"), [(1, 10, 0.97), *(pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE)]
 )
 def test_ten_classes_of_digits(holotrain, depth, epochs, accuracy):
-    status, _, err = holotrain("fit", *TASK, f"model.depth={depth}", f"trainer.max_epochs={epochs}")
-    assert (status, err) == (0, "")
+    holotrain.done("fit", *TASK, f"model.depth={depth}", f"trainer.max_epochs={epochs}")
     folder = only(Path("runs/fit"))
     assert summary(folder)["metrics"]["test/accuracy"] >= accuracy
     assert all((tensor >= 0).all() for name, tensor in weights(folder / "checkpoints/last.ckpt").items() if "model." in name)
@@ -37,25 +34,12 @@ def test_ten_classes_of_digits(holotrain, depth, epochs, accuracy):
 
 @pytest.mark.slow
 def test_two_classes_of_digits(holotrain):
-    assert holotrain("fit", *TASK, "data.classes=[0,1]", "trainer.max_epochs=8", "logger=none")[0] == 0
-    folder = only(Path("runs/fit"))
-    assert summary(folder)["metrics"]["test/accuracy"] >= 0.995
-    checkpoint = folder / "checkpoints/last.ckpt"
-    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}")
-    assert (status, err) == (0, "")
-    rows = list(csv.DictReader((only(Path("runs/predict")) / "predictions.csv").open()))
-    assert len(rows) == 72 and {row["class"] for row in rows} == {"0", "1"}
-    assert all(0.5 <= float(row["probability"]) <= 1 for row in rows)
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path):
-    options = [*QUICK, "callbacks.checkpoint.every_n_train_steps=4", "trainer.max_epochs=3"]
-    assert holotrain("fit", *options, "output_dir=whole")[0] == 0
-    fit_and_kill(tmp_path, *options, "output_dir=killed")
-    assert holotrain("fit", "resume=true", "output_dir=killed")[0] == 0
-    last = Path("checkpoints/last.ckpt")
-    assert_same_weights(only(Path("whole/fit")) / last, only(Path("killed/fit")) / last)
+    holotrain.done("fit", *TASK, "data.classes=[0,1]", "trainer.max_epochs=8", "logger=none", "hydra.run.dir=run")
+    assert summary(Path("run"))["metrics"]["test/accuracy"] >= 0.995
+    holotrain.done("predict", "ckpt_path=run/checkpoints/last.ckpt", "hydra.run.dir=predicted")
+    found = rows(Path("predicted/predictions.csv"))
+    assert len(found) == 72 and {row["class"] for row in found} == {"0", "1"}
+    assert all(0.5 <= float(row["probability"]) <= 1 for row in found)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +51,13 @@ def test_a_killed_run_resumes_to_the_same_weights(holotrain, tmp_path):
     ],
 )
 def test_precisions_mixed_labels_and_the_published_form(holotrain, options):
-    status, _, err = holotrain("fit", *QUICK, *options)
-    assert (status, err) == (0, "")
+    holotrain.done("fit", *QUICK, *options)
 
 
 def test_a_checkpoint_is_exported_and_read_again(holotrain):
-    assert holotrain("fit", *QUICK)[0] == 0
-    checkpoint = only(Path("runs/fit")) / "checkpoints/last.ckpt"
-    status, _, err = holotrain("export", f"ckpt_path={checkpoint}", "to=mine", "format=program")
-    assert (status, err) == (0, "")
+    checkpoint = Path("run/checkpoints/last.ckpt")
+    holotrain.done("fit", *QUICK, "hydra.run.dir=run")
+    holotrain.done("export", f"ckpt_path={checkpoint}", "to=mine", "format=program")
     images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     loaded, program = package.load("mine"), torch.export.load("mine/model.pt2").module()
     with torch.no_grad():
@@ -86,6 +68,5 @@ def test_a_checkpoint_is_exported_and_read_again(holotrain):
 
 
 def test_a_plan_and_its_depth(holotrain):
-    status, out, err = holotrain("plan", *SMALL, "memory=64MiB", "device=cpu")
-    assert (status, err) == (0, "")
+    out = holotrain.done("plan", *SMALL, "memory=64MiB", "device=cpu")
     assert "model.depth" in out and "checkpoint" not in out

@@ -219,8 +219,7 @@ def test_losses_are_those_of_one_process_under_each_strategy_by_each_backward(ho
 
 def alone_in(holotrain, name: str, *words: str) -> Path:
     """The folder of a training in this process."""
-    status, _, err = holotrain("fit", *words, f"hydra.run.dir={name}")
-    assert (status, err) == (0, "")
+    holotrain.done("fit", *words, f"hydra.run.dir={name}")
     return Path(name)
 
 
@@ -366,17 +365,14 @@ def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, fold
     assert {type(weight) for weight in kept["state_dict"].values()} == {torch.Tensor}
     assert checkpoint.is_dir() == all(weight.is_meta for weight in kept["state_dict"].values()) == bool(kind)
     batch = 8 if job == "1" else 16
-    status, _, err = holotrain(
-        "fit", *CONTINUED, f"ckpt_path={checkpoint}", f"data.batch_size={batch}", "trainer=default", "hydra.run.dir=alone"
-    )
-    assert (status, err) == (0, "")
+    words = [*CONTINUED, f"data.batch_size={batch}"]
+    rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={checkpoint}", "trainer=default"))
     if job == "0":
         continued = list((folder / f"did_continued{kind}").glob("[0-9]*"))
         assert continued
         for run in continued:
-            assert losses(run) == pytest.approx(losses(Path("alone")), rel=1e-9)
-    status, _, _ = holotrain("fit", *CONTINUED, f"data.batch_size={batch}", "hydra.run.dir=whole")
-    assert losses(Path("alone")) == pytest.approx(losses(Path("whole"))[3:], rel=1e-9)
+            assert losses(run) == pytest.approx(rest, rel=1e-9)
+    assert rest == pytest.approx(losses(alone_in(holotrain, "whole", *words))[3:], rel=1e-9)
 
 
 def test_a_pipeline_begins_and_continues_the_trainings_of_others(holotrain, left):
@@ -395,8 +391,7 @@ def test_a_pipeline_begins_and_continues_the_trainings_of_others(holotrain, left
 def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, folder, kind):
     checkpoint = folder / f"did_begun{kind}" / "1" / "checkpoints" / "last.ckpt"
     for command in ("validate", "predict", "export"):
-        status, _, err = holotrain(command, f"ckpt_path={checkpoint}")
-        assert (status, err) == (0, "")
+        holotrain.done(command, f"ckpt_path={checkpoint}")
     assert summary(only(Path("runs/validate")))["strategy"] == "single"
     exported = read_weights(only(Path("runs/export")) / "export")
     trained = {name.removeprefix("model."): weight for name, weight in read_weights(checkpoint).items()}
@@ -408,8 +403,7 @@ def test_a_run_that_left_a_sharded_checkpoint_is_resumed_in_its_folder(holotrain
     """By one process, which writes whole checkpoints."""
     folder = Path(shutil.copytree(left[0] / "did_begun_sharded" / "0", "resumed"))
     words = ["trainer=default", "data.batch_size=16", "resume=true", f"hydra.run.dir={folder}"]
-    status, _, err = holotrain("fit", *CONTINUED, *words)
-    assert (status, err) == (0, "")
+    holotrain.done("fit", *CONTINUED, *words)
     assert (summary(folder)["steps"], load(folder / "checkpoints" / "last.ckpt")["global_step"]) == (6, 6)
 
 
@@ -429,13 +423,12 @@ def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, com
     part = min(checkpoint.glob(lost))
     shutil.rmtree(part) if part.is_dir() else part.unlink()
     words = [*CONTINUED, "trainer=default"] if command == "fit" else []
-    status, _, err = holotrain(command, *words, f"ckpt_path={checkpoint}")
-    assert (status, err.count("\n")) == (2, 1) and err.startswith("holotrain: ckpt_path: broken.ckpt/"), err
+    err = holotrain.refused(command, *words, f"ckpt_path={checkpoint}")
+    assert err.startswith("holotrain: ckpt_path: broken.ckpt/"), err
 
 
 def test_more_devices_than_there_are_is_one_line(holotrain, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    status, _, err = holotrain("fit", "trainer=ddp", "trainer.devices=2", "logger=none")
-    assert status == 2 and "this machine has 1 GPU" in err and err.count("\n") == 1
+    assert "this machine has 1 GPU" in holotrain.refused("fit", "trainer=ddp", "trainer.devices=2", "logger=none")
