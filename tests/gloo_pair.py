@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -16,21 +15,20 @@ import torch.distributed as dist
 from forked import COMMAND_LINE, Forked
 
 
+def statuses_of(count: int, start: Callable[[int], Forked]) -> list[int]:
+    """Exit statuses of processes that ``start`` starts, given the rank of each."""
+    with ExitStack() as stack:
+        ranks = [start(rank) for rank in range(count)]
+        for process in ranks:
+            stack.callback(process.kill)
+        return [process.wait(timeout=500) for process in ranks]
+
+
 def found_by_processes(script: Path, folder: Path, count: int = 2) -> dict:
     """Runs ``SCRIPT RANK STORE RESULTS`` in two processes, or ``count``; returns the JSON in RESULTS."""
-    environment = os.environ | {"GLOO_PROCESSES": str(count)}
-    files = [folder / "store", folder / "found.json"]
+    env, files = os.environ | {"GLOO_PROCESSES": str(count)}, [folder / "store", folder / "found.json"]
     errors = [folder / f"errors_{rank}" for rank in range(count)]
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(count):
-            ranks.append(Forked(script, rank, *files, folder=folder, env=environment, errors=errors[rank]))
-            stack.callback(ranks[-1].kill)
-        ends, statuses = time.monotonic() + 300, [None] * count
-        # Not for each in turn: the others would wait for one that has failed.
-        while None in statuses and not any(statuses) and time.monotonic() < ends:
-            time.sleep(0.02)
-            statuses = [process.poll() for process in ranks]
+    statuses = statuses_of(count, lambda rank: Forked(script, rank, *files, folder=folder, env=env, errors=errors[rank]))
     assert statuses == [0] * count, "\n".join([f"statuses {statuses}", *(path.read_text() for path in errors)])
     return json.loads((folder / "found.json").read_text())
 
@@ -48,13 +46,12 @@ def by_forks(processes: int, *words: str) -> tuple[int, list[str]]:
     """Starts a command line as torchrun would: its exit status, and what each process says on stderr."""
     shared = os.environ | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     said = [Path(f"errors_{rank}") for rank in range(processes)]
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(processes):
-            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Forked(COMMAND_LINE, *words, folder=Path.cwd(), env=env, errors=said[rank]))
-            stack.callback(ranks[-1].kill)
-        statuses = [process.wait(timeout=300) for process in ranks]
+
+    def start(rank: int) -> Forked:
+        env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return Forked(COMMAND_LINE, *words, folder=Path.cwd(), env=env, errors=said[rank])
+
+    statuses = statuses_of(processes, start)
     return max(map(abs, statuses)), [path.read_text() for path in said]
 
 

@@ -66,25 +66,12 @@ class Stream(Actor):
     def wait_stream(self, other: Stream) -> None:
         self.learn(other.clock)
 
-    def synchronize(self) -> None:
-        self._machine.wait_for(self)
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
 
 class Event:
     """Stands for ``torch.cuda.Event``. What is asked for has always just happened."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self.clock = machine, {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        (stream or self._machine.current).record_event(self)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._machine.current).wait_event(self)
 
     def synchronize(self) -> None:
         self._machine.require_no_capture()
@@ -93,9 +80,6 @@ class Event:
     def query(self) -> bool:
         self.synchronize()
         return True
-
-    def elapsed_time(self, later: Event) -> float:
-        return 0.0
 
 
 class Graph:
@@ -319,9 +303,9 @@ class _Devices(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "__get__":
             asked = function.__self__.__name__
-            if asked in ("device", "is_cuda", "is_cpu"):
+            if asked in ("device", "is_cuda"):
                 device = machine.device_of(args[0])
-                return {"device": device, "is_cuda": device is CUDA, "is_cpu": device is CPU}[asked]
+                return device if asked == "device" else device is CUDA
         elif function is torch.Tensor.to:
             return self._to(*args, **kwargs)
         elif function in (torch.Tensor.cpu, torch.Tensor.cuda):
@@ -329,8 +313,6 @@ class _Devices(TorchFunctionMode):
         elif function is torch.Tensor.pin_memory:
             with machine.wanting("cpu", pinned=True):
                 return args[0].to(args[0].dtype, copy=True)
-        elif function is torch.Tensor.is_pinned:
-            return machine.memory_of(args[0]).pinned
         elif function in (torch.Tensor.tolist, torch.Tensor.numpy):
             memory = machine.memory_of(args[0])
             if memory.device == "cuda":
@@ -408,7 +390,6 @@ def replace_cuda(monkeypatch, machine: Machine, late: bool = False) -> Iterator[
     names = (f"side stream {number}" for number in count(1))
     replacing = {
         "current_stream": lambda device=None: machine.current,
-        "default_stream": lambda device=None: machine.streams[0],
         "Stream": lambda device=None, priority=0: Stream(machine, next(names)),
         "Event": lambda enable_timing=False, blocking=False: Event(machine),
         "stream": on,

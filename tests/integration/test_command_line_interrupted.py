@@ -1,7 +1,6 @@
-"""SIGTERM anywhere within accumulated batches: what is resumed ends with the weights of an uninterrupted run, bit for bit."""
+"""Ctrl-C, once or several times: what is said, what is kept, and how it is resumed."""
 
 import os
-import random
 import shlex
 import signal
 from pathlib import Path
@@ -9,41 +8,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import yaml
-from left_by_runs import assert_same_weights, summary
+from left_by_runs import assert_same_weights
 from small_run import SMALL
 
 LAST = Path("checkpoints/last.ckpt")
-ACCUMULATED = [
-    *SMALL, "trainer.accumulate_grad_batches=4", "trainer.limit_train_batches=10", "trainer.val_check_interval=3",
-    "model.dropout=0.2", "data.mixup_alpha=0.3", "synthesis=associative", "callbacks=ema", "test=false", "logger=none",
-]  # fmt: skip
-"""Two epochs of ten batches: optimizer steps after 4, 8 and 10 of them."""
-
-
-def moments(count):
-    """One that is certainly in the middle of an accumulated batch, and random ones."""
-    draw = random.Random(1)
-    return [5, *(draw.randrange(19) for _ in range(count - 1))]
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_signal_within_an_accumulated_batch_loses_nothing(holotrain, monkeypatch, count):
-    from holotrain.callbacks import ExactResume
-
-    assert holotrain("fit", *ACCUMULATED, "hydra.run.dir=whole")[0] == 0
-    for at in moments(count):
-
-        def terminate(self, trainer, module, at=at):
-            if trainer.fit_loop.epoch_loop.total_batch_idx == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        monkeypatch.setattr(ExactResume, "on_after_backward", terminate)
-        status, _, err = holotrain("fit", *ACCUMULATED, f"hydra.run.dir=at{at}")
-        assert status == 128 + signal.SIGTERM and "SIGTERM ended the training" in err
-        monkeypatch.setattr(ExactResume, "on_after_backward", pl.Callback.on_after_backward)
-        assert summary(Path(f"at{at}"))["status"] == "interrupted"
-        holotrain.done("fit", "resume=true", f"hydra.run.dir=at{at}")
-        assert_same_weights(Path(f"at{at}") / LAST, Path("whole") / LAST)
 
 
 def interrupts(holotrain, monkeypatch, hook, step, times, *words):

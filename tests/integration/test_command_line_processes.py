@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed
 from compared import assert_close, assert_equal
 from forked import Forked
-from gloo_pair import by_forks, free_port
+from gloo_pair import by_forks, free_port, statuses_of
 from left_by_runs import assert_same_weights, only, summary, weights
 from made_once import made_once
 from torch.nn import functional
@@ -83,21 +82,14 @@ def runs_of(cases: list[tuple[str, str, str]], *words: str) -> dict[str, list[st
     return {"_".join(case): [*KINDS[case[0]], *SHARED, *words, f"trainer={case[1]}", f"backward={case[2]}"] for case in cases}
 
 
-def begun_and_continued(kind: str, strategies: str, *words: str) -> dict[str, list[str]]:
-    """A training under FSDP2 and a tensor parallel one; the first of them is continued under each of ``strategies``."""
-    return {
-        f"begun{kind}": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", *words],
-        f"continued{kind}": ["-m", *CONTINUED, f"trainer={strategies}", f"ckpt_path=did_begun{kind}/0/checkpoints/last.ckpt"],
-    }
-
-
 SHARDED = "trainer.sharded_checkpoints=true"
 FEW_BITS = [*CONTINUED, "trainer=fsdp", SHARDED, "optimizer=adamw_8bit", "synthesis=shared", "model.dim=128"]
 WORK = {
     **runs_of(MATRIX),
-    **begun_and_continued("_sharded", "fsdp", SHARDED),
-    "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun_sharded/0/{LAST}"],
-    "muon": ["-m", *MUON, "trainer=fsdp"],
+    "begun": ["-m", *CONTINUED, "trainer=fsdp,tp", "trainer.max_epochs=1", SHARDED],
+    "continued": [*CONTINUED, "trainer=fsdp", f"ckpt_path=did_begun/0/{LAST}"],
+    "stages_continue": [*CONTINUED, "trainer=pipeline", "data.batch_size=16", f"ckpt_path=did_begun/0/{LAST}"],
+    "muon": [*MUON, "trainer=fsdp"],
     "dropout": [*DROPOUT, "trainer=tp", "backward=reversible"],
     "compressed": ["-m", *COMPRESSED, "trainer=ddp", "trainer.compression=bf16,fp16"],
     "mistaken": [*TEXT, *SHARED, "trainer=ddp", "data.files=[none/*.txt]"],
@@ -106,13 +98,6 @@ WORK = {
     "killed": [*CONTINUED, "trainer=ddp"],
 }
 """Command lines of fit, in this order; srun starts the first. What some of them are for is in two_ranks.py."""
-
-MORE_WORK = {
-    **begun_and_continued("", "ddp,fsdp"),
-    **begun_and_continued("_sharded", "ddp,fsdp", SHARDED),
-    "muon": ["-m", *MUON, "trainer=tp"],
-}
-"""The same for the slow tests."""
 
 FEW_BITS_WORK = {
     "few_bits": FEW_BITS,
@@ -124,13 +109,6 @@ FEW_BITS_WORK = {
 LIMITS = {"images": f"trainer.limit_train_batches={LONG}", "text": f"trainer.limit_train_batches={2 * LONG}"}
 
 
-def environment() -> dict[str, str]:
-    """Of processes that are started here."""
-    here = Path(__file__).parents[1]
-    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-
-
 def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: list[int]) -> None:
     """Has all command lines done by two processes in ``folder``; each leaves there what it saw and said."""
     write_text(folder / "text")
@@ -140,15 +118,12 @@ def done_by_two_ranks(folder: Path, commands: dict[str, list[str]], expected: li
         run = "hydra.sweep.dir" if "-m" in words else "hydra.run.dir"
         work.append((name, port, ["fit", *words, f"{run}=did_{'signalled' if name == 'resumed' else name}"]))
     script = Path(__file__).with_name("two_ranks.py")
-    with ExitStack() as stack:
-        ranks = []
-        for rank in "01":
-            streams = {name: folder / f"{name}_{rank}" for name in ("out", "errors")}
-            ranks.append(
-                Forked(script, rank, json.dumps(work), f"found_{rank}.json", folder=folder, env=environment(), **streams)
-            )
-            stack.callback(ranks[-1].kill)
-        statuses = [process.wait(timeout=500) for process in ranks]
+
+    def start(rank: int) -> Forked:
+        streams = {name: folder / f"{name}_{rank}" for name in ("out", "errors")}
+        return Forked(script, rank, json.dumps(work), f"found_{rank}.json", folder=folder, **streams)
+
+    statuses = statuses_of(2, start)
     said = [(folder / f"{name}_{rank}").read_text() for name in ("out", "errors") for rank in "01"]
     assert statuses == expected and said[1] == "", said
 
@@ -158,18 +133,6 @@ def left(tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder where two processes did all of WORK, and what each of them wrote down."""
     folder = made_once(tmp_path_factory, "two_ranks", lambda made: done_by_two_ranks(made, WORK, [-signal.SIGKILL, 0]))
     return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
-
-
-@pytest.fixture(scope="session")
-def left_by_more(tmp_path_factory) -> Path:
-    return made_once(tmp_path_factory, "two_ranks_more", lambda made: done_by_two_ranks(made, MORE_WORK, [0, 0]))
-
-
-@pytest.fixture(params=["left", pytest.param("left_by_more", marks=pytest.mark.slow)])
-def folder(request) -> Path:
-    """Where two processes did WORK, and where they did MORE_WORK."""
-    made = request.getfixturevalue(request.param)
-    return made[0] if request.param == "left" else made
 
 
 def assert_losses_of_one_process(holotrain, folder: Path, cases: list, kind: str, steps: int, *words: str) -> None:
@@ -229,12 +192,11 @@ def test_states_of_few_bits_and_holograms_are_resumed_to_the_bit(tmp_path):
     assert_same_weights(*(tmp_path / f"did_few_bits{which}/checkpoints/last.ckpt" for which in ("", "_continued")))
 
 
-def test_muon_orthogonalises_whole_matrices(holotrain, folder):
+def test_muon_orthogonalises_whole_matrices(holotrain, left):
     """It does so in bfloat16, but in the same one: what it is given differs in the last of 53 bits, of which it takes 8."""
     write_text(Path("text"))
-    run = folder / "did_muon/0"
-    batch = {"fsdp": 16, "tp": 8}[summary(run)["strategy"]]
-    alone = alone_in(holotrain, "alone", *MUON, f"data.batch_size={batch}")
+    run = left[0] / "did_muon"
+    alone = alone_in(holotrain, "alone", *MUON, "data.batch_size=16")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
     assert_close(weights(run / LAST), weights(alone / LAST), rtol=1e-9, atol=1e-11)
 
@@ -321,7 +283,8 @@ def test_processes_of_srun_train_and_print_a_mistake_once(left):
 def by_torchrun(processes: int, *words: str) -> tuple[int, list[str]]:
     """Lets torchrun start a command line: its exit status, and what each process says on stderr."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-r", "3", "--log-dir", "logs"]
-    done = subprocess.run([sys.executable, "-m", *torchrun, "-m", "holotrain", *words], env=environment(), capture_output=True)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-m", *torchrun, "-m", "holotrain", *words], env=env, capture_output=True)
     said = sorted(Path("logs").glob("*/attempt_0/*/stderr.log"), key=lambda path: int(path.parent.name))
     return done.returncode, [path.read_text() for path in said]
 
@@ -352,32 +315,23 @@ def test_a_mistake_under_torchrun_is_printed_once(tmp_path, monkeypatch):
     assert said[1] == "" and not any(Path("runs/fit").iterdir())
 
 
-SLOW_KINDS = [pytest.param("left_by_more", kind, marks=pytest.mark.slow) for kind in ("", "_sharded")]
-BEGUN = pytest.mark.parametrize(("folder", "kind"), [("left", "_sharded"), *SLOW_KINDS], indirect=["folder"])
-
-
-@BEGUN
 @pytest.mark.parametrize("job", ["0", "1"])
-def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, folder, kind, job):
-    """Job 0 began under FSDP2, job 1 tensor parallel; both end here as they end where two processes continue them."""
-    checkpoint = folder / f"did_begun{kind}" / job / "checkpoints" / "last.ckpt"
-    kept = load(checkpoint)
-    assert {type(weight) for weight in kept["state_dict"].values()} == {torch.Tensor}
-    assert checkpoint.is_dir() == all(weight.is_meta for weight in kept["state_dict"].values()) == bool(kind)
-    batch = 8 if job == "1" else 16
-    words = [*CONTINUED, f"data.batch_size={batch}"]
+def test_a_sharded_training_continues_on_any_number_of_processes(holotrain, left, job):
+    """Job 0 began under FSDP2, job 1 tensor parallel; the first ends here as it ends where two processes continue it."""
+    checkpoint = left[0] / "did_begun" / job / LAST
+    kept = load(checkpoint)["state_dict"]
+    assert {type(weight) for weight in kept.values()} == {torch.Tensor}
+    assert checkpoint.is_dir() and all(weight.is_meta for weight in kept.values())
+    words = [*CONTINUED, f"data.batch_size={8 if job == '1' else 16}"]
     rest = losses(alone_in(holotrain, "rest", *words, f"ckpt_path={checkpoint}", "trainer=default"))
-    if job == "0":
-        continued = list((folder / f"did_continued{kind}").glob("[0-9]*"))
-        assert continued
-        for run in continued:
-            assert losses(run) == pytest.approx(rest, rel=1e-9)
     assert rest == pytest.approx(losses(alone_in(holotrain, "whole", *words))[3:], rel=1e-9)
+    if job == "0":
+        assert rest == pytest.approx(losses(left[0] / "did_continued"), rel=1e-9)
 
 
 def test_a_pipeline_begins_and_continues_the_trainings_of_others(holotrain, left):
     """It began one that one process continues, and continued one that FSDP2 had begun."""
-    cases = [(8, STEPS, "images_pipeline_reversible", []), (16, 3, "begun_sharded/0", ["stages_continue"])]
+    cases = [(8, STEPS, "images_pipeline_reversible", []), (16, 3, "begun/0", ["stages_continue"])]
     for batch, steps, begun, continued in cases:
         words = [*CONTINUED, f"data.batch_size={batch}", f"trainer.limit_train_batches={steps}"]
         whole = losses(alone_in(holotrain, f"whole{batch}", *words))
@@ -387,9 +341,8 @@ def test_a_pipeline_begins_and_continues_the_trainings_of_others(holotrain, left
             assert losses(run) == pytest.approx(whole[steps:], rel=1e-9), run
 
 
-@BEGUN
-def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, folder, kind):
-    checkpoint = folder / f"did_begun{kind}" / "1" / "checkpoints" / "last.ckpt"
+def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, left):
+    checkpoint = left[0] / "did_begun/1" / LAST
     for command in ("validate", "predict", "export"):
         holotrain.done(command, f"ckpt_path={checkpoint}")
     assert summary(only(Path("runs/validate")))["strategy"] == "single"
@@ -401,10 +354,10 @@ def test_a_sharded_checkpoint_is_read_by_one_process(holotrain, folder, kind):
 
 def test_a_run_that_left_a_sharded_checkpoint_is_resumed_in_its_folder(holotrain, left):
     """By one process, which writes whole checkpoints."""
-    folder = Path(shutil.copytree(left[0] / "did_begun_sharded" / "0", "resumed"))
+    folder = Path(shutil.copytree(left[0] / "did_begun" / "0", "resumed"))
     words = ["trainer=default", "data.batch_size=16", "resume=true", f"hydra.run.dir={folder}"]
     holotrain.done("fit", *CONTINUED, *words)
-    assert (summary(folder)["steps"], load(folder / "checkpoints" / "last.ckpt")["global_step"]) == (6, 6)
+    assert (summary(folder)["steps"], load(folder / LAST)["global_step"]) == (6, 6)
 
 
 COMMANDS, LOST = ("fit", "validate", "export"), ("tensors-*/*.safetensors", "tensors-*", "checkpoint.pt")
@@ -419,7 +372,7 @@ COMMANDS, LOST = ("fit", "validate", "export"), ("tensors-*/*.safetensors", "ten
     ],
 )
 def test_a_checkpoint_that_lost_a_part_is_refused_in_a_line(holotrain, left, command, lost):
-    checkpoint = Path(shutil.copytree(left[0] / "did_begun_sharded" / "0" / "checkpoints" / "last.ckpt", "broken.ckpt"))
+    checkpoint = Path(shutil.copytree(left[0] / "did_begun/0" / LAST, "broken.ckpt"))
     part = min(checkpoint.glob(lost))
     shutil.rmtree(part) if part.is_dir() else part.unlink()
     words = [*CONTINUED, "trainer=default"] if command == "fit" else []

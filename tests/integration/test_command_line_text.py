@@ -149,26 +149,6 @@ def test_a_sweep_takes_the_checkpoints_configuration(holotrain, trained):
     assert generations(sweep / "0")[0]["text"] != generations(sweep / "1")[0]["text"]
 
 
-def test_small_data_are_validated_where_the_training_ends(holotrain):
-    """Four batches an epoch, an interval of 500."""
-    small = [word for word in TEXTS if not word.startswith("data.batch_size")] + ["logger=none", "callbacks.progress=null"]
-    holotrain.done("fit", "task=causal_lm", *small, "data.batch_size=32", "trainer.max_steps=7", "test=false")
-    left = summary(only(Path("runs/fit")))
-    assert left["metrics"]["val/bits_per_byte"] > 0 and Path(left["checkpoint"]).name == "best-epoch1-step7.ckpt"
-
-
-@pytest.mark.slow
-def test_other_classes_than_the_checkpoints_are_refused(holotrain, trained):
-    checkpoint = trained("sequence_classification")
-    Path("texts/fruit").rename("texts/zebra")
-    for command in (["test"], ["validate"], ["fit"]):
-        status, _, err = holotrain(*command, f"ckpt_path={checkpoint}")
-        assert status == 2 and "was trained on other classes: 'fruit' there, 'metal' in these data" in err
-    status, _, err = holotrain("predict", f"ckpt_path={checkpoint}", "texts=texts/metal")  # its own names, without any data
-    assert status == 0, err
-    assert {row["class"] for row in rows(only(Path("runs/predict")) / "predictions.csv")} <= {"fruit", "metal"}
-
-
 def test_texts_are_scored_and_classified(holotrain, trained):
     checkpoint = trained("causal_lm")
     Path("texts/metal").rename("metal")  # predictions need no data
@@ -276,22 +256,15 @@ def test_gpt2_of_hugging_face_is_fine_tuned(holotrain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["program", "onnx"])
-def test_an_image_classifier_exports_as_a_program(holotrain, image_run, form):
-    checkpoint = image_run / "checkpoints/last.ckpt"
-    status, _, err = holotrain("export", f"ckpt_path={checkpoint}", f"format={form}", "to=exported")
+def test_an_image_classifier_is_exported_to_onnx(holotrain, image_run):
+    import onnxruntime
+
+    status, _, err = holotrain("export", f"ckpt_path={image_run}/checkpoints/last.ckpt", "format=onnx", "to=exported")
     assert status == 0, err
     images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = package.load("exported")(images)
-    if form == "program":
-        found = torch.export.load("exported/model.pt2").module()(images)
-    else:
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession("exported/model.onnx", providers=["CPUExecutionProvider"])
-        found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    session = onnxruntime.InferenceSession("exported/model.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    torch.testing.assert_close(found, package.load("exported")(images).detach(), atol=1e-5, rtol=1e-4)
     described = json.loads(Path("exported/config.json").read_text())
     assert described["class_names"] == [str(digit) for digit in range(10)] and len(described["statistics"]) == 2
 
