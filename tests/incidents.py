@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
+from left_by_runs import flip_a_bit
 
 from holotrain.errors import UserError
 
@@ -21,9 +22,8 @@ class Incident(pl.Callback):
         self.what, self.rank, self.step = what, rank, step
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        if (trainer.global_rank, trainer.global_step) != (self.rank, self.step) or os.environ[
-            "TORCHELASTIC_RESTART_COUNT"
-        ] != "0":
+        began_again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        if (trainer.global_rank, trainer.global_step) != (self.rank, self.step) or began_again:
             return
         if self.what == "error":
             raise RuntimeError("the disk is full")
@@ -31,12 +31,7 @@ class Incident(pl.Callback):
             raise UserError("give another disk")
         if self.what == "damage":
             last = Path("run/checkpoints/last.ckpt")
-            (part, *_) = [last] if last.is_file() else last.glob("tensors-*/*")
-            content = bytearray(part.read_bytes())
-            content[len(content) // 2] ^= 4
-            part.write_bytes(content)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.what.startswith("parent "):
-            os.kill(os.getppid(), getattr(signal, self.what.removeprefix("parent ")))
-        else:
-            os.kill(os.getpid(), getattr(signal, self.what))
+            flip_a_bit(last if last.is_file() else next(last.glob("tensors-*/*")))
+        to, _, name = self.what.rpartition(" ")
+        signum = signal.SIGKILL if self.what == "damage" else getattr(signal, name)
+        os.kill(os.getppid() if to == "parent" else os.getpid(), signum)

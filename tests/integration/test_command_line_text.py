@@ -297,3 +297,6 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
         status, _, err = holotrain(words[0], f"ckpt_path={checkpoint}", *words[1:])
         assert status == 2 and expected in err, (words, err)
         assert err.count("\n") <= 2 and "Traceback" not in err
+    Path("texts/fruit").rename("texts/zebra")
+    err = holotrain.refused("test", f"ckpt_path={trained('sequence_classification')}")
+    assert "was trained on other classes: 'fruit' there, 'metal' in these data" in err

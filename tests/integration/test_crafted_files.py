@@ -235,17 +235,20 @@ def refused(holotrain, honest, monkeypatch):
 @pytest.mark.parametrize("share", [6, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_crafted_description_is_refused(refused, change, share):
-    """In a checkpoint and in the config.json of an export. One reader serves all commands: of these every sixth or second."""
+    """In a checkpoint or in the config.json of an export, by every sixth command; or in both, by every second."""
     number, kind = [*CHANGES].index(change), "text" if "tokenizer" in change else "image"
     commands = slice(number % share, None, share)
-    crafted = torch.load(f"{kind}.ckpt", weights_only=True)
-    CHANGES[change](crafted["holotrain"])
-    torch.save(crafted, "crafted.ckpt")
-    refused("crafted.ckpt", commands)
-    config = json.loads(Path(f"{kind}_export/config.json").read_text())
-    CHANGES[change](config["holotrain"])
-    Path(f"{kind}_export/config.json").write_text(json.dumps(config))
-    refused(f"{kind}_export", commands)
+    if share == 2 or number // 6 % 2 == 0:
+        crafted = torch.load(f"{kind}.ckpt", weights_only=True)
+        CHANGES[change](crafted["holotrain"])
+        torch.save(crafted, "crafted.ckpt")
+        refused("crafted.ckpt", commands)
+    if share == 2 or number // 6 % 2 == 1:
+        path = Path(f"{kind}_export/config.json")
+        config = json.loads(path.read_text())
+        CHANGES[change](config["holotrain"])
+        path.write_text(json.dumps(config))
+        refused(f"{kind}_export", commands)
 
 
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
@@ -288,13 +291,11 @@ def test_crafted_files_of_an_export_are_refused(holotrain, honest, kind):
 @pytest.mark.parametrize(
     ("command", "sizes"),
     [
-        pytest.param(command, sizes, marks=[pytest.mark.slow] * (row != column))
-        for row, command in enumerate(["test", "predict", "export", "fit"])
-        for column, sizes in enumerate(
-            [{"depth": 10**7}, {"depth": 10**4, "dim": 10**5}, {"dim": 2 * 10**9}, {"adapters": 10**12}]
-        )
+        ("test", {"depth": 10**7}),
+        ("predict", {"depth": 10**4, "dim": 10**5}),
+        ("export", {"dim": 2 * 10**9}),
+        ("fit", {"adapters": 10**12}),
     ],
-    ids=str,
 )
 def test_a_model_that_no_machine_holds_is_not_built(holotrain, honest, sizes, command):
     crafted = torch.load(honest / "image.ckpt", weights_only=True)
