@@ -45,7 +45,6 @@ def test_two_classes_of_digits(holotrain):
 @pytest.mark.parametrize(
     "options",
     [
-        ["trainer.precision=bf16-mixed"],
         ["trainer.precision=64-true", "data.mixup_alpha=0.2"],
         ["experiment=error_diffusion_published", "model.rule=article", "trainer.precision=bf16-mixed"],
     ],
