@@ -34,13 +34,6 @@ def scalars(folder: Path) -> dict[str, list[float]]:
     }
 
 
-def texts(folder: Path) -> dict[str, str]:
-    """The last text of each tag."""
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    tags = [tag for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")]
-    return {tag.removesuffix("/text_summary"): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tags}
-
-
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Of a file, or of a folder that several processes wrote."""
     return read(checkpoint, ["state_dict"])["state_dict"]

@@ -5,17 +5,10 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
 
 def quiet_trainer(**options: Any) -> pl.Trainer:
-    return pl.Trainer(**QUIET | options)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(**{"accelerator": "cpu"} | quiet | options)
 
 
 class Residual(nn.Module):

@@ -13,7 +13,8 @@ import torch
 import yaml
 from forked import Forked
 from hydra._internal.hydra import Hydra
-from left_by_runs import only, rows, scalars, summary, texts, weights
+from left_by_runs import only, rows, scalars, summary, weights
+from shown_runs import Logged
 from small_run import SMALL
 
 QUICK = [*SMALL, "test=false", "logger=none", "callbacks.progress=null"]
@@ -39,7 +40,7 @@ def test_a_run_shows_and_leaves_what_it_should(holotrain):
     assert left["overrides"] == SMALL
     assert Path(left["checkpoint"]).is_file() and Path(left["checkpoint"]).name.startswith("best-")
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["dim"] == 16
-    assert "_target_: holotrain.models.RevViT" in texts(folder)["configuration"]
+    assert "_target_: holotrain.models.RevViT" in Logged(folder).texts("configuration")[-1][1]
     seen = scalars(folder)
     assert len(seen["train/loss"]) == 6 and len(seen["val/accuracy"]) == 2
     for tag in ("memory/peak_bytes", "memory/current_bytes", "throughput/samples_per_second", "throughput/step_seconds"):

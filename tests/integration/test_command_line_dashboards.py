@@ -42,19 +42,6 @@ def layout(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def test_hparams_of_a_run_hold_every_option_and_list_what_was_overridden(holotrain):
-    words = [*SMALL, "trainer.deterministic=true", "test=false"]
-    holotrain("fit", *words)
-    assert_every_column_has_values(only(Path("runs/fit")))
-    experiment, options = hparams(only(Path("runs/fit")))
-    assert options["model.dim"].number_value == 16
-    assert options["optimizer._target_"].string_value == "holotrain.tasks.optimizers.adamw"
-    assert options["model"].string_value == "rev_vit_tiny" and options["trainer.deterministic"].string_value == "true"
-    marked = [info.name for info in experiment.hparam_infos if info.differs]
-    assert marked == [word.partition("=")[0] for word in words]
-    assert {"backward", "optimizer.lr"} <= {info.name for info in experiment.hparam_infos}
-
-
 def hparams_table(folder: Path) -> dict[str, api_pb2.Session]:
     """The sessions that TensorBoard's HParams show of this folder, by name."""
     events = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
@@ -148,9 +135,18 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     assert holotrain.refused("report", f"{sweep}/1").startswith(f"holotrain: {sweep}/1: no scalars found")
 
 
-def test_a_run_shows_what_it_learns_and_the_report_shows_it_too(holotrain):
-    holotrain.done("fit", *SMALL, "callbacks=histograms")
+def test_a_run_shows_what_it_learns_and_every_option_and_the_report_shows_it_too(holotrain):
+    words = [*SMALL, "trainer.deterministic=true", "callbacks=histograms"]
+    holotrain.done("fit", *words)
     folder = only(Path("runs/fit"))
+    assert_every_column_has_values(folder)
+    experiment, options = hparams(folder)
+    assert options["model.dim"].number_value == 16
+    assert options["optimizer._target_"].string_value == "holotrain.tasks.optimizers.adamw"
+    assert options["model"].string_value == "rev_vit_tiny" and options["trainer.deterministic"].string_value == "true"
+    marked = [info.name for info in experiment.hparam_infos if info.differs]
+    assert marked == [word.partition("=")[0] for word in words]
+    assert {"backward", "optimizer.lr"} <= {info.name for info in experiment.hparam_infos}
     tags = EventAccumulator(str(folder / "tensorboard")).Reload().Tags()
     assert tags["images"] == ["val/predictions", "val/confusion_matrix", "test/confusion_matrix"]
     assert any(tag.startswith("gradients/model.blocks") for tag in tags["histograms"])

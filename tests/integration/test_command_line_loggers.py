@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from left_by_runs import only, summary
+from shown_runs import Logged
 from small_run import SMALL
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 BRIEF = [*SMALL, "trainer.max_epochs=1", "callbacks.progress=null"]
 
@@ -77,8 +77,8 @@ def test_mlflow_records_a_training_that_was_stopped(holotrain, mlflow, monkeypat
 
 def steps(folder):
     """The steps at which each scalar stands."""
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    logged = Logged(folder)
+    return {tag: [step for step, _ in logged.scalars(tag)] for tag in logged.tags["scalars"]}
 
 
 def test_what_is_measured_stands_at_the_step_of_its_weights_and_no_curve_is_drawn_by_step_if_none_is_wanted(holotrain):
