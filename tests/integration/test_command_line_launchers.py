@@ -131,10 +131,3 @@ def test_the_table_does_not_depend_on_the_launcher(holotrain, tmp_path, launcher
     assert list(theirs[0]) == list(ours[0])
     shown = [[line for line in text.splitlines() if re.match(r"  (job|\d) ", line)] for text in (elsewhere.stdout, out)]
     assert [line.split()[:6] for line in shown[0]] == [line.split()[:6] for line in shown[1]] and len(shown[0]) == 5
-
-
-@pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
-def test_submitit_is_composed(holotrain, launcher):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    status, out, err = holotrain("fit", f"hydra/launcher={launcher}", "hydra.launcher.timeout_min=5", "--cfg", "hydra")
-    assert status == 0 and "timeout_min: 5" in out, err
