@@ -220,12 +220,7 @@ def test_compiled_blocks_train(holotrain):
 def test_an_option_needs_only_its_line_in_the_signature(holotrain):
     """Help, checks, checkpoints and the commands that start from one know it by the signature of the model."""
     assert "model.layer_scale=null" in " ".join(holotrain("fit", "--help")[1].split())
-    for words, expected in [
-        ("model.layer_scale=-1", "model.layer_scale: must be at least 0, not -1"),
-        ("model.layer_scale=small", "model.layer_scale: 'small' is not a number or null"),
-        ("model.layer_scal=1", "Did you mean 'layer_scale'?"),
-    ]:
-        assert expected in holotrain.refused("fit", words)
+    assert "model.layer_scale: must be at least 0, not -1" in holotrain.refused("fit", "model.layer_scale=-1")
     assert holotrain("fit", *SMALL, "model.layer_scale=0.5", "test=false", "hydra.run.dir=run")[0] == 0
     kept = torch.load("run/checkpoints/last.ckpt", weights_only=True)
     assert kept["holotrain"]["config"]["model"]["layer_scale"] == 0.5
