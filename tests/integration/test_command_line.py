@@ -175,6 +175,8 @@ def test_a_sweep_ends_with_its_table(holotrain):
     assert all(float(row["test/accuracy"]) >= 0 and float(row["samples_per_second"]) > 0 for row in table)
     assert all(int(row["peak_memory_bytes"]) > 0 for row in table)
     assert "sweep of 2 jobs" in out and str(sweep / "sweep.csv") in out.replace("\n", "")
+    values = [float(row["best/val/accuracy"]) for row in table]
+    assert f"best job: {values.index(max(values))}, val/accuracy" in out
 
 
 HYDRAS_MODE = Hydra.get_mode  # before the fixture `holotrain` replaces it
