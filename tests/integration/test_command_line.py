@@ -272,7 +272,8 @@ def test_the_module_starts_and_prints_its_configuration(tmp_path):
 
 
 def test_a_trace_is_left_and_told_of(holotrain):
-    out = holotrain.done("fit", *QUICK, "profiler=trace")
+    status, out, _ = holotrain("fit", *QUICK, "profiler=trace")
+    assert status == 0
     folder = only(Path("runs/fit"))
     for name in ("trace.json", "trace-operators.txt", "trace-memory.svg"):
         assert (folder / name).is_file() and str(folder / name) in out

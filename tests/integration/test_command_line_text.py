@@ -265,7 +265,8 @@ def test_an_image_classifier_is_exported_to_onnx(holotrain, image_run):
     assert described["class_names"] == [str(digit) for digit in range(10)] and len(described["statistics"]) == 2
 
 
-def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1, 2))])
+def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained, first):
     checkpoint = trained("causal_lm")
     Path("none.jsonl").write_text('\n{"text": "a"}\n')
     Path("number.jsonl").write_text('{"prompt": 5}\n')
@@ -289,10 +290,13 @@ def test_mistakes_about_a_checkpoint_are_answered_in_a_line(holotrain, trained):
         (["export", "format=onnx"], "format=onnx: needs a model of images"),
         (["export", "to=/proc/nothing"], "cannot write"),
     ]
-    for words, expected in mistakes:
+    for words, expected in mistakes[first::3]:
         status, _, err = holotrain(words[0], f"ckpt_path={checkpoint}", *words[1:])
         assert status == 2 and expected in err, (words, err)
         assert err.count("\n") <= 2 and "Traceback" not in err
+
+
+def test_other_classes_than_the_checkpoints_are_refused(holotrain, trained):
     Path("texts/fruit").rename("texts/zebra")
     err = holotrain.refused("test", f"ckpt_path={trained('sequence_classification')}")
     assert "was trained on other classes: 'fruit' there, 'metal' in these data" in err
