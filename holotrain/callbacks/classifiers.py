@@ -16,12 +16,7 @@ from holotrain.numeric import require_at_least
 
 
 class OutputsSeen(pl.Callback):
-    """Passes each evaluated batch with its probabilities to :meth:`seen`, for modules that call ``self(...)`` in their step.
-
-    Args:
-        probabilities: maps the module's outputs (B, ...) to probabilities (B, classes); None: the module's method of this
-            name, or else the softmax of logits (B, classes).
-    """
+    """Passes each evaluated batch with its probabilities to :meth:`seen`, for modules that call ``self(...)`` in their step."""
 
     def __init__(self, probabilities: Callable[[Tensor], Tensor] | None = None) -> None:
         self.probabilities = probabilities
@@ -61,9 +56,7 @@ class OutputsSeen(pl.Callback):
     ) -> None:
         logits, self._outputs = self._outputs, None
         labels = labels_of(batch)
-        if self._hook is None or dataloader_idx != 0 or logits is None or labels is None:
-            return
-        if len(labels) == len(logits):
+        if dataloader_idx == 0 and logits is not None and labels is not None and len(labels) == len(logits):
             probabilities = self.probabilities or getattr(pl_module, "probabilities", lambda x: x.float().softmax(-1))
             self.seen(trainer, batch, labels, probabilities(logits), batch_idx)
 
@@ -148,10 +141,8 @@ class Predictions(OutputsSeen):
 
 def rows_of(batch_idx: int, size: int, batches: float, count: int) -> list[int]:
     """The rows of a batch to show, so that ``count`` rows are spread over all batches; of an endless loader the first batch."""
-    if batches == float("inf"):
-        wanted = count if batch_idx == 0 else 0
-    else:
-        wanted = sum(place * int(batches) // count == batch_idx for place in range(count))
+    known = 1 if batches == float("inf") else int(batches)
+    wanted = sum(place * known // count == batch_idx for place in range(count))
     return sorted({place * size // wanted for place in range(wanted)}) if wanted else []
 
 
@@ -211,13 +202,10 @@ class ConfusionMatrix(OutputsSeen):
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.watch(pl_module)
 
-    on_test_batch_end = OutputsSeen.on_validation_batch_end
+    on_test_batch_end, on_test_end = OutputsSeen.on_validation_batch_end, OutputsSeen.on_validation_end
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._draw(trainer, "test/confusion_matrix")
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.leave()
 
     def _draw(self, trainer: pl.Trainer, tag: str) -> None:
         counted, self._counts = self._counts, None

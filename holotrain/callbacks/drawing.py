@@ -54,10 +54,9 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def shortened(text: str, width: float, size: int) -> str:
     """The text, or as much of its beginning as fits into ``width`` pixels, with an ellipsis."""
-    written = font(size)
-    if written.getlength(text) <= width:
+    if font(size).getlength(text) <= width:
         return text
-    while text and written.getlength(f"{text}…") > width:
+    while text and font(size).getlength(f"{text}…") > width:
         text = text[:-1]
     return f"{text}…"
 

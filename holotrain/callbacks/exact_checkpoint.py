@@ -24,11 +24,8 @@ class ExactCheckpoint(ModelCheckpoint):
     ever removed.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._waiting: list[Callable[[], None]] = []
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._waiting: list[Callable[[], None]] = []
         wait_for_whole_steps(trainer)
         super().setup(trainer, pl_module, stage)
 
@@ -50,10 +47,6 @@ class ExactCheckpoint(ModelCheckpoint):
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
         return self._is_own(previous) and super()._should_remove_checkpoint(trainer, previous, current)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._waiting.clear()
-        super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -50,7 +50,7 @@ class SaveOnSignal(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.received: int | None = None
+        self.received = 0
         self._agreement: Agreement
         self._previous: dict[int, Any] = {}
         self._leads = False
@@ -72,20 +72,20 @@ class SaveOnSignal(Checkpoint):
         # one made before it. Both are followed by a better place to save.
         if trainer.is_last_batch:
             return
-        agreed = self._agreement.late(self.received or 0)
+        agreed = self._agreement.late(self.received)
         if not (gradients_pending(trainer) or validation_follows(trainer)):
             self._save_and_raise(trainer, agreed)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not (trainer.sanity_checking or trainer.is_last_batch):
-            self._save_and_raise(trainer, self._agreement.now(self.received or 0))
+            self._save_and_raise(trainer, self._agreement.now(self.received))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._in_epoch = False
-        self._save_and_raise(trainer, self._agreement.now(self.received or 0))
+        self._save_and_raise(trainer, self._agreement.now(self.received))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        agreed = self._agreement.now(self.received or 0)  # while the files of the last epoch were written
+        agreed = self._agreement.now(self.received)  # while the files of the last epoch were written
         self._agreement.end()
         self._restore()  # Lightning (2.6) restores the handlers that it found before it tears callbacks down
         self._save_and_raise(trainer, agreed)

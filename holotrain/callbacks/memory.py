@@ -1,15 +1,13 @@
 """MemoryMonitor: logs the memory of each phase of training, and warns of a leak."""
 
-import os
 import re
 import resource
 import sys
 import warnings
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -166,25 +164,24 @@ class Growth:
         if len(self._samples) not in CHECKED_AT:
             return None
         window = self._samples[len(self._samples) // 3 :]
-        size, stride = len(window) // 4, self._stride
+        steps = len(window) // 4 * self._stride  # in a quarter
         levels = _by_quarter([level for level, _ in window])
-        rises = [after - before for before, after in pairwise(levels)]
+        rises = np.diff(levels)
         if len(self._samples) == CAPACITY:
-            self._samples, self._stride = self._samples[1::2], 2 * stride
-        if sum(rises) < max(LEAST_BYTES, LEAST_SHARE * levels[0]) or min(rises) < EVENNESS * max(rises):
+            self._samples, self._stride = self._samples[1::2], 2 * self._stride
+        if rises.sum() < max(LEAST_BYTES, LEAST_SHARE * levels[0]) or rises.min() < EVENNESS * rises.max():
             return None
         changes = {label: _by_quarter([grown.get(label, 0) for _, grown in window]) for label in self._grown}
         label = max(changes, key=lambda name: changes[name][-1] - changes[name][0])
-        return label, sum(rises) / (3 * size * stride)
+        return label, rises.mean() / steps
 
 
-def _by_quarter(values: list[int]) -> list[float]:
-    size = len(values) // 4
-    return [median(values[part * size : (part + 1) * size]) for part in range(4)]
+def _by_quarter(values: list[int]) -> np.ndarray:
+    return np.median(np.reshape(values, (4, -1)), axis=1)
 
 
 class Probe:
-    """Reads memory. Of a system whose peak cannot be reset: the highest resident memory of the process since it started."""
+    """Reads memory. Where the peak cannot be reset: the highest resident memory of the process since it started."""
 
     def reset(self) -> None:
         """Resets the peak to the current use, if it can."""
@@ -220,10 +217,7 @@ class CudaProbe(Probe):
 
 
 class LinuxProbe(Probe):
-    """Resident memory of the process. The kernel keeps its peak (VmHWM) and can reset it (clear_refs, see proc(5)).
-
-    Reads and writes without Python's file objects, which take twice as long: this runs several times a step.
-    """
+    """Resident memory of the process. The kernel keeps its peak (VmHWM) and can reset it (clear_refs, see proc(5))."""
 
     sizes = re.compile(rb"VmHWM:\s+(\d+).*?VmRSS:\s+(\d+)", re.DOTALL)
 
@@ -237,18 +231,12 @@ class LinuxProbe(Probe):
             return False
 
     def reset(self) -> None:
-        file = os.open("/proc/self/clear_refs", os.O_WRONLY)
-        try:
-            os.write(file, b"5")
-        finally:
-            os.close(file)
+        with open("/proc/self/clear_refs", "wb", buffering=0) as file:
+            file.write(b"5")
 
     def read(self) -> tuple[int, int]:
-        file = os.open("/proc/self/status", os.O_RDONLY)
-        try:
-            peak, used = self.sizes.findall(os.read(file, 4096))[0]
-        finally:
-            os.close(file)
+        with open("/proc/self/status", "rb", buffering=0) as file:
+            peak, used = self.sizes.findall(file.read(4096))[0]
         return int(peak) * 1024, int(used) * 1024
 
 

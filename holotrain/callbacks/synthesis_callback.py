@@ -3,7 +3,7 @@
 import fnmatch
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,16 +14,6 @@ from holotrain.callbacks.monitor import Monitor, log_scalars
 from holotrain.optimizers import InBackward
 from holotrain.planning.clock import Clock
 from holotrain.synthesis import HolographicSynthesis, SynthesisOptions
-
-
-@dataclass
-class Measurement:
-    """A measured step: start and end marks, and figures that are being copied to the host."""
-
-    step: int
-    begin: Any
-    end: Any
-    figures: Tensor
 
 
 class SynthesisCallback(Monitor):
@@ -112,7 +102,7 @@ class SynthesisCallback(Monitor):
         self._left: dict[str, Any] = {}
         self._clock: Clock
         self._times: tuple[Any, Any] | None = None
-        self._pending: list[Measurement] = []
+        self._pending: list[tuple[int, tuple[Any, Any], Tensor]] = []  # measured steps: marks, figures on their way to the host
 
     def applied_to(self, pl_module: nn.Module, on_device: bool = True) -> HolographicSynthesis:
         """A synthesis with these options, whose hooks are on the module from now on.
@@ -163,11 +153,7 @@ class SynthesisCallback(Monitor):
         self._clock = Clock(pl_module.device)
         state, self._to_load = self._to_load, {}
         if state:
-            try:
-                self.synthesis.load_state_dict(state)
-            except ValueError:
-                self._end()
-                raise
+            self.synthesis.load_state_dict(state)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         synthesis = self.synthesis
@@ -183,7 +169,7 @@ class SynthesisCallback(Monitor):
             synthesis.step()
         if synthesis.measuring and synthesis.measured is not None and self._times is not None:
             figures = synthesis.measured.to("cpu", non_blocking=True)
-            self._pending.append(Measurement(step, *self._times, figures))
+            self._pending.append((step, self._times, figures))
         self._log(trainer, wait=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -209,23 +195,20 @@ class SynthesisCallback(Monitor):
         return self._left if self.synthesis is None else self.synthesis.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.synthesis is None:
-            self._to_load = self._left = state_dict  # the parameters are not on their device yet
-        else:
-            self.synthesis.load_state_dict(state_dict)
+        self._to_load = self._left = state_dict  # the parameters are not on their device yet
 
     def _log(self, trainer: pl.Trainer, wait: bool) -> None:
         while self._pending and self.synthesis is not None:
-            measured = self._pending[0]
-            seconds = self._clock.seconds(measured.begin, measured.end, wait)
+            step, times, figures = self._pending[0]
+            seconds = self._clock.seconds(*times, wait)
             if seconds is None:
                 return
             self._pending.pop(0)
-            cosine, norm = measured.figures.tolist()
+            cosine, norm = figures.tolist()
             scalars = {
                 "synthesis/milliseconds": seconds * 1e3,
                 "synthesis/gradient_cosine": cosine,
                 "synthesis/update_norm": norm,
                 "synthesis/skipped": self.synthesis.skipped,
             }
-            log_scalars(trainer, scalars, measured.step)
+            log_scalars(trainer, scalars, step)

@@ -71,7 +71,7 @@ class ThroughputMonitor(Monitor):
         if peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"peak_flops {peak_flops} must be above 0")
         self.peak_flops = peak_flops
-        self.clock: Clock | None = None
+        self.clock: Any = None
         self._open: Window | None = None
         self._pending: list[Window] = []
         self._measured: list[tuple[Window, float]] = []
@@ -80,19 +80,16 @@ class ThroughputMonitor(Monitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.clock = self.clock or Clock(pl_module.device)
         _, self._ranks = shard_of(trainer)
+        self._begin(trainer.global_step)  # an epoch resumed in the middle has no on_train_epoch_start
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer.global_step)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._open is None:  # an epoch resumed in the middle has no on_train_epoch_start
-            self._begin(trainer.global_step)
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (window := self._open) is None:
-            return
+        window = self._open
+        assert window is not None
         window.samples += self.count_samples(batch)
         window.tokens += self.count_tokens(batch) if self.count_tokens else 0
         window.steps = trainer.global_step - window.step
@@ -142,14 +139,14 @@ class ThroughputMonitor(Monitor):
     def _end(self, trainer: pl.Trainer) -> None:
         """Closes the open window, if it has a step, and logs the windows whose time is known by now."""
         window, self._open = self._open, None
-        if self.clock is not None and window is not None and window.steps:
+        if window is not None and window.steps:
             window.end = self.clock.mark()
             window.step += window.steps
             self._pending.append(window)
         self._read(trainer, wait=False)
 
     def _read(self, trainer: pl.Trainer, wait: bool) -> None:
-        while self._pending and self.clock is not None:
+        while self._pending:
             window = self._pending[0]
             seconds = self.clock.seconds(window.start, window.end, wait)
             if not seconds:

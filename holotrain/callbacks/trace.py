@@ -76,9 +76,8 @@ class TraceProfiler(Profiler):
             self._begin_batch()
         elif "on_validation" in action_name:
             self._finish()
-        if self._profile is not None and not action_name.startswith(
-            "[Callback]"
-        ):  # there are dozens per batch, and most do nothing
+        # Of callbacks there are dozens of actions per batch, and most do nothing.
+        if self._profile is not None and not action_name.startswith("[Callback]"):
             span = record_function(f"batch {self._batches + 1}" if action_name == BATCH else action_name)
             span.__enter__()
             self._ranges.append((action_name, span))
@@ -98,14 +97,10 @@ class TraceProfiler(Profiler):
     def _begin_batch(self) -> None:
         if self._batches == 0:
             self._later = self._planned()
-        if self._profile is not None:
-            return
-        if self._batches == 0:
-            self._open(traced=True, memory=True)
-        elif self._batches in self._later:
-            self._open(traced=True, memory=False)
-        elif self._batches == self._later.stop:
-            self._open(traced=False, memory=True)
+        traced = self._batches == 0 or self._batches in self._later
+        memory = self._batches in (0, self._later.stop)
+        if self._profile is None and (traced or memory):
+            self._open(traced, memory)
 
     def _end_batch(self) -> None:
         self._batches += 1
@@ -223,19 +218,6 @@ class Range:
     end: float
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Bytes in use after each allocation and release; times in microseconds.
-
-    Attributes:
-        absolute: whether bytes count from zero (GPU allocator) or from the first event (CPU).
-    """
-
-    points: list[tuple[float, int]]
-    device: str
-    absolute: bool
-
-
 def memory_picture(events: Iterable[dict], title: str) -> str:
     """Draws the memory curve, and below it the ranges that ran.
 
@@ -246,7 +228,7 @@ def memory_picture(events: Iterable[dict], title: str) -> str:
         SVG; only a line of text if nothing was allocated.
     """
     events = list(events)
-    curve, ranges = curve_of(events), ranges_of(events)
+    (points, device), ranges = curve_of(events), ranges_of(events)
     rows = [row for row in ROWS if any(r.row == row for r in ranges)]
     height = TOP + HEIGHT + ROW * len(rows) + 34
     lines = [
@@ -254,11 +236,11 @@ def memory_picture(events: Iterable[dict], title: str) -> str:
         'font-size="12" fill="#222"><rect width="100%" height="100%" fill="white"/>',
         f'<text x="{LEFT}" y="24" font-size="15">{escape(title)}</text>',
     ]
-    if not curve.points:
+    if not points:
         return "\n".join([*lines, f'<text x="{LEFT}" y="60">no allocations</text></svg>\n'])
-    times = [time for time, _ in curve.points] + [t for r in ranges for t in (r.begin, r.end)]
+    times = [time for time, _ in points] + [t for r in ranges for t in (r.begin, r.end)]
     begin, end = min(times), max(times)
-    floor, peak = min(0, *(b for _, b in curve.points)), max(1, *(b for _, b in curve.points))
+    floor, peak = min(0, *(b for _, b in points)), max(1, *(b for _, b in points))
 
     def x(time: float) -> float:
         return LEFT + WIDTH * (time - begin) / ((end - begin) or 1)
@@ -279,34 +261,35 @@ def memory_picture(events: Iterable[dict], title: str) -> str:
     lines += [
         f'<text x="{LEFT - 8}" y="{TOP + HEIGHT + ROW * i + 18}" text-anchor="end">{row}</text>' for i, row in enumerate(rows)
     ]
-    shown = thinned(np.array([value for _, value in curve.points]), POINTS, at=np.array([time for time, _ in curve.points]))
-    path = "".join(f"H{x(curve.points[index][0]):.1f}V{y(curve.points[index][1]):.1f}" for index in shown)
-    last, origin = curve.points[-1][1], f"M{LEFT} {y(0):.1f}"
+    shown = thinned(np.array([value for _, value in points]), POINTS, at=np.array([time for time, _ in points]))
+    path = "".join(f"H{x(points[index][0]):.1f}V{y(points[index][1]):.1f}" for index in shown)
+    last, origin = points[-1][1], f"M{LEFT} {y(0):.1f}"
     lines.append(f'<path d="{origin}{path}H{x(end):.1f}V{y(0):.1f}Z" fill="#aaccee" fill-opacity="0.6" stroke="none"/>')
     lines.append(f'<path d="{origin}{path}H{x(end):.1f}" fill="none" stroke="#224466"/>')
-    when, _ = max(curve.points, key=lambda point: point[1])
+    when, _ = max(points, key=lambda point: point[1])
     during = [r.name for r in ranges if r.begin <= when <= r.end and r.row != "step"]
     lines.append(f'<circle cx="{x(when):.1f}" cy="{y(peak):.1f}" r="4" fill="#cc3311"/>')
-    above = "in use" if curve.absolute else "above the start of the step"
-    told = f"{curve.device}: peak {peak / 2**20:.1f} MiB {above} at {(when - begin) / 1e3:.1f} ms"
+    above = "above the start of the step" if device == "CPU" else "in use"
+    told = f"{device}: peak {peak / 2**20:.1f} MiB {above} at {(when - begin) / 1e3:.1f} ms"
     told += f", during {' and '.join(during)}" if during else ""
     lines.append(f'<text x="{LEFT}" y="44">{escape(told)}; {last / 2**20:.1f} MiB at the end</text>')
     return "\n".join([*lines, "</svg>\n"])
 
 
-def curve_of(events: Iterable[dict]) -> Curve:
-    """Memory of the first accelerator with events, else of the CPU."""
+def curve_of(events: Iterable[dict]) -> tuple[list[tuple[float, int]], str]:
+    """The bytes in use after each allocation and release, with times in microseconds, and the name of their device: the first
+    accelerator with events, else the CPU, whose bytes count from the first event."""
     seen = [event for event in events if event.get("name") == "[memory]"]
     seen.sort(key=lambda event: event["ts"])
     device = max(((e["args"]["Device Type"], -e["args"]["Device Id"]) for e in seen), default=(0, 0))
     seen = [e["args"] | {"ts": e["ts"]} for e in seen if (e["args"]["Device Type"], -e["args"]["Device Id"]) == device]
     if device[0] != 0:
-        return Curve([(e["ts"], e["Total Allocated"]) for e in seen], f"device {-device[1]}", True)
+        return [(e["ts"], e["Total Allocated"]) for e in seen], f"device {-device[1]}"
     points, now = [], 0
     for event in seen:
         now += event["Bytes"]
         points.append((event["ts"], now))
-    return Curve(points, "CPU", False)
+    return points, "CPU"
 
 
 def ranges_of(events: Iterable[dict]) -> list[Range]:

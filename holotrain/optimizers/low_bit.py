@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from holotrain.optimizers.shards import is_sharded, local
-from holotrain.optimizers.stepping import standing_in
+from holotrain.optimizers.stepping import loss_of, standing_in
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -43,12 +43,16 @@ def low_bit(name: str, params: Any, **options: Any) -> Optimizer:
 
     Raises:
         ValueError: torchao is not installed.
+        UnfitState: in ``load_state_dict``: a part of a state is missing, or differs from a fresh one in shape or dtype.
     """
     try:
         import torchao.optim
     except ImportError as error:
         raise ValueError(f"{name} needs torchao: pip install 'holotrain[torchao]'") from error
-    return with_plain_state(_adapted(getattr(torchao.optim, name))(params, **options))
+    optimizer = _adapted(getattr(torchao.optim, name))(params, **options)
+    optimizer.register_state_dict_post_hook(partial(_with_each, _plain))
+    optimizer.register_load_state_dict_pre_hook(partial(_with_each, partial(_rebuilt, optimizer)))
+    return optimizer
 
 
 @cache
@@ -59,7 +63,7 @@ def _adapted(base: Any) -> type[Optimizer]:
 
     def new_buffer(self: Any, share: Tensor, signed: bool) -> Tensor:
         parameter = self.of_shares[share]
-        if is_sharded(parameter) and not whole_blocks(parameter, self.block_size, LEAST):
+        if is_sharded(parameter) and not whole_blocks(parameter, self.block_size):
             return torch.zeros_like(share)  # torchao asks the share alone, so those of one parameter could differ
         return base._new_buffer(self, share, signed)
 
@@ -79,10 +83,7 @@ def _adapted(base: Any) -> type[Optimizer]:
 
     def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
         """Steps the shares of parameters (which torchao, 0.18, does only in fp32)."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = [(group, {p: local(p) for p in group["params"] if p.grad is not None}) for group in self.param_groups]
         self.of_shares = {share: parameter for _, shares in groups for parameter, share in shares.items()}
         for share, parameter in self.of_shares.items():
@@ -113,20 +114,6 @@ class UnfitState(ValueError):
     """A state is not one of this optimizer and these parameters."""
 
 
-def with_plain_state(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer, whose ``state_dict`` holds plain tensors from now on, and whose ``load_state_dict`` takes them.
-
-    Args:
-        optimizer: its ``fresh_state(parameter, group)`` returns what the state of a parameter is before its first step.
-
-    Raises:
-        UnfitState: in ``load_state_dict``: a part of a state is missing, or differs from a fresh one in shape or dtype.
-    """
-    optimizer.register_state_dict_post_hook(partial(_with_each, _plain))
-    optimizer.register_load_state_dict_pre_hook(partial(_with_each, partial(_rebuilt, optimizer)))
-    return optimizer
-
-
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the memory of a tensor: its parts, or itself."""
     return (
@@ -136,13 +123,8 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     )
 
 
-def whole_blocks(parameter: DTensor, block: int, least: int = 1) -> bool:
-    """Whether each process's share of a parameter consists of whole blocks of entries, so that parts can be sharded like it.
-
-    Args:
-        block: entries of a block.
-        least: entries that each share needs.
-    """
+def whole_blocks(parameter: DTensor, block: int) -> bool:
+    """Whether each process has at least ``LEAST`` entries, in whole blocks, so that parts can be sharded like the parameter."""
     mesh, placements = parameter.device_mesh, parameter.placements
     if mesh.ndim > 1 or not placements[0].is_shard(0):
         return False
@@ -150,7 +132,7 @@ def whole_blocks(parameter: DTensor, block: int, least: int = 1) -> bool:
     most = -(-rows // mesh.size())
     shares = [min(most, max(rows - most * rank, 0)) * row for rank in range(mesh.size())]
     even = len({*shares}) == 1
-    return (even or row % block == 0) and all(share >= least and share % block == 0 for share in shares)
+    return (even or row % block == 0) and all(share >= LEAST and share % block == 0 for share in shares)
 
 
 def _with_each(change: Any, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What the closure of an optimizer's step returns, called with gradients, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class CombinedOptimizer(Optimizer):
     """Behaves as one optimizer for training loops, schedules, gradient scalers and checkpoints.
 
@@ -46,10 +54,7 @@ class CombinedOptimizer(Optimizer):
         """Ignored, because the parts hold the state; Optimizer's constructor assigns an empty one."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # ty: ignore[incompatible-method-override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for part in self.parts:
             part.step()
         return loss
@@ -164,10 +169,7 @@ class InBackward(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # ty: ignore[incompatible-method-override]
         """Ends a step: the next backward is that of another one. Uses gradients that are still there."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for parameter in self._owners:
             if parameter.grad is not None:
                 self._step_of(parameter)

@@ -113,13 +113,10 @@ def muon(
     require_within(0, 1, momentum=momentum)
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock | ReversibleBlock)]
     inner = {id(layer.weight) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
-    decayed, exempt = (group["params"] for group in decay_groups(model, weight_decay))
-    matrices = [parameter for parameter in decayed if id(parameter) in inner]
-    groups = [
-        {"params": [parameter for parameter in decayed if id(parameter) not in inner], "weight_decay": weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    parts: list[Optimizer] = [AdamW(groups, lr=others * lr, betas=tuple(betas), eps=eps)]
+    decayed, exempt = decay_groups(model, weight_decay)
+    matrices = [parameter for parameter in decayed["params"] if id(parameter) in inner]
+    decayed["params"] = [parameter for parameter in decayed["params"] if id(parameter) not in inner]
+    parts: list[Optimizer] = [AdamW([decayed, exempt], lr=others * lr, betas=tuple(betas), eps=eps)]
     if matrices:
         parts.append(ShardedMuon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     return CombinedOptimizer(parts)

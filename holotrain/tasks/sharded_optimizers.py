@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon, Optimizer
 
 from holotrain.optimizers.shards import is_sharded
-from holotrain.optimizers.stepping import standing_in
+from holotrain.optimizers.stepping import loss_of, standing_in
 
 
 class _EachWhole(Optimizer):
@@ -18,10 +18,7 @@ class _EachWhole(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # ty: ignore[incompatible-method-override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor) and parameter.grad is not None:

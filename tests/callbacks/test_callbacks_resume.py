@@ -93,21 +93,17 @@ def test_resuming_from_every_step(tmp_path, workers, steps):
         assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", workers=workers), reference, step)
 
 
-@pytest.mark.parametrize("epoch_end", [True, False])
-def test_resuming_from_the_end_of_an_epoch_and_of_a_validation(tmp_path, epoch_end):
+@pytest.mark.parametrize(
+    ("epoch_end", "options", "steps"),
+    [(True, {}, (4, 8, 12)), (False, {}, (4, 8, 12)), (None, {"val_check_interval": 2}, (2, 4, 6, 8))],
+)
+def test_resuming_from_the_end_of_an_epoch_and_of_a_validation(tmp_path, epoch_end, options, steps):
     checkpoint = ExactCheckpoint(
         tmp_path, filename="{step}", monitor="val/loss", save_top_k=-1, save_on_train_epoch_end=epoch_end
     )
-    reference = fit([checkpoint])
-    for step in (4, 8, 12):
-        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt"), reference, step)
-
-
-def test_resuming_from_a_validation_within_an_epoch(tmp_path):
-    checkpoint = ExactCheckpoint(tmp_path, filename="{step}", monitor="val/loss", save_top_k=-1)
-    reference = fit([checkpoint], val_check_interval=2)
-    for step in (2, 4, 6, 8):
-        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", val_check_interval=2), reference, step)
+    reference = fit([checkpoint], **options)
+    for step in steps:
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", **options), reference, step)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +238,12 @@ def test_a_request_to_stop_waits_for_the_optimizer_step(tmp_path, accumulated):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", [4, 7])
 def test_a_signal_saves_and_ends_and_the_rest_follows(tmp_path, signum, step):
-    """In the middle of an epoch the checkpoint follows at once; at its last batch, after the epoch."""
-    reference = fit()
+    """In the middle of an epoch the checkpoint follows at once; at its last batch, after the epoch. Afterwards, and after a
+    training without a signal, signals do what they did before."""
     path = tmp_path / "last.ckpt"
     handlers = [signal.getsignal(number) for number in SaveOnSignal.SIGNALS]
+    reference = fit([SaveOnSignal(path)])
+    assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
     with pytest.raises(Interrupted) as interrupted:
         fit([At(step, send(signum)), SaveOnSignal(path)])
     assert (interrupted.value.signum, interrupted.value.checkpoint) == (signum, path)
@@ -262,12 +260,6 @@ def test_a_signal_after_the_last_epoch_ends_too(tmp_path, capfd):
     said = "holotrain: SIGTERM: saving; SIGTERM again ends at once, without saving\n"
     assert capfd.readouterr().err.endswith(said)
     assert_resumed(fit(checkpoint=path), reference, STEPS)
-
-
-def test_after_a_training_signals_do_what_they_did_before(tmp_path):
-    handlers = [signal.getsignal(number) for number in SaveOnSignal.SIGNALS]
-    fit([SaveOnSignal(tmp_path / "last.ckpt")])
-    assert [signal.getsignal(number) for number in SaveOnSignal.SIGNALS] == handlers
 
 
 class Killed(Exception):

@@ -76,8 +76,10 @@ def loop(options, epochs=2, accumulate=1, clip=None, scaler=None, **optimizer_op
 @pytest.mark.parametrize(
     "options", [{}, {"mode": "shared", "superpose": 4}, {"mode": "bind"}, {"cosine_floor": 0.5, "split": "cpu"}]
 )
-def test_it_is_the_plain_loop(options):
-    assert_equal_parameters(fit(SynthesisCallback(**options))[0], loop(options)[0])
+def test_it_is_the_plain_loop_and_leaves_no_hooks(options):
+    module, _ = fit(SynthesisCallback(**options))
+    assert_equal_parameters(module, loop(options)[0])
+    assert not any(part._forward_hooks for part in module.modules())
 
 
 def test_accumulation_and_clipping():
@@ -102,13 +104,11 @@ def test_scaled_gradients_that_overflow():
     assert synthesis.skipped > 1 and synthesis.steps > 10
 
 
-def test_a_fused_optimizer_with_scaled_gradients_is_refused():
+def test_a_fused_optimizer_with_scaled_gradients_and_several_optimizers_are_refused():
     with pytest.raises(ValueError, match="fused=False"):
-        fit(
-            SynthesisCallback(),
-            module=Regression(fused=True),
-            plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler())],
-        )
+        fit(SynthesisCallback(), module=Regression(fused=True), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler())])
+    with pytest.raises(ValueError, match="one optimizer; this training has 2"):
+        fit(SynthesisCallback(), module=Regression(optimizers=2))
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {}])
@@ -119,11 +119,6 @@ def test_an_optimizer_that_remembers_too_is_warned_of(options):
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
     assert any("SGD also averages gradients (momentum)" in str(w.message) for w in told) == bool(options)
-
-
-def test_several_optimizers_are_refused():
-    with pytest.raises(ValueError, match="one optimizer; this training has 2"):
-        fit(SynthesisCallback(), module=Regression(optimizers=2))
 
 
 def test_a_module_within():
@@ -210,11 +205,6 @@ def test_a_checkpoint_saved_after_the_training(tmp_path):
     assert_equal_parameters(resumed, whole)
 
 
-def test_nothing_is_left_on_the_module():
-    module, _ = fit(SynthesisCallback())
-    assert not any(part._forward_hooks for part in module.modules())
-
-
 def test_after_an_exception_a_training_resumes_as_ever(tmp_path):
     class Stopping(Regression):
         def on_train_epoch_start(self):
@@ -250,18 +240,7 @@ def test_without_logging_nothing_is_measured(options):
 
 
 def test_two_parts_of_a_module():
-    class Two(Regression):
-        def __init__(self):
-            super().__init__()
-            self.more = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.more(self.layers(x))
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.001)
-
-    module, _ = fit(SynthesisCallback(module="layers"), callbacks=[SynthesisCallback("bind", module="more")], module=Two())
+    module, _ = fit(SynthesisCallback(module="layers.0"), callbacks=[SynthesisCallback("bind", module="layers.2")])
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 

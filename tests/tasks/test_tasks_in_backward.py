@@ -28,13 +28,13 @@ def task_of(make, in_backward, **options):
     return ImageClassifier(model, 5, optimizer=optimizer, scheduler=schedules.cosine, **options)
 
 
-def fit(task, steps=6, path=None, **options):
+def fit(task, steps=6, **options):
     images = torch.randn(48, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     data = DataLoader([*zip(images, torch.arange(48) % 5, strict=True)], batch_size=4)
     memo = Memo()
     trainer = quiet_trainer(**{"max_steps": steps, "log_every_n_steps": 1, "logger": memo, **options})
     torch.manual_seed(2)
-    trainer.fit(task, data, ckpt_path=path, weights_only=True)
+    trainer.fit(task, data)
     return trainer, memo
 
 
@@ -48,18 +48,6 @@ def test_a_training_is_the_same_to_the_bit(make, precision):
         assert trainer.global_step == 6 and all(parameter.grad is None for parameter in ours.parameters())
         assert_equal(ours.state_dict(), usual.state_dict())
         assert logged.of("train/loss") == expected.of("train/loss") and logged.of("train/lr") == expected.of("train/lr")
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_a_checkpoint_is_continued_with_and_without(first, tmp_path):
-    make, epochs = MAKERS["adamw"], {"limit_train_batches": 3, "max_steps": -1}
-    trainer, _ = fit(task_of(make, first), **epochs, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    tasks = [task_of(make, then) for then in (False, True)]
-    for task in tasks:
-        fit(task, **epochs, max_epochs=2, path=tmp_path / "half.ckpt")
-    assert_equal(tasks[0].state_dict(), tasks[1].state_dict())
-    assert_equal(*(task.trainer.optimizers[0].state_dict() for task in tasks))
 
 
 def test_norms_and_histograms_are_those_of_the_usual_step(monkeypatch):

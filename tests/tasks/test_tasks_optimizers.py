@@ -4,14 +4,11 @@ import copy
 
 import pytest
 import torch
-from memo import Memo
-from small_trainings import quiet_trainer
 from torch import nn
-from torch.utils.data import DataLoader
 
 from holotrain.models import MVIT_SIZES, RevGPT, RevMViT
 from holotrain.optimizers import CombinedOptimizer
-from holotrain.tasks import CausalLM, optimizers, schedules
+from holotrain.tasks import optimizers, schedules
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
 
@@ -118,15 +115,3 @@ def test_scaled_gradients_that_overflow_are_skipped_by_all():
         combined.zero_grad()
         changed = [not torch.equal(*pair) for pair in zip(model.parameters(), before.parameters(), strict=True)]
         assert changed == [not overflow] * 4
-
-
-def test_a_trainer_trains_with_muon():
-    torch.manual_seed(0)
-    tokens = (torch.randint(20, (64, 1)) + torch.arange(9)) % 20
-    task = CausalLM(
-        RevGPT(**SMALL), torch.ones(20), optimizer=lambda model: optimizers.muon(model, lr=2e-2), scheduler=schedules.cosine
-    )
-    trainer = quiet_trainer(logger=Memo(), devices=1, max_steps=120, gradient_clip_val=1.0)
-    trainer.fit(task, DataLoader([{"tokens": tokens}] * 120, batch_size=None))
-    (after,) = trainer.validate(task, DataLoader([{"tokens": tokens}], batch_size=None), verbose=False)
-    assert after["val/loss"] < 0.7

@@ -1,6 +1,7 @@
 """Tasks of language: what is masked, what is counted, what is reported."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from holotrain.data import TextFiles
 from holotrain.models import RevGPT, RevRoBERTa
-from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier
+from holotrain.tasks import CausalLM, MaskedLM, SequenceClassifier, optimizers, schedules
 from holotrain.tasks.language import attended, masked
 
 SMALL = {"vocab": 20, "context": 8, "dim": 16, "depth": 2, "heads": 2}
@@ -120,11 +121,6 @@ def test_masked_loss_is_a_mean_over_masked_words():
     assert found["val/loss"] == pytest.approx(nats / count, rel=1e-5)
 
 
-def test_attended_is_what_lies_before_the_length():
-    batch = {"tokens": torch.zeros(2, 3), "lengths": torch.tensor([1, 3])}
-    assert attended(batch).tolist() == [[True, False, False], [True, True, True]]
-
-
 @pytest.mark.parametrize(("model", "device"), [(RevRoBERTa(**SMALL), "cpu"), (nn.Linear(1, 1), "meta")])
 def test_a_mask_stays_on_the_cpu_for_models_that_read_it_there(model, device):
     batch = {"tokens": torch.zeros(2, 3), "lengths": torch.tensor([1, 3])}
@@ -135,13 +131,15 @@ def test_a_mask_stays_on_the_cpu_for_models_that_read_it_there(model, device):
     assert device == "meta" or torch.equal(mask, attended(batch))
 
 
-@pytest.mark.parametrize(("kind", "steps", "lr"), [("causal", 30, 2e-2), ("masked", 120, 1e-2), ("classes", 30, 2e-2)])
+@pytest.mark.parametrize(
+    ("kind", "steps", "lr"), [("causal", 30, 2e-2), ("masked", 120, 1e-2), ("classes", 30, 2e-2), ("muon", 60, 2e-2)]
+)
 def test_each_task_learns(kind, steps, lr):
     """A text in which each token follows from the one before, and whose class is its first word."""
     torch.manual_seed(0)
     start = torch.randint(16, (64,))
     tokens = (start[:, None] + torch.arange(8)) % 16
-    if kind == "causal":
+    if kind in ("causal", "muon"):
         task, batch = CausalLM(RevGPT(**SMALL), BYTES), {"tokens": tokens}
     elif kind == "masked":
         quiet = {"dropout": 0.0, "attention_dropout": 0.0}
@@ -151,6 +149,8 @@ def test_each_task_learns(kind, steps, lr):
         task = SequenceClassifier(RevRoBERTa(**SMALL, classes=16), classes=16)
         batch = {"tokens": tokens, "lengths": torch.full((64,), 8), "labels": start}
     task.make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=lr)
+    if kind == "muon":
+        task.make_optimizer, task.make_scheduler = partial(optimizers.muon, lr=lr), schedules.cosine
     (first,) = trainer().validate(task, loader([batch]), verbose=False)
     trainer(max_steps=steps).fit(task, loader([batch] * steps))
     (last,) = trainer().validate(task, loader([batch]), verbose=False)
