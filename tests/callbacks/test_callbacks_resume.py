@@ -84,13 +84,15 @@ def every_step(folder):
     return ExactCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(0, EVERY_STEP), (2, [4, 5])])
-def test_resuming_from_every_step(tmp_path, workers, steps):
-    reference = fit([every_step(tmp_path)], workers=workers)
-    assert len(reference[0]) == STEPS == len(list(tmp_path.glob("*.ckpt")))
+@pytest.mark.parametrize(("workers", "batches", "steps"), [(0, 1, EVERY_STEP), (2, 1, [4, 5]), (0, 2, [1, 2, 3, 5])])
+def test_resuming_from_every_step(tmp_path, workers, batches, steps):
+    """``batches``: of a step, whose gradients are accumulated."""
+    options = {"workers": workers, "accumulate_grad_batches": batches}
+    reference = fit([every_step(tmp_path)], **options)
+    assert len(reference[0]) == STEPS == batches * len(list(tmp_path.glob("*.ckpt")))
     assert [int(batch[0][0]) for batch in reference[0]] == [0] * 4 + [1] * 4 + [2] * 4  # noise below 1 is on the epoch
     for step in steps:
-        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", workers=workers), reference, step)
+        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", **options), reference, batches * step)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +120,6 @@ def test_resuming_where_steps_are_bounded_too(tmp_path, most, steps):
     fit([last_checkpoint(tmp_path / "ended.ckpt")], max_steps=6)
     assert torch.load(tmp_path / "ended.ckpt", weights_only=True)["global_step"] == 6
     assert_resumed(fit(checkpoint=tmp_path / "ended.ckpt", max_steps=most), reference, 6)
-
-
-def test_resuming_with_accumulated_gradients(tmp_path):
-    reference = fit([every_step(tmp_path)], accumulate_grad_batches=2)
-    for step in (1, 2, 3, 5):
-        assert_resumed(fit(checkpoint=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2), reference, 2 * step)
 
 
 ACCUMULATED = {"batch": 1, "accumulate_grad_batches": 5, "val_check_interval": 4}
