@@ -133,6 +133,10 @@ def tokens_of(batch: dict[str, Tensor]) -> Tensor:
     return torch.tensor(batch["tokens"][:, 1:].numel())
 
 
+EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
+"""The extra that installs the package of a logger."""
+
+
 def build_loggers(config: dict[str, ObjectConfig], folder: Path, sweep: str | None = None) -> list[Logger]:
     """
     Args:
@@ -143,10 +147,18 @@ def build_loggers(config: dict[str, ObjectConfig], folder: Path, sweep: str | No
     Raises:
         UserError: a logger's package is not installed, or it refuses a value.
     """
-    return [
-        NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, **_known_to_logger(name, chosen, folder, sweep))
-        for name, chosen in config.items()
-    ]
+    made = []
+    for name, chosen in config.items():
+        known = _known_to_logger(name, chosen, folder, sweep)
+        try:
+            made.append(NAMED_GROUPS["logger"].make(f"logger.{name}", chosen, Logger, **known))
+        except UserError as error:
+            missing = isinstance(getattr(error.__cause__, "__cause__", None), ModuleNotFoundError)
+            if not missing or chosen.name not in EXTRAS:
+                raise
+            extra = EXTRAS[chosen.name]
+            raise UserError(f"logger.{name}: the package is not installed; pip install 'holotrain[{extra}]'") from error
+    return made
 
 
 def _known_to_logger(name: str, chosen: ObjectConfig, folder: Path, sweep: str | None) -> dict[str, Any]:
