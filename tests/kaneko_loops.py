@@ -2,13 +2,9 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from holotrain.error_diffusion import ErrorDiffusionNetwork
-
-SIGNS = torch.tensor([1, -1])
-"""Of the cells of a pair."""
 
 
 class PlainNetwork:
@@ -80,14 +76,35 @@ def _signs(pairs: int) -> list[int]:
 
 
 def signed_layers(incoming: Tensor, hidden: Tensor, outgoing: Tensor) -> list[list[list[float]]]:
-    """Signed weights [target][source] of every layer, of one output's magnitudes, whose first dimensions are the signs."""
-    both = SIGNS[:, None] * SIGNS  # of source and target
-    between = [(layer * both[..., None, None]).permute(1, 3, 0, 2).flatten(2).flatten(0, 1) for layer in (incoming, *hidden)]
-    return [layer.tolist() for layer in (*between, (outgoing * SIGNS[:, None]).reshape(1, -1))]
+    """Signed weights of every layer, of one output's magnitudes."""
+    return [signed(incoming), *map(signed, hidden), signed_out(outgoing)]
 
 
 def signed_thresholds(thresholds: Tensor, last: Tensor, signs: tuple[int, ...]) -> list[list[list[float]]]:
     """The same of weights from constant cells with these signs: (layers, constants, 2, targets) and (constants,)."""
-    constants = torch.tensor(signs)
-    hidden = thresholds * constants[:, None, None] * SIGNS[:, None]
-    return [*hidden.permute(0, 2, 3, 1).flatten(1, 2).tolist(), [(last * constants).tolist()]]
+    found = [
+        [
+            [s * q * layer[c][half][o] for c, s in enumerate(signs)]
+            for half, q in enumerate((1, -1))
+            for o in range(len(layer[0][0]))
+        ]
+        for layer in thresholds.tolist()
+    ]
+    return [*found, [[s * magnitude for s, magnitude in zip(signs, last.tolist(), strict=True)]]]
+
+
+def signed(magnitudes: Tensor) -> list[list[float]]:
+    """Magnitudes by the signs of source and target, (2, 2, sources, targets) -> signed weights [(q, o)][(p, i)]."""
+    p_q_i_o, signs = magnitudes.tolist(), (1, -1)
+    _, _, sources, targets = magnitudes.shape
+    return [
+        [signs[p] * signs[q] * p_q_i_o[p][q][i][o] for p in (0, 1) for i in range(sources)]
+        for q in (0, 1)
+        for o in range(targets)
+    ]
+
+
+def signed_out(magnitudes: Tensor) -> list[list[float]]:
+    """The same for the single excitatory output cell, (2, sources)."""
+    excitatory, inhibitory = magnitudes.tolist()
+    return [[*excitatory, *(-weight for weight in inhibitory)]]

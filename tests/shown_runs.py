@@ -65,9 +65,12 @@ class Logged:
     """What TensorBoard's files in a folder hold, as (step, value) for each tag."""
 
     def __init__(self, folder: Path) -> None:
-        self.events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
+        self.events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
         self.events.Reload()
         self.tags = self.events.Tags()
+
+    def scalars(self, tag):
+        return [(event.step, event.value) for event in self.events.Scalars(tag)]
 
     def images(self, tag):
         return [(event.step, Image.open(io.BytesIO(event.encoded_image_string))) for event in self.events.Images(tag)]

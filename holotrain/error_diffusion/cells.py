@@ -35,48 +35,59 @@ def input_cells(x: Tensor, outputs: int) -> Tensor:
     return torch.cat([x, -x], dim=1).expand(outputs, -1, -1)
 
 
-def propagate(gain: float, x: Tensor, weights: Sequence[Tensor], activities: Tensor | None = None) -> Tensor:
-    """The outputs (B, D) of inputs (B, I).
-
-    Args:
-        weights: incoming, hidden, outgoing, thresholds, last, constants and offset.
-        activities: (L, D, B, C), filled with the signed activities of all hidden layers; None: autograd may follow.
-    """
-    incoming, hidden, outgoing, thresholds, last, constants, offset = weights
-    if len(constants):  # what they add to the sums of each layer, (D, 1, C), and of the outputs, (D, 1, 1)
-        at_rest = [*(constants @ thresholds).unsqueeze(-2), (constants @ last).unsqueeze(-2)]
-    else:
-        at_rest = [last.new_zeros(())] * (len(thresholds) + 1)
-    sources, places = input_cells(x, len(incoming)), [None] * len(thresholds) if activities is None else activities
-    # A thousand small layers are bound by kernel launches: three per layer, without allocations if there are places.
-    for threshold, magnitudes, out in zip(at_rest[:-1], [incoming, *hidden], places, strict=True):
-        sources = torch.sub(_drive(threshold, sources, magnitudes, gain, out).sigmoid_(), offset, out=out)
-    return _drive(at_rest[-1], sources, outgoing, gain).sigmoid_()[..., 0].T
+def propagate(
+    x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, thresholds: Tensor, last: Tensor, constants: Tensor,
+    offset: Tensor, gain: float,
+) -> Tensor:  # fmt: skip
+    """The outputs (B, D) of inputs (B, I), with plain autograd."""
+    first, *rest, final = _at_rest(thresholds, last, constants)
+    activities = torch.sigmoid(_drive(first, input_cells(x, len(incoming)), incoming, gain)) - offset
+    for threshold, magnitudes in zip(rest, hidden, strict=True):
+        activities = torch.sigmoid(_drive(threshold, activities, magnitudes, gain)) - offset
+    return torch.sigmoid(_drive(final, activities, outgoing, gain))[..., 0].T
 
 
-def _drive(threshold: Tensor, sources: Tensor, magnitudes: Tensor, gain: float, out: Tensor | None = None) -> Tensor:
-    """gain x (threshold + sources @ magnitudes). A scalar threshold is ignored, which saves a copy."""
-    return torch.baddbmm(threshold, sources, magnitudes, beta=gain * bool(threshold.ndim), alpha=gain, out=out)
+def record(
+    x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, thresholds: Tensor, last: Tensor, constants: Tensor,
+    offset: Tensor, gain: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same, and the signed activities of all hidden layers, (L, D, B, C), in one tensor."""
+    outputs, batch = len(incoming), len(x)
+    activities = x.new_empty(len(thresholds), outputs, batch, len(offset))
+    first, *rest, final = _at_rest(thresholds, last, constants)
+    _drive(first, input_cells(x, outputs), incoming, gain, out=activities[0]).sigmoid_().sub_(offset)
+    # A thousand small layers are bound by kernel launches: three per layer, without allocations.
+    for threshold, sources, magnitudes, targets in zip(rest, activities[:-1], hidden, activities[1:], strict=True):
+        _drive(threshold, sources, magnitudes, gain, out=targets).sigmoid_().sub_(offset)
+    return activities, torch.sigmoid_(_drive(final, activities[-1], outgoing, gain))[..., 0].T
 
 
-def _recorded(gain: float, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The activities (L, D, B, C) and the outputs (B, D)."""
-    incoming, _, _, thresholds, *_, offset = weights
-    activities = x.new_empty(len(thresholds), len(incoming), len(x), len(offset))
-    return activities, propagate(gain, x, weights, activities)
+def _at_rest(thresholds: Tensor, last: Tensor, constants: Tensor) -> list[Tensor]:
+    """What constant cells add to the sums of each layer, (D, 1, C), and the outputs, (D, 1, 1); scalars if there are none."""
+    if not len(constants):
+        return [last.new_zeros(())] * (len(thresholds) + 1)
+    return [*(constants @ thresholds).unsqueeze(-2), (constants @ last).unsqueeze(-2)]
+
+
+def _drive(threshold: Tensor, activities: Tensor, magnitudes: Tensor, gain: float, out: Tensor | None = None) -> Tensor:
+    """gain x (threshold + activities @ magnitudes). A scalar threshold is ignored, which saves a copy."""
+    return torch.baddbmm(threshold, activities, magnitudes, beta=gain * bool(threshold.ndim), alpha=gain, out=out)
 
 
 class Diffusion(Function):
-    """Inputs (B, I) and ``weights``, as in :func:`propagate` -> outputs (B, D).
+    """Inputs (B, I) and magnitudes, as in ``layers`` -> outputs (B, D).
 
     The incoming gradient, (B, D), is minus the error: output minus target for half the squared error. It goes to every layer
     unchanged. The inputs get no gradient, because there is no backward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, rule: str, output_rate: float, gain: float, x: Tensor, *weights: Tensor) -> Tensor:
-        activities, outputs = _recorded(gain, x, weights)
-        ctx.save_for_backward(x, activities, outputs, weights[-2])
+    def forward(
+        ctx: Any, x: Tensor, incoming: Tensor, hidden: Tensor, outgoing: Tensor, thresholds: Tensor, last: Tensor,
+        constants: Tensor, offset: Tensor, gain: float, rule: str, output_rate: float,
+    ) -> Tensor:  # fmt: skip
+        activities, outputs = record(x, incoming, hidden, outgoing, thresholds, last, constants, offset, gain)
+        ctx.save_for_backward(x, activities, outputs, constants)
         ctx.rule, ctx.output_rate = rule, output_rate
         return outputs
 
@@ -86,7 +97,7 @@ class Diffusion(Function):
         x, activities, outputs, constants = ctx.saved_tensors
         learns = RULES[ctx.rule]
         error = -grad.T.unsqueeze(-1)
-        needs_incoming, needs_hidden, needs_outgoing, needs_thresholds, needs_last = ctx.needs_input_grad[4:9]
+        needs_incoming, needs_hidden, needs_outgoing, needs_thresholds, needs_last = ctx.needs_input_grad[1:6]
         incoming = hidden = outgoing = thresholds = last = None
         slopes = slope(outputs).T.unsqueeze(-1) * -ctx.output_rate
         steady = learns(constants.expand(*error.shape[:2], -1), error).mT
@@ -100,7 +111,7 @@ class Diffusion(Function):
             thresholds = torch.stack([steady.bmm(slope(layer)) for layer in activities]).neg_()
         if needs_last:
             last = steady.bmm(slopes)
-        return *(None,) * 4, incoming, hidden, outgoing, thresholds, last, None, None
+        return None, incoming, hidden, outgoing, thresholds, last, *(None,) * 5
 
 
 class ErrorDiffusionNetwork(nn.Module):
@@ -189,20 +200,20 @@ class ErrorDiffusionNetwork(nn.Module):
             self.last = nn.Parameter(drawn(outputs, len(constants), sources=2 * width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weights, outside = self._prepared(x)
+        arguments, outside = self._prepared(x)
         with outside:
             if self.rule == BACKPROPAGATION or not torch.is_grad_enabled():
-                return propagate(self.gain, x, weights)
+                return propagate(*arguments, self.gain)
             if x.requires_grad:
                 raise ValueError("error diffusion has no gradient for its inputs; detach them, or use rule='backpropagation'")
-            return Diffusion.apply(self.rule, self.output_rate, self.gain, x, *weights)
+            return Diffusion.apply(*arguments, self.gain, self.rule, self.output_rate)
 
     @torch.no_grad()
     def activities(self, x: Tensor) -> Tensor:
         """Signed activities of all hidden layers, (L, D, B, C): a cell's sign times its output, excitatory cells first."""
-        x, weights, outside = self._prepared(x)
+        arguments, outside = self._prepared(x)
         with outside:
-            return _recorded(self.gain, x, weights)[0]
+            return record(*arguments, self.gain)[0]
 
     @torch.no_grad()
     def clamp_signs(self) -> None:
@@ -221,28 +232,37 @@ class ErrorDiffusionNetwork(nn.Module):
 
     def extra_repr(self) -> str:
         outputs, between, *_, width = self.hidden.shape
-        sizes = f"inputs={self.incoming.shape[3]}, outputs={outputs}, width={width}, depth={between + 1}"
-        return f"{sizes}, rule={self.rule!r}, u0={2 / self.gain:g}"
+        inputs = self.incoming.shape[3]
+        return (
+            f"inputs={inputs}, outputs={outputs}, width={width}, depth={between + 1}, rule={self.rule!r}, u0={2 / self.gain:g}"
+        )
 
-    def _prepared(self, x: Tensor) -> tuple[Tensor, list[Tensor], AbstractContextManager]:
-        """Inputs (B, I) and weights in autocast's dtype if it is on, and a context that turns autocast off."""
+    def _prepared(self, x: Tensor) -> tuple[list[Tensor], AbstractContextManager]:
+        """The arguments of the layers, in autocast's dtype if it is on, and a context that turns autocast off."""
         inputs = self.incoming.shape[3]
         if x.ndim < 2 or x[:1].numel() != inputs * len(x[:1]):
-            raise ValueError(f"inputs must be (batch, {inputs}), or hold {inputs} numbers per sample, not {tuple(x.shape)}")
+            raise ValueError(
+                f"inputs must be (batch, {inputs}), or more dimensions with {inputs} numbers per sample, not {tuple(x.shape)}"
+            )
         device, dtype, outside = x.device.type, self.outgoing.dtype, nullcontext()
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype, outside = torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
+        offset = (self.signs < 0).repeat_interleave(self.outgoing.shape[-1])
+        return [tensor.to(dtype) for tensor in (x.flatten(1), *self._matrices(), offset)], outside
+
+    def _matrices(self) -> tuple[Tensor, ...]:
+        """Magnitudes and constants in the shapes of ``layers``."""
         incoming = self.incoming.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         hidden = self.hidden.permute(1, 0, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         outgoing = self.outgoing.flatten(1, 2).unsqueeze(-1)
         if self.thresholds is None or self.last is None:
-            thresholds = outgoing.new_empty(1 + len(hidden), len(outgoing), 0, outgoing.shape[1])
-            last = outgoing[:, :0].detach()
+            thresholds, last = (
+                outgoing.new_empty(1 + len(hidden), len(outgoing), 0, outgoing.shape[1]),
+                outgoing[:, :0].detach(),
+            )
         else:
             thresholds, last = self.thresholds.transpose(0, 1).flatten(3), self.last.unsqueeze(-1)
-        offset = (self.signs < 0).repeat_interleave(self.outgoing.shape[-1])
-        weights = [incoming, hidden, outgoing, thresholds, last, self.constants, offset]
-        return x.flatten(1).to(dtype), [weight.to(dtype) for weight in weights], outside
+        return incoming, hidden, outgoing, thresholds, last, self.constants
 
 
 def _scaled(*shape: int, sources: int) -> Tensor:
