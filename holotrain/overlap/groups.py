@@ -94,6 +94,21 @@ Grouping = int | Columns | Callable[[Job, Collectives], Sizes]
 """A number of groups of equal size, of rows or of columns, or a callable that chooses the sizes; the same on every rank."""
 
 
+def require_grouping(groups: Grouping) -> None:
+    """
+    Raises:
+        TypeError: neither a number, nor columns, nor a callable.
+        ValueError: less than one group.
+    """
+    if callable(groups):
+        return
+    number = len(groups) if isinstance(groups, Columns) else groups
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"groups must be an integer, Columns, a Tuner or a Predictor, not {number!r}")
+    if number < 1:
+        raise ValueError(f"groups must be 1 or more, not {number}")
+
+
 def group_sizes(groups: Grouping, job: Job, collectives: Collectives) -> tuple[list[int], bool]:
     """The size of each group, first to last, and whether they are columns instead of rows.
 

@@ -15,6 +15,8 @@ from holotrain.overlap.groups import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_
 
 
 class Carrier(Protocol):
+    """Anything that gives the time of collectives."""
+
     def seconds(self, collective: str, size: int, ranks: int) -> float:
         """Seconds of one collective over a tensor of ``size`` bytes, counted over all ranks."""
         ...

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holotrain.overlap import signals
 from holotrain.overlap.collectives import Collectives, Holding, Work
-from holotrain.overlap.groups import Columns, Grouping
+from holotrain.overlap.groups import Grouping, require_grouping
 
 
 def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -29,6 +29,7 @@ class Overlap:
     """How a layer communicates: its collectives, its groups, and whether one product signals its groups where possible.
 
     Raises:
+        TypeError: groups are neither a number, nor columns, nor a callable.
         ValueError: less than one group.
     """
 
@@ -37,9 +38,7 @@ class Overlap:
     signals: bool = False
 
     def __post_init__(self) -> None:
-        groups = len(self.groups) if isinstance(self.groups, Columns) else self.groups
-        if not callable(groups) and groups < 1:
-            raise ValueError(f"groups must be 1 or more, not {groups}")
+        require_grouping(self.groups)
 
     def send(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, cut: Sequence[slice], send: Callable[[int, Tensor], Work]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from holotrain.overlap.groups import Grouping
+from holotrain.overlap.groups import Grouping, require_grouping
 from holotrain.overlap.linear import GROUPS, column_parallel_linear, row_parallel_linear
 
 
@@ -118,6 +118,7 @@ class _Overlapped:
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
+        require_grouping(groups)
         # torch's style, the next base.
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)  # ty: ignore[unknown-argument]
         self.groups, self.signals = groups, signals

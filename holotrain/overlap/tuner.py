@@ -183,22 +183,23 @@ def path_of(folder: Path, job: Job, link: str) -> Path:
     return folder / f"{kind}-{about['dtype']}-{job.ranks}_ranks-{digest}.json"
 
 
-def read(path: Path, job: Job) -> Tuned | None:
+def read(path: Path, job: Job, link: str) -> Tuned | None:
     """Returns None if there is no file for this job and device. A warning names a file that is broken or of other versions."""
     try:
         found = read_json(path)
+        if found["of"] != described(job, link):
+            raise ValueError("of another job")
         if (before := found["with"]) != (now := versions(job.device)):
             changed = [f"{name} {before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
             warnings.warn(f"{path} was measured with {'; '.join(changed)}; measuring again", stacklevel=2)
             return None
         tuned = Tuned(**found["tuned"])
         sizes, total = tuned.sizes, job.outputs if tuned.columns else job.rows
-        if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != total:
+        if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != total:
             raise ValueError(f"groups of {sizes} for {total}")
-        if not all(
-            isinstance(each, float) and math.isfinite(each) for each in (tuned.predicted, tuned.confirmed, tuned.in_one)
-        ):
-            raise ValueError(f"{tuned} has no times")
+        for seconds in (tuned.predicted, tuned.confirmed, tuned.in_one):
+            if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
+                raise ValueError(f"{seconds!r} seconds")
     except OSError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -256,7 +257,7 @@ class Tuner:
 
     def _found_or_measured(self, job: Job, name: str, collectives: Collectives) -> Tuned:
         path = path_of(self.folder, job, name)
-        found = collectives.agreed(read(path, job) if collectives.rank == 0 else None)
+        found = collectives.agreed(read(path, job, name) if collectives.rank == 0 else None)
         if found is None:
             # Modes that count operations of the step (selective checkpointing, a FLOP counter) must not see the measurements.
             with _disable_current_modes(), torch.enable_grad(), torch.autocast(job.device.type, enabled=False):

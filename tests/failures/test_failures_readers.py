@@ -192,7 +192,7 @@ READERS = {
     "metrics.csv": Read(figures_of_run, report, None),
     "events": Read(events_of_run, report, None),
     "job.json": Read(job_of_sweep, Job.read, raises=()),
-    "groups": Read(groups, lambda path: tuner.read(path, PRODUCT), raises=()),
+    "groups": Read(groups, lambda path: tuner.read(path, PRODUCT, "nvlink"), raises=()),
     "tokenizer.json": Read(tokenizer, lambda path: known_tokenizer(str(path))),
     "config.json of transformers": Read(network, lambda path: network_of(str(path.parent)), raises=ValueError),
     "preprocessor_config.json": Read(processor, lambda path: statistics_of(str(path.parent))),

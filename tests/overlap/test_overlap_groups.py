@@ -34,10 +34,11 @@ def test_groups_of_columns_are_of_sums_alone(columns):
     ("groups", "words"),
     [(lambda job, of, sizes=sizes: sizes, "were chosen for 7 rows") for sizes in ([3, 3], [8, -1], [0, 7], [])]
     + [(Columns(sizes), "were chosen for 6 columns") for sizes in ([3, 4], [7, -1], [6, 0])]
+    + [(groups, "groups must be an integer, Columns") for groups in (True, 2.0)]
     + [(0, "1 or more, not 0"), (Columns(0), "1 or more, not 0")],
 )
 def test_groups_that_cannot_be_are_refused(groups, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         group_sizes(Overlap(None, groups).groups, job(7), None)
 
 

@@ -103,6 +103,8 @@ def test_a_choice_is_kept_in_a_file_of_its_own(measured, emulated, tmp_path):
         lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"sizes": [30, -10]}}),
         lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"confirmed": "soon"}}),
         lambda kept: json.dumps(kept | {"tuned": {}}),
+        lambda kept: json.dumps(kept | {"of": {}}),
+        lambda kept: json.dumps(kept | {"tuned": kept["tuned"] | {"confirmed": -1.0}}),
         lambda kept: json.dumps(kept | {"with": []}),
     ],
 )

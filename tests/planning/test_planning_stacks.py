@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_planners import made
 from torch import nn
+from torch.nn import functional as F
 from tracked_memory import check_plan
 
 from holotrain.models.block_schedules import sequences
@@ -19,10 +20,14 @@ WIDTH = 64
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.outer = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x, scale=1.0):
-        return x + self.mlp(x) * scale
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.outer(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)) * scale
+        return x + self.mlp(self.norm2(x))
 
 
 class Tower(nn.Module):
