@@ -1,5 +1,6 @@
 """Builds data, model, task, optimizer, schedule and synthesis from a configuration."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -322,7 +323,13 @@ def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Ca
     def make(model: nn.Module) -> Optimizer:
         with naming_group("optimizer", ["weight_decay"]):
             of = model if takes(chosen, "model") else decay_groups(model, chosen.arguments.get("weight_decay", 0.0))
-        return OBJECT_GROUPS["optimizer"].make("optimizer", chosen, Optimizer, of)
+        try:
+            return OBJECT_GROUPS["optimizer"].make("optimizer", chosen, Optimizer, of)
+        except UserError as error:
+            text = str(error.__cause__)
+            if (name := _refused_by_torch(text, chosen.arguments)) is None:
+                raise
+            raise UserError(f"optimizer.{name}={chosen.arguments[name]}: {text}") from error
 
     made = make(nn.Linear(1, 1))
     if not in_backward:
@@ -332,6 +339,20 @@ def optimizer_maker(chosen: ObjectConfig, clip_value: float | None = None) -> Ca
     if not _steps_parameters_alone(make):
         raise UserError(f"optimizer.{IN_BACKWARD}: {chosen.name} steps all parameters together; set it to false")
     return lambda model: InBackward(make(model), clip_value)
+
+
+TORCHS_WORDS = {"lr": "learning rate", "eps": "epsilon", "betas": "beta", "weight_decay": "weight decay"}
+"""What messages of torch's optimizers call an option, if not by its name."""
+
+
+def _refused_by_torch(text: str, arguments: dict[str, Any]) -> str | None:
+    """The option that such a message is about: it is named, and the text ends with its value; None: there is none."""
+    for name, value in arguments.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        named = re.search(rf"\b({name}|{TORCHS_WORDS.get(name, name)})(?![a-z_])", text, re.IGNORECASE)
+        if named and text.rpartition(": ")[2] in map(str, values):
+            return name
+    return None
 
 
 def _steps_parameters_alone(make: Callable[[nn.Module], Optimizer]) -> bool:

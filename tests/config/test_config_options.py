@@ -269,7 +269,14 @@ WRONG = [
     ("task=masked_lm backward.cuda_graph=true", "backward.cuda_graph: batches of MaskedLM vary in shape"),
     ("optimizer.model=1", "optimizer.model: there is no 'model' in optimizer."),
     ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not a list of 2 values"),
-    ("optimizer.lr=-0.5", "optimizer: Invalid learning rate: -0.5"),
+    ("synthesis=associative synthesis.dtype=int8", "synthesis.dtype: 'int8' is not one of fp32"),
+    ("callbacks.checkpoint.mode=most", "callbacks.checkpoint.mode: 'most' is not one of max, min"),
+    ("optimizer.betas=[0.9,1.5]", "optimizer.betas=[0.9, 1.5]: Invalid beta parameter at index 1: 1.5"),
+    ("optimizer.lr=-0.5", "optimizer.lr=-0.5: Invalid learning rate: -0.5"),
+    ("optimizer.eps=-1", "optimizer.eps=-1.0: Invalid epsilon value: -1.0"),
+    ("optimizer=adafactor optimizer.d=0.5", "optimizer.d=0.5: Clipping threshold d should be >= 1 but is: 0.5"),
+    ("optimizer=adafactor optimizer.eps=[null,-1]", "optimizer.eps=[None, -1.0]: epsilon2 should be >= 0 but is: -1.0"),
+    ("optimizer=sgd optimizer.momentum=-1", "optimizer.momentum=-1.0: Invalid momentum value: -1.0"),
     ("optimizer=muon optimizer.lr=-1", "optimizer.lr: must be at least 0, not -1.0"),
     ("optimizer=muon optimizer.others=-1", "optimizer.others: must be at least 0, not -1.0"),
     ("optimizer.weight_decay=-1", "optimizer.weight_decay: must be at least 0, not -1.0"),
@@ -302,10 +309,14 @@ def test_a_wrong_value_is_named(overrides, words, tmp_path):
 
 
 @pytest.mark.parametrize("bits", ["8bit", "4bit", "fp8"])
-def test_an_optimizer_of_few_bits_is_shown_with_its_bits(bits):
-    assert holotrain.compose("fit", [f"optimizer=adamw_{bits}"]).optimizer.bits == bits
-    config = holotrain.compose("fit", ["optimizer=adamw_8bit", f"optimizer.bits={bits}"])
-    assert (config.optimizer.bits, config.choices["optimizer"]) == (bits, f"adamw_{bits}")
+def test_the_name_of_an_optimizer_says_its_bits(bits):
+    assert holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={bits}"]).optimizer.bits == bits
+    other = "4bit" if bits == "8bit" else "8bit"
+    words = f"optimizer.bits={other}: optimizer=adamw_{bits} has another number of bits; use optimizer=adamw_{other}"
+    with pytest.raises(UserError, match=words):
+        holotrain.compose("fit", [f"optimizer=adamw_{bits}", f"optimizer.bits={other}"])
+    named = ["optimizer._target_=holotrain.tasks.optimizers.adamw_low_bit", f"optimizer.bits={bits}"]
+    assert holotrain.compose("fit", named).optimizer.bits == bits
 
 
 def one(made, kind):
