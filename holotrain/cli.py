@@ -108,7 +108,15 @@ def _run(argv: list[str]) -> int:
 
 
 class Ended(BaseException):
-    """A signal ended a run and the sweep that the run belongs to; takes its status. Not an Exception: Hydra would catch it."""
+    """A signal ended a run and the sweep that the run belongs to. Not an Exception, because Hydra would catch that.
+
+    Args:
+        status: exit status of the run.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class Launch:
@@ -143,7 +151,7 @@ class Launch:
             try:
                 launch()
             except Ended as ended:
-                self.statuses.append(*ended.args)
+                self.statuses.append(ended.status)
             except KeyboardInterrupt:
                 self.statuses.append(_interrupted(arguments.command))
             except CONFIGURATION_ERRORS:

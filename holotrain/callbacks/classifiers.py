@@ -16,7 +16,12 @@ from holotrain.numeric import require_at_least
 
 
 class OutputsSeen(pl.Callback):
-    """Passes each evaluated batch with its probabilities to :meth:`seen`, for modules that call ``self(...)`` in their step."""
+    """Passes each evaluated batch with its probabilities to :meth:`seen`, for modules that call ``self(...)`` in their step.
+
+    Args:
+        probabilities: maps the module's outputs (B, ...) to probabilities (B, classes); None: the module's method of this
+            name, or else the softmax of logits (B, classes).
+    """
 
     def __init__(self, probabilities: Callable[[Tensor], Tensor] | None = None) -> None:
         self.probabilities = probabilities

@@ -54,9 +54,10 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def shortened(text: str, width: float, size: int) -> str:
     """The text, or as much of its beginning as fits into ``width`` pixels, with an ellipsis."""
-    if font(size).getlength(text) <= width:
+    written = font(size)
+    if written.getlength(text) <= width:
         return text
-    while text and font(size).getlength(f"{text}…") > width:
+    while text and written.getlength(f"{text}…") > width:
         text = text[:-1]
     return f"{text}…"
 

@@ -42,6 +42,9 @@ class GradientMonitor(Monitor):
         if optimizer is not None and self._due(trainer):
             self._watch = optimizer.observe(partial(self._see, trainer, pl_module))
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._forget()
+
     def _due(self, trainer: pl.Trainer) -> bool:
         return bool(trainer.loggers) and self.measures(trainer)
 

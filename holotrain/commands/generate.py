@@ -57,8 +57,8 @@ def run(config: GenerateConfig, run: Run) -> int:
         lines += json.dumps({"prompt": text, "text": answer}, ensure_ascii=False) + "\n"
         if shown is None:
             print(f"{text}{answer}\n")
-        else:
-            shown.end()
+    if shown is not None:
+        shown.end()
     write_whole(run.folder / GENERATIONS, lines)
 
     metrics, speed = {"texts": len(texts), "tokens": int((drawn != tokenizer.end_id).sum())}, drawn.numel() / seconds
