@@ -131,16 +131,21 @@ def cheapest(stages: Sequence[Stage], spare: float) -> list[Option]:
     Within a stage the options that hold most come last: their memory is free again when the other blocks recompute.
     """
     cell = max(spare, 1) / CELLS
-    # For each number of cells: the least cost of the blocks so far, and their options.
-    found: list[tuple[float, tuple[Option, ...]]] = [(0.0, ())] * (CELLS + 1)
+    # costs[c]: least cost of the blocks so far within c cells; picks[b][c]: the option of block b for it.
+    costs, picks = [0.0] * (CELLS + 1), []
     for stage in stages:
         least = min(option.held for option in stage.options)
-        needed = [(option, -int(-(option.held - least) // cell)) for option in stage.options]
+        needed = [-int(-(option.held - least) // cell) for option in stage.options]
+        ways = [(number, cells, option.cost) for number, (cells, option) in enumerate(zip(needed, stage.options, strict=True))]
         for _ in range(stage.depth):
-            ways = ([(option, *found[room - cells]) for option, cells in needed if cells <= room] for room in range(CELLS + 1))
-            best = [min(of_room, key=lambda way: way[1] + way[0].cost) for of_room in ways]
-            found = [(cost + option.cost, (*before, option)) for option, cost, before in best]
-    chosen = iter(found[CELLS][1])
+            best = (min((costs[room - n] + cost, i) for i, n, cost in ways if n <= room) for room in range(CELLS + 1))
+            costs, pick = zip(*best, strict=True)
+            picks.append((stage.options, needed, pick))
+    room, found = CELLS, []
+    for options, needed, pick in reversed(picks):
+        found.append(options[pick[room]])
+        room -= needed[pick[room]]
+    chosen = reversed(found)
     return [option for stage in stages for option in sorted(islice(chosen, stage.depth), key=lambda option: option.held)]
 
 
