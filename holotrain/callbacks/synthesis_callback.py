@@ -195,7 +195,10 @@ class SynthesisCallback(Monitor):
         return self._left if self.synthesis is None else self.synthesis.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._to_load = self._left = state_dict  # the parameters are not on their device yet
+        if self.synthesis is None:
+            self._to_load = self._left = state_dict  # the parameters are not on their device yet
+        else:  # a strategy that restores checkpoints after its setup does so after on_fit_start
+            self.synthesis.load_state_dict(state_dict)
 
     def _log(self, trainer: pl.Trainer, wait: bool) -> None:
         while self._pending and self.synthesis is not None:

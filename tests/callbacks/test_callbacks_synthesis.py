@@ -7,7 +7,7 @@ import pytest
 import torch
 from compared import assert_equal_parameters
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from memo import Memo
 from small_trainings import quiet_trainer
 from torch import nn
@@ -197,11 +197,18 @@ def test_resuming_is_the_same_bit_for_bit(tmp_path, options):
         assert_equal_parameters(resumed, whole)
 
 
-def test_a_checkpoint_saved_after_the_training(tmp_path):
+class RestoresAfterSetup(SingleDeviceStrategy):
+    """As strategies do that shard a model: callbacks get their state after on_fit_start."""
+
+    restore_checkpoint_after_setup = True
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, RestoresAfterSetup])
+def test_a_checkpoint_saved_after_the_training(tmp_path, strategy):
     _, trainer = fit(SynthesisCallback())
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     whole, _ = fit(SynthesisCallback(), epochs=3)
-    resumed, _ = fit(SynthesisCallback(), epochs=3, checkpoint=tmp_path / "after.ckpt")
+    resumed, _ = fit(SynthesisCallback(), epochs=3, checkpoint=tmp_path / "after.ckpt", strategy=strategy("cpu"))
     assert_equal_parameters(resumed, whole)
 
 
