@@ -61,18 +61,17 @@ class ExactResume(pl.Callback):
             if trainer.world_size > 1:
                 self._begin(trainer)
             return
-        states = kept["random"] if isinstance(kept["random"], list) else [kept["random"]]
+        states = kept["random"]
         for stack, grid in zip(stacks_in(pl_module), states[trainer.global_rank % len(states)].get("grids", []), strict=False):
             if grid is not None:
                 stack.load_grid_state(grid)
         # Processes with the same share of the data need the same state, so the same number of processes is not enough.
-        if len(states) == trainer.world_size and kept.get("shares", len(states)) == shard_of(trainer)[1]:
+        if len(states) == trainer.world_size and kept["shares"] == shard_of(trainer)[1]:
             restore_random_states(states[trainer.global_rank])
         else:
             self._begin(trainer)
         _end_epoch(trainer.fit_loop)
-        # Earlier versions saved one position for all ranks.
-        position = _position([state.get("loader", kept.get("loader")) for state in states], trainer)
+        position = _position([state.get("loader") for state in states], trainer)
         if position is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
             trainer.train_dataloader.load_state_dict(position)
 

@@ -19,7 +19,6 @@ from holotrain.models import building, saved
 from holotrain.models.building import bounded
 from holotrain.models.huggingface import tokenizer_of
 from holotrain.models.int8 import is_quantised, quantise
-from holotrain.models.layers.attention import order_by_head
 from holotrain.numeric import counted
 from holotrain.targets import TARGET, first_line, targets
 from holotrain.tasks.task import model_of
@@ -223,8 +222,7 @@ def check_continuable(task: pl.LightningModule, config: FitConfig, path: Path, p
 
 def check_weights(module: nn.Module, weights: dict[str, Any], path: Path) -> None:
     """Raises a UserError that names the first of the weights whose name or shape does not match."""
-    expected, weights = module.state_dict(), dict(weights)
-    order_by_head(weights, module)  # as load_state_dict does
+    expected = module.state_dict()
     for name in [*expected, *weights]:
         here, there = (tuple(s[name].shape) if name in s else "none" for s in (expected, weights))
         if here != there:

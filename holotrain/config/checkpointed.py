@@ -41,9 +41,6 @@ COMMAND_LINE_ONLY = (
 )
 """Options that decide what is run, what is written, and where: a file does not set them."""
 
-FORMER = ("synthesis.offload", "synthesis.compile")
-"""Options of earlier versions that changed no result, which a file may have."""
-
 KEPT = [field.name for field in fields(RunConfig) if field.name not in NEVER_KEPT]
 
 DESCRIPTION = {
@@ -213,9 +210,6 @@ def _checked_config(plain: Any) -> dict[str, Any]:
             raise ValueError(f"there is no option {key!r}")
     if not _is_plain(plain):
         raise ValueError("its configuration holds more than values, lists and mappings")
-    for group, _, name in (option.partition(".") for option in FORMER):
-        if isinstance(plain.get(group), dict):
-            plain = plain | {group: {key: value for key, value in plain[group].items() if key != name}}
     kept = _kept(structured("fit", {key: value for key, value in plain.items() if key in KEPT}))
     for group, _, name in (option.partition(".") for option in COMMAND_LINE_ONLY):
         if (kept.get(group) or {}).pop(name, None) is not None and name == "download":

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holotrain.models.layers.attention import Attention
 from holotrain.models.layers.blocks import ResidualBlock
 from holotrain.reversible import ReversibleBlock
 from holotrain.targets import first_line, needed
@@ -89,9 +88,6 @@ def add_peft(model: nn.Module, config: Any) -> None:
     peft = needed("peft", *PEFT)
     if not isinstance(config, peft.PeftConfig):
         raise ValueError(f"adapters: a {type(config).__name__} is no configuration of peft, such as peft.LoraConfig")
-    targets = getattr(config, "target_modules", None)
-    if isinstance(targets, set) and "qkv" in targets and any(isinstance(module, Attention) for module in model.modules()):
-        config.target_modules = targets | {"query_key_value"}  # its earlier name
     try:
         peft.inject_adapter_in_model(config, model)
     except (ValueError, TypeError) as error:

@@ -33,7 +33,7 @@ TENSORS = "tensors"
 """Key of the name of the tensors' folder in checkpoint.pt."""
 
 CHECKSUMS = "checksums"
-"""Key of the CRC-32 of each file of tensors, by its name. Checkpoints of earlier versions do not have it."""
+"""Key of the CRC-32 of each file of tensors, by its name."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 IN_A_FOLDER = (WEIGHTS, INDEX, "pytorch_model.bin")
@@ -110,7 +110,7 @@ def load(path: str | Path) -> Any:
     The checksums of a process group's folder are compared by all its processes, each with some of the files.
 
     Raises:
-        ValueError: the checkpoint is damaged or incomplete, or a folder of an earlier version.
+        ValueError: the checkpoint is damaged or incomplete.
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
@@ -125,8 +125,6 @@ def load(path: str | Path) -> Any:
     if flaw:
         raise damaged(file, flaw)
     entries = held if isinstance(held, dict) else {}
-    if "shards" in entries:
-        raise ValueError(f"{path} is a sharded checkpoint of an earlier version: export it there, then use model.pretrained=")
     folder, checked = entries.get(TENSORS), CHECKSUMS in entries
     if (checked or any(map(_is_meta, tree_leaves(held)))) and folder not in [found.name for found in numbered(path).values()]:
         raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")

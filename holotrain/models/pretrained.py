@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from holotrain.models.gpt import GPT
-from holotrain.models.layers.attention import order_by_head
+from holotrain.models.layers.attention import Attention
 from holotrain.models.mvit import MViT
 from holotrain.models.roberta import RoBERTa
 from holotrain.models.swin import Swin
@@ -252,8 +252,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     source = _source(weights)
     if not isinstance(model, source.model):
         raise ValueError(f"these weights are for {source.name}; the model is a {kind}")
-    renamed = _renamed(source, weights)
-    order_by_head(renamed, model)
+    renamed = _by_head(_renamed(source, weights), model)
     own, given = dict(model.named_parameters()), _fitted(renamed, model)
     head = {name for name in own if name.startswith("head.")}
     if {name: own[name].shape for name in head} == {name: x.shape for name, x in given.items() if name.startswith("head.")}:
@@ -306,6 +305,21 @@ def _renamed(source: Source, weights: Weights) -> Weights:
             name = re.sub(theirs, ours, name)
         found[name] = tensor
     return found
+
+
+def _by_head(weights: Weights, model: nn.Module) -> Weights:
+    """The weights, the rows of ``qkv`` (3C, ...), all queries, all keys and all values, ordered by head as in ``Attention``."""
+    heads = {f"{name}.qkv.": module.heads for name, module in model.named_modules() if isinstance(module, Attention)}
+
+    def ordered(name: str, rows: Tensor) -> tuple[str, Tensor]:
+        stacked = name[: name.rfind(".") + 1]
+        if stacked not in heads:
+            return name, rows
+        if rows.ndim and len(rows) % (3 * heads[stacked]) == 0:  # another size is refused by its shape
+            rows = rows.unflatten(0, (3, heads[stacked], -1)).transpose(0, 1).flatten(0, 2)
+        return name.replace(".qkv.", ".query_key_value."), rows
+
+    return dict(ordered(name, rows) for name, rows in weights.items())
 
 
 def _fitted(weights: Weights, model: nn.Module) -> Weights:

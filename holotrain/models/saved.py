@@ -21,7 +21,6 @@ from holotrain.models.adapters import adapter_width, add_adapters
 from holotrain.models.building import bounded, build
 from holotrain.models.checkpoint_files import CHECKSUM, CONFIG, WEIGHTS, checksum, read_weights, save_tensors
 from holotrain.models.int8 import is_quantised, packed, quantise, unpacked
-from holotrain.models.layers.attention import order_by_head
 from holotrain.reversible import ReversibleSequence
 from holotrain.targets import first_line
 
@@ -92,7 +91,6 @@ def load(folder: str | Path, trust: Collection[str] = (), vouched: Collection[tu
         raise ValueError(f"{folder / CONFIG} describes no model that can be built: {first_line(error)}") from error
     if config["int8"]:
         quantise(model)
-    order_by_head(weights, model)
     expected = unpacked(model.state_dict())
     for name in [*expected, *weights]:
         here, there = (_kind(tensors.get(name)) for tensors in (expected, weights))

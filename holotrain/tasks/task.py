@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from holotrain.models.layers.attention import Attention, order_by_head
-from holotrain.optimizers import CombinedOptimizer, InBackward
+from holotrain.optimizers import InBackward
 from holotrain.reversible import GraphedStep
 
 
@@ -119,10 +118,6 @@ class Task(pl.LightningModule):
         scheduler = self.make_scheduler(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if order_by_head(checkpoint["state_dict"], self) and self.make_optimizer is not None:
-            order_states_by_head(checkpoint.get("optimizer_states", []), self.model, self.make_optimizer(self.model))
-
     def teardown(self, stage: str) -> None:
         optimizer = InBackward.among(self.trainer.optimizers)
         if optimizer is not None:  # the model may be trained on in another way
@@ -149,32 +144,6 @@ def settle_in_backward(optimizer: InBackward, trainer: pl.Trainer) -> None:
             raise ValueError(f"an optimizer that steps in the backward does not work with {what}: it has no gradients after it")
     if clip:
         optimizer.clip_value = float(clip)
-
-
-def order_states_by_head(states: list[dict[str, Any]], model: nn.Module, optimizer: Optimizer) -> None:
-    """Orders the rows of queries, keys and values by head in all tensors of optimizer states, in place, which
-    earlier versions stacked.
-
-    Args:
-        states: full tensors, by the number of a parameter.
-        optimizer: of the same kind as the one that was saved; it is not used otherwise.
-    """
-    if isinstance(optimizer, InBackward):
-        optimizer.remove()
-        optimizer = optimizer.optimizer
-    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    attention_of = {
-        parameter: module
-        for module in model.modules()
-        if isinstance(module, Attention)
-        for parameter in module.query_key_value.parameters()
-    }
-    for state in states:
-        for part, kept in zip(parts, state.get("parts", [state]), strict=True):
-            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-            for number, values in kept["state"].items():
-                if attention := attention_of.get(parameters[number]):
-                    values |= {name: attention.by_head(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def model_of(module: pl.LightningModule) -> nn.Module:

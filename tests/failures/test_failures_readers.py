@@ -314,13 +314,3 @@ def written(reader: Read, value: Any) -> bytes:
     with suppress(UnicodeError, RecursionError, yaml.YAMLError, OverflowError):
         return reader.dumps(value)
     return b""
-
-
-def test_an_option_of_earlier_versions_that_changed_no_result_is_passed_over(tmp_path):
-    path = checkpoint(tmp_path)
-    content = torch.load(path)
-    former = {"_target_": "holotrain.callbacks.SynthesisCallback", "mode": "shared", "offload": True}
-    content[checkpointed.KEY]["config"]["synthesis"] = former
-    torch.save(content, path)
-    kept = checkpointed.load(path)[checkpointed.KEY]["config"]["synthesis"]
-    assert kept["mode"] == "shared" and "offload" not in kept

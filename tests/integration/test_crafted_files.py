@@ -145,7 +145,6 @@ FILES = {
     "tensors elsewhere": partial(saved_in_a_folder, tensors="../elsewhere"),
     "tensors nowhere": tensors_nowhere,
     "a folder with a pickle": partial(saved_in_a_folder, tensors="tensors-0", holotrain=Payload()),
-    "a folder of an earlier version": partial(saved_in_a_folder, shards="shards-1"),
     "a state of another type": partial(saved, state_dict=["_target_"]),
     "weights of another type": partial(saved, state_dict={"model.head.weight": CALL}),
     "a tensor in place of a number": tensor_in_place_of_a_number,

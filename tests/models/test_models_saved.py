@@ -166,7 +166,7 @@ def test_a_flipped_bit_in_the_weights_is_refused(tmp_path):
 
 
 def test_weights_without_a_checksum_are_read(tmp_path):
-    """As those of an earlier version, or of another program."""
+    """As those of another program."""
     model = saved_in(tmp_path, "RevViT")
     changed_config(crc32=None)(tmp_path)
     assert_equal(load(tmp_path).head.weight, model.head.weight)

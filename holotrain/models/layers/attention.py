@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, C channels, H heads, D = C / H head width, S tokens that are attended to.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,7 +126,7 @@ class Attention(nn.Module):
     """Multi-head self-attention on PyTorch's scaled_dot_product_attention. (B, T, C) -> (B, T, C).
 
     The rows of ``query_key_value`` are ordered by head: D for the queries of a head, D for its keys and D for its values. So a
-    contiguous part of them is whole heads, which a process can hold. State dicts of earlier versions, with ``qkv``, load.
+    contiguous part of them is whole heads, which a process can hold.
 
     Args:
         dim, heads: C, H.
@@ -191,37 +189,3 @@ class Attention(nn.Module):
             causal = self.causal and mask is None and q.shape[2] == k.shape[2]
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.dropout(self.project(x.transpose(1, 2).flatten(2)))
-
-    def by_head(self, stacked: Tensor) -> Tensor:
-        """The rows of a matrix or bias, ordered by head.
-
-        Args:
-            stacked: (3C, ...), the queries of all heads, their keys and their values. Other shapes are returned unchanged.
-        """
-        if not stacked.ndim or len(stacked) != 3 * self.width * self.heads:
-            return stacked
-        return stacked.unflatten(0, (3, self.heads, self.width)).transpose(0, 1).flatten(0, 2)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:  # ty: ignore[incompatible-method-override]
-        order_by_head(state_dict, self, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *others)
-
-
-def order_by_head(state_dict: dict[str, Any], module: nn.Module, prefix: str = "") -> bool:
-    """Renames ``qkv`` in a state dict, whose rows are stacked, to ``query_key_value``, ordered by head, in place.
-
-    Args:
-        prefix: of the module's names in the state dict.
-
-    Returns:
-        Whether there was any.
-    """
-    found = False
-    for name, attention in module.named_modules(prefix=prefix.removesuffix(".")):
-        if isinstance(attention, Attention):
-            stacked = f"{name}.qkv.".removeprefix(".")
-            for key in [key for key in state_dict if key.startswith(stacked)]:
-                ordered = f"{stacked.removesuffix('qkv.')}query_key_value.{key.removeprefix(stacked)}"
-                state_dict[ordered] = attention.by_head(state_dict.pop(key))
-                found = True
-    return found
