@@ -57,10 +57,12 @@ class ExactResume(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         kept, self._to_restore = self._to_restore, None
-        if kept is None:
-            if trainer.world_size > 1:
-                self._begin(trainer)
-            return
+        if kept is not None:
+            self._restore(kept, trainer, pl_module)
+        elif trainer.world_size > 1:
+            self._begin(trainer)
+
+    def _restore(self, kept: dict[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         states = kept["random"]
         for stack, grid in zip(stacks_in(pl_module), states[trainer.global_rank % len(states)].get("grids", []), strict=False):
             if grid is not None:

@@ -3,12 +3,16 @@
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from holotrain.callbacks import ExactResume
 from holotrain.callbacks.drawing import log_image
 from holotrain.commands import screen
 from holotrain.commands.checkpoint import check_classes, check_origin, load_weights, tokenizer_for
@@ -64,7 +68,7 @@ def lightning_refusals(command: str) -> Generator[None]:
     """
     Raises:
         UserError: Lightning refuses to begin: a LightningModule or data of others have no step or loader for this command, or
-            a fraction of the batches is less than one batch; or the optimizer refuses its state in a checkpoint.
+            a fraction of the batches is less than one batch; or a part of a checkpoint cannot be restored.
     """
     try:
         yield
@@ -72,6 +76,16 @@ def lightning_refusals(command: str) -> Generator[None]:
         raise UserError(f"{command}: {first_line(error)}") from error
     except UnfitState as error:
         raise UserError(f"ckpt_path: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if not any(_restores(frame) for frame, _ in walk_tb(error.__traceback__)):
+            raise
+        raise UserError(f"ckpt_path: the checkpoint is damaged, or of another training: {first_line(error)}") from error
+
+
+def _restores(frame: FrameType) -> bool:
+    """Whether a function restores parts of a checkpoint, in Lightning or in our callback."""
+    code, module = frame.f_code, frame.f_globals.get("__name__")
+    return module in (checkpoint_connector.__name__, ExactResume.__module__) and code.co_name.lstrip("_").startswith("restore")
 
 
 def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:

@@ -88,9 +88,8 @@ def run(config: FitConfig, run: Run) -> int:
         log_text(loggers, "configuration", ["config.yaml"], [[resolved]], step=0)
     status, exit_status, words, tested = "completed", 0, None, {}
     try:
-        with as_out_of_memory():
-            with lightning_refusals("fit"):
-                trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
+        with lightning_refusals("fit"), as_out_of_memory():
+            trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
             if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
                 if run.processes is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)

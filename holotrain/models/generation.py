@@ -163,7 +163,7 @@ class Reader:
             self._positions = self._positions + 1
             return logits
         device = self._positions.device
-        tokens = pad_sequence([*self._prompts], batch_first=True).to(device, torch.long)
+        tokens = pad_sequence([prompt.to(device, torch.long) for prompt in self._prompts], batch_first=True)
         places = torch.arange(self._end, device=device).expand_as(tokens)
         hidden = self._model.hidden(tokens, cache=self._cache, positions=places, end=self._end)
         return self._model.logits(hidden[torch.arange(len(tokens), device=device), self._positions - 1])

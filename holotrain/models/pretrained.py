@@ -288,8 +288,8 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
 
 def _source(weights: Weights) -> Source:
     # BERT without a head has the names of RoBERTa, but two segments.
-    segments = len(weights.get("embeddings.token_type_embeddings.weight", ()))
-    bert = segments > 1 and not any("lm_head." in name for name in weights)
+    segments = weights.get("embeddings.token_type_embeddings.weight")
+    bert = segments is not None and segments.shape[:1] > (1,) and not any("lm_head." in name for name in weights)
     for source in SOURCES:
         names = [name.removeprefix(source.prefix) for name in weights]
         if all(any(re.search(tensor, name) for name in names) for tensor in source.tensors) and not bert:
@@ -379,12 +379,13 @@ def _pre_norm(weights: Weights) -> Weights:
     The outputs still differ: post-norm also normalises the residual stream, so the stream is small again after every branch,
     while in pre-norm it grows and the share of each branch differs. The weights are a start for fine-tuning.
     """
-    moved, block = {"embedding.norm.": "blocks.blocks.0.f.norm."}, 0
-    while f"blocks.blocks.{block}.g.norm.weight" in weights:
+    moved = {"embedding.norm.": "blocks.blocks.0.f.norm."}
+    found = (re.match(r"blocks\.blocks\.(\d+)\.[fg]\.norm\.", name) for name in weights)
+    blocks = {int(each[1]) for each in found if each}
+    for block in blocks:
         moved[f"blocks.blocks.{block}.f.norm."] = f"blocks.blocks.{block}.g.norm."
         moved[f"blocks.blocks.{block}.g.norm."] = f"blocks.blocks.{block + 1}.f.norm."
-        block += 1
-    moved[f"blocks.blocks.{block - 1}.g.norm."] = "norm."
+    moved[f"blocks.blocks.{max(blocks, default=0)}.g.norm."] = "norm."
     return {
         next((new + name.removeprefix(old) for old, new in moved.items() if name.startswith(old)), name): tensor
         for name, tensor in weights.items()

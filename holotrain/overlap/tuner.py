@@ -239,8 +239,9 @@ class Tuner:
     """
 
     def __init__(self, folder: Path | None = None, link: Carrier | None = None) -> None:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.folder = Path(folder or caches / "holotrain" / "overlap")
+        if folder is None:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holotrain" / "overlap"
+        self.folder = Path(folder)
         self.link = link
         self.tuned: dict[tuple[Job, str], Tuned] = {}
 

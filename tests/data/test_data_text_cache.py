@@ -72,6 +72,7 @@ def test_tokens_in_several_chunks_are_one_row(folder, monkeypatch, size):
     data = prepared(folder, cache_dir=str(folder.parent / f"cache{size}"))
     chunks = len(data.part("train").tokens.chunks)
     assert (chunks > 1) == (size < 600) and tokens(data) == tokens(whole)
+    assert not len(data.part("train").tokens[4:2])
     row, cut = whole.part("train").tokens[:], data.part("train").tokens
     for first in range(0, len(row), 97):
         for last in (first, first + 1, first + 50, len(row) + 5):

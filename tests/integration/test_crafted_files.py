@@ -275,6 +275,21 @@ def test_no_training_continues_with_parts_of_another_optimizers_state(holotrain)
     assert "ckpt_path: the optimizer's state does not fit: exp_avg is torch.float32 (7,), not torch.float32 (" in err
 
 
+@pytest.mark.parametrize("part", ["exact_resume", "lr_schedulers", "optimizer_states", "callbacks"])
+def test_no_training_continues_from_parts_that_cannot_be_restored(holotrain, honest, part):
+    crafted = torch.load(honest / "image.ckpt", weights_only=True)
+    values = {
+        "exact_resume": [5, {"random": [], "shares": 1}, {"random": [{}], "shares": 1}],
+        "lr_schedulers": [[5]],
+        "optimizer_states": [[{"state": 5, "param_groups": []}]],
+        "callbacks": [dict.fromkeys(crafted["callbacks"], 5)],
+    }
+    for value in values[part]:
+        torch.save(crafted | {part: value}, "crafted.ckpt")
+        err = holotrain.refused("fit", "ckpt_path=crafted.ckpt", "trainer.max_epochs=9", "logger=none")
+        assert err.startswith("holotrain: ckpt_path: the checkpoint is damaged, or of another training: "), err
+
+
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_crafted_files_of_an_export_are_refused(holotrain, honest, kind):
     from holotrain import load

@@ -125,3 +125,27 @@ def test_reversible_classes_of_others_have_signatures_too():
     assert all(list(inspect.signature(kind).parameters) == ["width"] for kind in (Derived, Direct))
     assert Derived.__doc__ is None and Direct.__doc__ is None
     assert list(inspect.signature(Undescribed).parameters) == ["width", "backward", "store", "exact", "keep"]
+
+
+def test_a_reversible_model_of_others_keeps_what_its_plain_one_does_with_subclasses():
+    class Plain(nn.Module):
+        tags = []
+
+        def __init_subclass__(cls, tag=None):
+            super().__init_subclass__()
+            Plain.tags.append(tag)
+
+        def __init__(self, *, width=3):
+            super().__init__()
+
+    class Rev(Reversible, Plain, tag="rev"):
+        pass
+
+    class Mixin(Reversible):
+        pass
+
+    class Mixed(Mixin, Plain):
+        pass
+
+    assert Plain.tags == ["rev", None]
+    assert "width" in inspect.signature(Rev).parameters and "arguments" in inspect.signature(Mixed).parameters

@@ -184,3 +184,12 @@ def test_a_tiny_temperature_is_greedy_and_a_diverged_model_is_named():
     assert all(Sampling(temperature).draw(LOGITS).tolist() == [0] for temperature in (1e-40, 1e-320))
     with pytest.raises(ValueError, match="its training has diverged"):
         Sampling().draw(torch.full((1, 4), float("nan")))
+
+
+def test_prompts_of_several_dtypes_are_read_as_the_widest():
+    model = GPT(vocab=400, context=8, dim=8, depth=1, heads=2).eval()
+    short, long = torch.tensor([1], dtype=torch.uint8), torch.tensor([300])
+    mixed, same = (
+        list(generate(model, prompts, 2, Sampling(temperature=0))) for prompts in ((short, long), (short.long(), long))
+    )
+    assert_equal(mixed, same)

@@ -437,3 +437,18 @@ def test_a_download_that_fails_without_a_word_says_what_kind_of_error_it_is(monk
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *given, **options: (_ for _ in ()).throw(TimeoutError()))
     with pytest.raises(ValueError, match=r"^cannot download some/model \(TimeoutError\)$"):
         folder_of("some/model", download=True)
+
+
+def test_a_number_in_place_of_an_embedding_is_of_no_known_model():
+    with pytest.raises(ValueError, match="no known model"):
+        load_pretrained(GPT(**TEXT), {"embeddings.token_type_embeddings.weight": torch.tensor(1.0)})
+
+
+def test_norms_after_a_missing_one_move_too():
+    post = RoBERTa(norm="post", **ENCODER)
+    weights = {name: torch.full_like(x, number) for number, (name, x) in enumerate(post.state_dict().items())}
+    del weights["blocks.blocks.0.g.norm.weight"]
+    load_pretrained(model := RoBERTa(norm="pre", **ENCODER), weights)
+    own = model.state_dict()
+    assert_equal(own["norm.weight"], weights["blocks.blocks.2.g.norm.weight"])
+    assert_equal(own["blocks.blocks.0.g.norm.weight"], weights["blocks.blocks.0.f.norm.weight"])

@@ -4,6 +4,7 @@ import copy
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +234,12 @@ def test_an_emulated_link_carries_one_message_at_a_time(monkeypatch):
     second.wait()
     assert clock.now == pytest.approx(110)
     assert collectives.all_reduce(message).ends == pytest.approx(115)
+
+
+def test_a_given_folder_needs_no_home(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert Tuner(folder=Path("groups")).folder == Path("groups")

@@ -217,6 +217,7 @@ class Tokens:
 
     def __getitem__(self, place: slice) -> np.ndarray:
         first, last, _ = place.indices(self.size)
+        last = max(first, last)
         number = bisect_right(self.begins, first) - 1
         chosen = slice(number, max(bisect_left(self.begins, last), number + 1))
         found = zip(self.begins[chosen], self.chunks[chosen], strict=True)

@@ -316,14 +316,15 @@ class Reversible:
         self._engine: dict[str, Any] = {"store": store, "exact": exact, "keep": keep}  # options of the sequences of blocks
         super().__init__(backward=backward, **arguments)  # ty: ignore[unknown-argument]: the plain model's
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **others: Any) -> None:
         """Has ``help(RevViT)`` show what ViT and this class say of their arguments, which are written once."""
+        super().__init_subclass__(**others)
         if "__init__" in vars(cls):
             cls.__signature__ = None  # not the one of a base class
             return
-        if Reversible not in cls.__bases__:
-            return
         plain = cls.__mro__[cls.__mro__.index(Reversible) + 1]
+        if Reversible not in cls.__bases__ or plain is object:
+            return
         ours = {name: each for name, each in signature(Reversible).parameters.items() if name != "arguments"}
         theirs = [
             each.replace(kind=each.KEYWORD_ONLY) for each in signature(plain).parameters.values() if each.name not in ours
