@@ -61,6 +61,8 @@ class ExactCheckpoint(ModelCheckpoint):
             save()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:  # in a second fit the last batch is still that of the first
+            return
         self._waiting.append(partial(super().on_validation_end, trainer, pl_module))
         if not trainer.is_last_batch:
             self._save_all()

@@ -88,8 +88,8 @@ class ThroughputMonitor(Monitor):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        window = self._open
-        assert window is not None
+        if (window := self._open) is None:
+            return  # added after the training began
         window.samples += self.count_samples(batch)
         window.tokens += self.count_tokens(batch) if self.count_tokens else 0
         window.steps = trainer.global_step - window.step

@@ -52,8 +52,17 @@ def run(config: PlanConfig, run: Run) -> int:
     """
     quiet = config.json == "-"
     say = plain(stderr=True).print if quiet else console.print
-    with console.status("planning") as status:
-        config, plan, scaling = planned(config, say, lambda what: status.update(f"planning {what}"))
+    status = console.status("planning")
+
+    def begin(what: str) -> None:
+        if not quiet:
+            status.update(f"planning {what}")
+            status.start()  # not before the data are read: it takes over what they print
+
+    try:
+        config, plan, scaling = planned(config, say, begin)
+    finally:
+        status.stop()
     needed = [] if plan.fits else remedies(config, plan)
     found = plan.as_json() | {"remedies": needed} | ({"scaling": scaling.as_json()} if scaling else {})
     figures = json.dumps(found, indent=2) + "\n"

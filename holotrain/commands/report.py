@@ -69,7 +69,10 @@ def runs_at(word: str) -> list[Path]:
     matched = [path] if path.exists() else [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not matched:
         raise UserError(f"there is no folder {word}" if not glob.has_magic(word) else f"no folder matches {word}")
-    runs = [folder for place in matched for folder in _runs_of(place)]
+    try:
+        runs = [folder for place in matched for folder in _runs_of(place)]
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from error
     if not runs:
         raise UserError(f"{word} is not the folder of a run and contains none")
     return runs

@@ -44,9 +44,9 @@ def checked(where: str, annotation: str, value: Any) -> Any:
     if type(value) is float and math.isinf(value):
         raise UserError(f"{where}: {said} is not finite")
     kinds = get_args(hint) if get_origin(hint) is Union else (hint,)
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, str) and all(get_origin(kind) is Literal or kind is NoneType for kind in kinds):
-        raise UserError(f"{where}: {said} is not one of {', '.join(map(str, choices))}.{did_you_mean(value, choices)}")
+        raise UserError(f"{where}: {said} is not one of {', '.join(choices)}.{did_you_mean(value, choices)}")
     words = " or ".join(dict.fromkeys(_in_words(kind) for kind in kinds if kind is not Never)) or "a tensor"
     raise UserError(f"{where}: {said} is not {words}")
 

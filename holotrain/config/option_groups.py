@@ -321,7 +321,7 @@ def check_trainer(trainer: ObjectConfig) -> None:
     limits = (f"limit_{split}_batches" for split in ("train", "val", "test", "predict"))
     for name in ("val_check_interval", "overfit_batches", *limits):
         value = getattr(trainer, name)
-        is_valid = isinstance(value, int | float) and value >= 0 and not (isinstance(value, float) and value > 1)
+        is_valid = type(value) in (int, float) and value >= 0 and not (isinstance(value, float) and value > 1)
         if value is not None and not is_valid:
             raise ValueError(f"{name}: {value!r} is not valid; give a whole number of batches or a fraction in [0, 1]")
     if trainer.limit_train_batches == 0:

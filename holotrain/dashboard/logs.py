@@ -81,15 +81,16 @@ def read_scalars(folder: Path, events: EventAccumulator | None = None) -> dict[s
     """
     found, events = _csv(folder / "csv"), events or read_events(folder)
     for tag in events.Tags()["scalars"]:
-        points = events.Scalars(tag)
-        found[tag] = _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
+        if points := events.Scalars(tag):
+            found[tag] = _curve([e.step for e in points], [e.value for e in points], [e.wall_time for e in points])
     return found
 
 
 def _csv(folder: Path) -> dict[str, Curve]:
     found: dict[str, tuple[list[int], list[float]]] = {}
-    # A resumed run writes a new version: version_9, version_10.
-    for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: (len(path.parent.name), path)):
+    # A resumed run writes a new version: version_9, version_10. A copy that somebody kept, version_0_old, is none.
+    paths = [path for path in folder.glob("version_*/metrics.csv") if path.parent.name[8:].isdecimal()]
+    for path in sorted(paths, key=lambda path: int(path.parent.name[8:])):
         try:
             with path.open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
@@ -128,9 +129,9 @@ def read_images(events: EventAccumulator) -> dict[str, Medium]:
     """The last image of each tag. Images that are too large or of another kind are left out."""
     found = {}
     for tag in sorted(events.Tags()["images"]):
-        last = events.Images(tag)[-1]
-        if uri := image_uri(last.encoded_image_string):
-            found[tag] = Medium(last.step, uri)
+        for last in events.Images(tag)[-1:]:  # none, if a restart before it took it back
+            if uri := image_uri(last.encoded_image_string):
+                found[tag] = Medium(last.step, uri)
     return dict(list(found.items())[:TAGS])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _figures(name: str, values: list[float | None], better: Callable[[Iterable[f
             return ""
         return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
-    known = {value for value in values if value is not None}
+    known = {value for value in values if value is not None and not isnan(value)}
     best = better(known) if better is not None and len(known) > 1 else None
     return Column(name, [text(value) for value in values], values, best)
 

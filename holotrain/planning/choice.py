@@ -271,5 +271,7 @@ def _run(sequence: nn.Module, visit: Visit, autocast: Callable[[], AbstractConte
 
 def _leaves(visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns detached arguments; the streams require gradients, as they do inside a model."""
-    args = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), visit.args)
+    args = tuple(
+        arg.detach().requires_grad_() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in visit.args
+    )
     return args, tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), visit.kwargs)

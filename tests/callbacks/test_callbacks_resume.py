@@ -126,6 +126,17 @@ ACCUMULATED = {"batch": 1, "accumulate_grad_batches": 5, "val_check_interval": 4
 """Twelve batches an epoch: optimizer steps after 5, 10 and 12; validation falls due after 4, 8 and 12, and waits for them."""
 
 
+def test_a_second_fit_saves_when_its_validation_has_come(tmp_path):
+    """Not after the few batches that Lightning validates before it, when the last batch is still that of the first."""
+    checkpoint = ExactCheckpoint(tmp_path, filename="{step}", monitor="val/loss", save_top_k=-1, every_n_train_steps=10)
+    trainer = quiet_trainer(max_epochs=2, check_val_every_n_epoch=2, callbacks=[checkpoint], enable_checkpointing=True)
+    module, loaders = Noisy(), [DataLoader(torch.ones(8, 2), 2), DataLoader(torch.ones(4, 2))]
+    trainer.fit(module, *loaders)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, *loaders)
+    assert [path.name for path in tmp_path.iterdir()] == ["step=16.ckpt"]
+
+
 class At(pl.Callback):
     """Calls ``act(trainer)`` in a hook of a batch, counted over epochs, or of the validation after it."""
 

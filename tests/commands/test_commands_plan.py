@@ -1,10 +1,13 @@
 """The picture of a plan against its figures."""
 
 import json
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from rich.status import Status
 
+from holotrain.commands import plan as command
 from holotrain.commands.plan import LEFT, PLAN, picture
 from holotrain.commands.sweep import read_plan
 from holotrain.errors import UserError
@@ -38,3 +41,20 @@ def test_a_plan_that_does_not_say_whether_it_fits_is_refused(tmp_path):
     (tmp_path / PLAN).write_text(json.dumps(found))
     with pytest.raises(UserError, match=f"{PLAN} is not the plan of a run: it has no 'fits'"):
         read_plan(tmp_path)
+
+
+@pytest.mark.parametrize("json", [None, "-"])
+def test_what_is_printed_while_data_are_read_is_not_taken_over(monkeypatch, json):
+    """As the display of a terminal does; and none is shown if stdout holds the figures."""
+    shown = []
+
+    def planned(config, say, begin):
+        assert not shown
+        begin("the step")
+        assert bool(shown) == (json is None)
+        raise UserError("seen")
+
+    monkeypatch.setattr(Status, "start", lambda self: shown.append(True))
+    monkeypatch.setattr(command, "planned", planned)
+    with pytest.raises(UserError, match="seen"):
+        command.run(SimpleNamespace(json=json), None)

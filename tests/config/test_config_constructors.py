@@ -9,6 +9,7 @@ from holotrain.config import option_groups
 from holotrain.config.annotations import checked
 from holotrain.config.composition import config_folder
 from holotrain.config.signatures import REQUIRED, UNKNOWN, signature
+from holotrain.errors import UserError
 from holotrain.targets import targets
 
 FILES = [path for group in ("model", "data", "task") for path in Path(config_folder(), group).glob("*.yaml")]
@@ -47,3 +48,8 @@ def test_classes_that_options_depend_on_are_where_they_are_said_to_be(target):
 def test_values_are_taken_as_they_are_meant(target, option, given, taken):
     found = checked(option, signature(target).options[option].type, given)
     assert found == taken and type(found) is type(taken)
+
+
+def test_a_word_is_none_of_a_choice_of_numbers():
+    with pytest.raises(UserError, match=r"model.depth: '17' is not one of 18, 34. Did you mean '18'\?"):
+        checked("model.depth", "Literal[18, 34]", "17")

@@ -242,6 +242,7 @@ def test_an_infinite_default_may_be_given_too(tmp_path, monkeypatch):
 
 
 WRONG = [
+    ("trainer.val_check_interval=true", "trainer.val_check_interval: True is not valid; give a whole number"),
     ("trainer.limit_train_batches=1.5", "1.5 is not valid; give a whole number of batches or a fraction"),
     ("trainer.val_check_interval=often", "'often' is not valid; give a whole number"),
     ("model=vit_tiny backward=reversible", "not reversible; use backward=autograd"),

@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from holotrain.dashboard.charts import CHARTS, tensorboard_layout
 from holotrain.dashboard.curves import smoothed, thinned
-from holotrain.dashboard.logs import read_scalars
+from holotrain.dashboard.logs import read_events, read_images, read_scalars
 from holotrain.errors import UserError
 
 
@@ -72,6 +72,31 @@ def test_csv_logs_are_read_too(tmp_path):
     path.write_text("step,train/loss\nx,y\n")
     with pytest.raises(UserError, match="metrics.csv is not a readable csv log"):
         read_scalars(tmp_path)
+
+
+def test_a_copy_of_a_csv_log_is_no_version(tmp_path):
+    for name, value in (("version_9", 1), ("version_10", 2), ("version_9_old", 99), ("version_x", "damaged")):
+        path = tmp_path / "csv" / name / "metrics.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"step,train/loss\n1,{value}\n")
+    assert read_scalars(tmp_path)["train/loss"].values.tolist() == [2]
+
+
+def test_what_a_restart_took_back_is_left_out(tmp_path):
+    """TensorBoard then knows the tag, and no value of it."""
+    for number, purge in enumerate((None, 6)):
+        writer = SummaryWriter(tmp_path / "tensorboard", purge_step=purge, filename_suffix=f".{number}")
+        writer.add_scalar("train/loss", 1.0, purge or 1)
+        if purge is None:
+            writer.add_scalar("val/loss", 1.0, 10)
+            writer.add_image("samples", np.zeros((3, 4, 4), np.uint8), 10)
+        writer.close()
+    first, second = sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.suffix)
+    first.rename(first.with_name("events.out.tfevents.1"))  # in the order of their names, which hold the second
+    second.rename(second.with_name("events.out.tfevents.2"))
+    events = read_events(tmp_path)
+    assert "samples" in events.Tags()["images"] and read_images(events) == {}
+    assert list(read_scalars(tmp_path, events)) == ["train/loss"]
 
 
 def test_a_layout_has_the_charts_of_which_a_tag_is_there():

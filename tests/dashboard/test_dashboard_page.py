@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -157,6 +158,9 @@ def test_a_run_without_summary_is_unfinished_and_shows_its_last_figures():
     assert cells["val/accuracy"].cells == ["0.4", "0.3"] and cells["val/accuracy"].best == pytest.approx(0.4)
     assert cells["samples/s"].cells == ["", "100"] and cells["samples/s"].best is None
     assert "epoch" not in cells
+    lost = [Reported(Path(str(value)), {}, {}, {"val/accuracy": curve(value)}) for value in (0.1, float("nan"), 0.4)]
+    for runs in itertools.permutations(lost):
+        assert {column.name: column.best for column in columns(runs)}["val/accuracy"] == pytest.approx(0.4)
 
 
 def encoded(kind: str = "PNG", size: int = 4) -> bytes:

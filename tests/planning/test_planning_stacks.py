@@ -1,5 +1,7 @@
 """Plans of models whose blocks make_reversible coupled."""
 
+from functools import partial
+
 import pytest
 import torch
 from small_planners import made
@@ -7,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 from tracked_memory import check_plan
 
+from holotrain.models import RevGPT
 from holotrain.models.block_schedules import sequences
 from holotrain.planning import TrainingStep
-from holotrain.planning.choice import flops, stage_of, visits_of
+from holotrain.planning.choice import Visit, flops, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.planning.training_step import simulate_step
 from holotrain.reversible import make_reversible
@@ -76,3 +79,17 @@ def test_each_schedule_has_its_memory_and_its_work():
     assert held["autograd"] > 8 * stream
     assert held["checkpoint"] == pytest.approx(stream, rel=0.01)
     assert held["reversible"] == pytest.approx(stream * 4 / 32, rel=0.01)  # 4 bits in the middle of six blocks
+
+
+def test_rotary_positions_get_no_gradients():
+    """A block is given them in a tuple beside its stream, and holds no more than if they had a name."""
+    half = partial(torch.autocast, "cpu", torch.bfloat16)
+    with fake_tensors():
+        model = RevGPT(vocab=16, context=64, dim=32, depth=2, heads=2, backward="autograd")
+        tokens = torch.zeros(4, 64, dtype=torch.long)
+        optimizer = torch.optim.SGD(model.parameters())
+        step = TrainingStep(model, lambda: model(tokens, tokens), optimizer, half, sequences=[model.blocks])
+        (visit,) = visits_of(step)
+        named = Visit(visit.sequence, visit.args[:1], {"f_kwargs": visit.args[1]})
+        held = [stage_of(each, {"autograd": 1.0}, half).options[0].held for each in (visit, named)]
+    assert held[0] == held[1]
