@@ -118,6 +118,22 @@ def test_outgrowing_the_grid_is_reported_with_the_remedy():
         fitting(*(30 * stream for stream in streams()))
 
 
+@pytest.mark.parametrize("backward", ["autograd", "reversible"])
+def test_streams_that_grow_within_the_blocks_are_reported_too(backward):
+    net = sequence(3, exact=20, backward=backward, gain=100.0)
+    with pytest.warns(UserWarning, match=r"beyond 16, "):
+        net(*streams())
+
+
+@pytest.mark.parametrize("grown", [0, 1])
+def test_the_drift_is_relative_to_the_stream_and_that_of_the_worse_one(grown):
+    true = [stream * scale for stream, scale in zip(streams(), (50.0, 0.02), strict=True)]
+    witness = Witness()
+    witness.remember(*true)
+    witness.compare(*(stream * (1.001 if number == grown else 1.0) for number, stream in enumerate(true)))
+    assert witness.drift.item() == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_streams_too_coarse_for_a_grid_are_refused():
     with pytest.raises(ValueError, match="exact needs streams of fp32 or fp64"):
         sequence(2).bfloat16()(*streams(torch.bfloat16))
