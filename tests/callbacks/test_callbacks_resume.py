@@ -273,9 +273,9 @@ class Killed(Exception):
     pass
 
 
-def best_and_last(folder, save_top_k=1):
-    """The last validation is the best one."""
-    best = BestCheckpoint(folder, monitor="val/steps", mode="max", save_top_k=save_top_k)
+def best_and_last(folder, save_top_k=1, mode="max"):
+    """The last validation is the best one, or with ``min`` the first."""
+    best = BestCheckpoint(folder, monitor="val/steps", mode=mode, save_top_k=save_top_k)
     return [best, last_checkpoint(folder / "last.ckpt")]
 
 
@@ -319,6 +319,15 @@ def test_a_resumed_training_keeps_as_many_best_files_as_it_is_told_now(tmp_path,
     fit(best_and_last(tmp_path, before), max_steps=8)
     fit(best_and_last(tmp_path, now), tmp_path / "last.ckpt")
     assert best_in(tmp_path) == [f"best-epoch{step // 4 - 1}-step{step}.ckpt" for step in kept]
+
+
+@pytest.mark.parametrize(("save_top_k", "kept"), [(1, [4]), (2, [4, 8])])
+def test_a_resumed_training_knows_what_was_best_before(tmp_path, save_top_k, kept):
+    callbacks = [best_and_last(tmp_path, save_top_k, "min") for _ in range(2)]
+    fit(callbacks[0], max_steps=8)
+    fit(callbacks[1], tmp_path / "last.ckpt")
+    assert best_in(tmp_path) == [f"best-epoch{step // 4 - 1}-step{step}.ckpt" for step in kept]
+    assert callbacks[1][0].best_model_score == 4 and callbacks[1][0].best_model_path == str(tmp_path / best_in(tmp_path)[0])
 
 
 def test_a_training_that_begins_from_a_best_file_removes_no_later_ones(tmp_path):
