@@ -61,7 +61,7 @@ class ExactCheckpoint(ModelCheckpoint):
             save()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking:  # in a second fit the last batch is still that of the first
+        if trainer.sanity_checking:  # before a second fit, when is_last_batch is still that of the first
             return
         self._waiting.append(partial(super().on_validation_end, trainer, pl_module))
         if not trainer.is_last_batch:

@@ -64,7 +64,7 @@ class ExactResume(pl.Callback):
 
     def _restore(self, kept: dict[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         states = kept["random"]
-        for stack, grid in zip(stacks_in(pl_module), states[trainer.global_rank % len(states)].get("grids", []), strict=False):
+        for stack, grid in zip(stacks_in(pl_module), states[trainer.global_rank % len(states)]["grids"], strict=True):
             if grid is not None:
                 stack.load_grid_state(grid)
         # Processes with the same share of the data need the same state, so the same number of processes is not enough.
@@ -73,7 +73,7 @@ class ExactResume(pl.Callback):
         else:
             self._begin(trainer)
         _end_epoch(trainer.fit_loop)
-        position = _position([state.get("loader") for state in states], trainer)
+        position = _position([state["loader"] for state in states], trainer)
         if position is not None and hasattr(trainer.train_dataloader, "load_state_dict"):
             trainer.train_dataloader.load_state_dict(position)
 

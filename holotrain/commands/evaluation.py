@@ -2,9 +2,9 @@
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from itertools import compress, count
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
@@ -68,7 +68,7 @@ def lightning_refusals(command: str) -> Generator[None]:
     """
     Raises:
         UserError: Lightning refuses to begin: a LightningModule or data of others have no step or loader for this command, or
-            a fraction of the batches is less than one batch; or a part of a checkpoint cannot be restored.
+            a fraction of the batches is less than one batch. Or a part of a checkpoint cannot be restored.
     """
     try:
         yield
@@ -77,15 +77,26 @@ def lightning_refusals(command: str) -> Generator[None]:
     except UnfitState as error:
         raise UserError(f"ckpt_path: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if not any(_restores(frame) for frame, _ in walk_tb(error.__traceback__)):
+        if not _comes_from_a_checkpoint(error):
             raise
-        raise UserError(f"ckpt_path: the checkpoint is damaged, or of another training: {first_line(error)}") from error
+        said = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
+        raise UserError(f"ckpt_path: the checkpoint is damaged, or of another training: {said}") from error
 
 
-def _restores(frame: FrameType) -> bool:
-    """Whether a function restores parts of a checkpoint, in Lightning or in our callback."""
-    code, module = frame.f_code, frame.f_globals.get("__name__")
-    return module in (checkpoint_connector.__name__, ExactResume.__module__) and code.co_name.lstrip("_").startswith("restore")
+RESTORING = (checkpoint_connector.__name__, ExactResume.__module__)
+"""Modules whose functions named ``restore...`` restore the parts of a checkpoint."""
+
+READERS = {"holotrain", "lightning", "numpy", "random", "torch", "torchao", "torchdata"}
+"""Packages whose errors meanwhile are those of the checkpoint. Those of a user's own hooks are not."""
+
+
+def _comes_from_a_checkpoint(error: Exception) -> bool:
+    """Whether an error arose while a part of a checkpoint was restored, and not in a user's code or another process."""
+    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
+    restoring = (module in RESTORING and name.lstrip("_").startswith("restore") for module, name in frames)
+    below = [module for module, _ in frames[next(compress(count(), restoring), len(frames)) :]]
+    strange = any(name.partition(".")[0] not in READERS or name == "torch.distributed.distributed_c10d" for name in below)
+    return bool(below) and not strange
 
 
 def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:

@@ -90,6 +90,7 @@ def run(config: FitConfig, run: Run) -> int:
     try:
         with lightning_refusals("fit"), as_out_of_memory():
             trainer.fit(task, datamodule=data, ckpt_path=start_checkpoint, weights_only=True)
+        with as_out_of_memory():
             if config.test and config.trainer.limit_test_batches != 0 and can_test(task, data):
                 if run.processes is not None:  # the strategy may have sharded the trained task
                     task = build_task(config, data)

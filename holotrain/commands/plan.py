@@ -52,12 +52,12 @@ def run(config: PlanConfig, run: Run) -> int:
     """
     quiet = config.json == "-"
     say = plain(stderr=True).print if quiet else console.print
-    status = console.status("planning")
+    status = console.status("")
 
     def begin(what: str) -> None:
         if not quiet:
             status.update(f"planning {what}")
-            status.start()  # not before the data are read: it takes over what they print
+            status.start()  # not before the data are read: a running display captures what they print
 
     try:
         config, plan, scaling = planned(config, say, begin)
@@ -108,6 +108,7 @@ def planned(
     data.prepare_data()
     data.setup("fit")
     if config.batch_is_open:
+        begin("the batch size")
         config = chosen(config, data, device, say=say)
     try:
         budget = budget_of(config, device)

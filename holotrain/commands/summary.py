@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # reading a summary does not import torch and Lightning
 SUMMARY = "summary.json"
 
 REQUIRED = {"command", "status", "overrides", "metrics"}
-"""What earlier versions wrote too."""
+"""What every summary holds."""
 
 
 @dataclass

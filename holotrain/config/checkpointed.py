@@ -200,7 +200,7 @@ def _require_packages(config: Any, path: Path) -> None:
     for where, target in targets(config):
         if isinstance(target, str) and (missing := missing_package(target)):
             trusted = f"with trust={target.partition('.')[0]}, unless --config-dir names the class"
-            raise UserError(f"ckpt_path: {path} names {target!r} as {where or 'what was trained'}, and {missing} ({trusted})")
+            raise UserError(f"ckpt_path: {path} names {target!r}{f' as {where}' if where else ''}, and {missing} ({trusted})")
 
 
 def _checked_config(plain: Any) -> dict[str, Any]:

@@ -88,9 +88,9 @@ def read_scalars(folder: Path, events: EventAccumulator | None = None) -> dict[s
 
 def _csv(folder: Path) -> dict[str, Curve]:
     found: dict[str, tuple[list[int], list[float]]] = {}
-    # A resumed run writes a new version: version_9, version_10. A copy that somebody kept, version_0_old, is none.
-    paths = [path for path in folder.glob("version_*/metrics.csv") if path.parent.name[8:].isdecimal()]
-    for path in sorted(paths, key=lambda path: int(path.parent.name[8:])):
+    # A resumed run writes a new version: version_9, version_10. A folder such as version_9_old, a copy, is left out.
+    versions = {path: path.parent.name.removeprefix("version_") for path in sorted(folder.glob("version_*/metrics.csv"))}
+    for path in sorted((path for path in versions if versions[path].isdecimal()), key=lambda path: int(versions[path])):
         try:
             with path.open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):

@@ -125,10 +125,12 @@ def load(path: str | Path) -> Any:
     if flaw:
         raise damaged(file, flaw)
     entries = held if isinstance(held, dict) else {}
-    folder, checked = entries.get(TENSORS), CHECKSUMS in entries
-    if (checked or any(map(_is_meta, tree_leaves(held)))) and folder not in [found.name for found in numbered(path).values()]:
-        raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")
-    if checked:
+    if CHECKSUMS in entries or any(map(_is_meta, tree_leaves(held))):
+        folder = entries.get(TENSORS)
+        if folder not in [found.name for found in numbered(path).values()]:
+            raise ValueError(f"{file} needs the folder {str(folder)!r} of its tensors, which is missing")
+        if CHECKSUMS not in entries:
+            raise ValueError(f"{file} holds no checksums of its tensors")
         try:
             _check_parts(path / str(folder), entries[CHECKSUMS])
         except OSError as error:

@@ -289,7 +289,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
 def _source(weights: Weights) -> Source:
     # BERT without a head has the names of RoBERTa, but two segments.
     segments = weights.get("embeddings.token_type_embeddings.weight")
-    bert = segments is not None and segments.shape[:1] > (1,) and not any("lm_head." in name for name in weights)
+    bert = segments is not None and segments.ndim > 0 and len(segments) > 1 and not any("lm_head." in name for name in weights)
     for source in SOURCES:
         names = [name.removeprefix(source.prefix) for name in weights]
         if all(any(re.search(tensor, name) for name in names) for tensor in source.tensors) and not bert:
@@ -308,18 +308,18 @@ def _renamed(source: Source, weights: Weights) -> Weights:
 
 
 def _by_head(weights: Weights, model: nn.Module) -> Weights:
-    """The weights, the rows of ``qkv`` (3C, ...), all queries, all keys and all values, ordered by head as in ``Attention``."""
-    heads = {f"{name}.qkv.": module.heads for name, module in model.named_modules() if isinstance(module, Attention)}
-
-    def ordered(name: str, rows: Tensor) -> tuple[str, Tensor]:
-        stacked = name[: name.rfind(".") + 1]
-        if stacked not in heads:
-            return name, rows
-        if rows.ndim and len(rows) % (3 * heads[stacked]) == 0:  # another size is refused by its shape
-            rows = rows.unflatten(0, (3, heads[stacked], -1)).transpose(0, 1).flatten(0, 2)
-        return name.replace(".qkv.", ".query_key_value."), rows
-
-    return dict(ordered(name, rows) for name, rows in weights.items())
+    """Renames ``qkv`` (3C, ...), whose rows are all queries, all keys and all values, to ``query_key_value``, whose rows are
+    ordered by head."""
+    attentions = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    found = {}
+    for name, rows in weights.items():
+        attention = attentions.get(name.rpartition(".qkv.")[0])
+        if attention is not None:
+            name = name.replace(".qkv.", ".query_key_value.")
+            if rows.ndim and len(rows) % (3 * attention.heads) == 0:  # another size is refused by its shape
+                rows = rows.unflatten(0, (3, attention.heads, -1)).transpose(0, 1).flatten(0, 2)
+        found[name] = rows
+    return found
 
 
 def _fitted(weights: Weights, model: nn.Module) -> Weights:

@@ -271,7 +271,8 @@ def _run(sequence: nn.Module, visit: Visit, autocast: Callable[[], AbstractConte
 
 def _leaves(visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns detached arguments; the streams require gradients, as they do inside a model."""
-    args = tuple(
-        arg.detach().requires_grad_() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in visit.args
-    )
-    return args, tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), visit.kwargs)
+    args, kwargs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (visit.args, visit.kwargs))
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.is_floating_point():
+            arg.requires_grad_()
+    return args, kwargs

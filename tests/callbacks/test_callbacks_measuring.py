@@ -253,6 +253,13 @@ def test_throughput_is_what_the_clock_says(lag):
     assert not memo.of("throughput/mfu") and not memo.of("throughput/tokens_per_second")
 
 
+def test_a_monitor_that_joins_within_a_training_measures_nothing():
+    monitor, joining = ThroughputMonitor(), pl.Callback()
+    joining.on_train_batch_start = lambda trainer, *_: monitor in trainer.callbacks or trainer.callbacks.append(monitor)
+    fit(Module(), joining)
+    assert monitor.step_seconds is None
+
+
 @pytest.mark.parametrize(("own", "trainers"), [(None, 0), (0, 1)])
 def test_a_period_of_zero_measures_and_logs_nothing(own, trainers):
     monitor, memo = timed_fit(monitor=ThroughputMonitor(own), samples=12, batch=3, log_every_n_steps=trainers)

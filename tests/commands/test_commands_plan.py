@@ -43,18 +43,18 @@ def test_a_plan_that_does_not_say_whether_it_fits_is_refused(tmp_path):
         read_plan(tmp_path)
 
 
-@pytest.mark.parametrize("json", [None, "-"])
-def test_what_is_printed_while_data_are_read_is_not_taken_over(monkeypatch, json):
+@pytest.mark.parametrize("target", [None, "-"])
+def test_what_is_printed_while_data_are_read_is_not_taken_over(monkeypatch, target):
     """As the display of a terminal does; and none is shown if stdout holds the figures."""
     shown = []
 
     def planned(config, say, begin):
         assert not shown
         begin("the step")
-        assert bool(shown) == (json is None)
+        assert bool(shown) == (target is None)
         raise UserError("seen")
 
     monkeypatch.setattr(Status, "start", lambda self: shown.append(True))
     monkeypatch.setattr(command, "planned", planned)
     with pytest.raises(UserError, match="seen"):
-        command.run(SimpleNamespace(json=json), None)
+        command.run(SimpleNamespace(json=target), None)

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed
 import yaml
 from left_by_runs import only, summary
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from made_once import made_once
 from omegaconf import OmegaConf
 from small_run import SMALL, fit_in, run_in
+from small_trainings import quiet_trainer
 
+from holotrain.commands.evaluation import lightning_refusals
 from holotrain.errors import UserError
 
 TEXT = [
@@ -288,6 +293,30 @@ def test_no_training_continues_from_parts_that_cannot_be_restored(holotrain, hon
         torch.save(crafted | {part: value}, "crafted.ckpt")
         err = holotrain.refused("fit", "ckpt_path=crafted.ckpt", "trainer.max_epochs=9", "logger=none")
         assert err.startswith("holotrain: ckpt_path: the checkpoint is damaged, or of another training: "), err
+
+
+class Hooked(BoringModel):
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["what I forgot to save"]
+
+
+def test_mistakes_in_hooks_and_lost_processes_are_not_those_of_a_checkpoint(tmp_path, monkeypatch):
+    """Which is being restored meanwhile."""
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(tmp_path / "sound.ckpt")
+
+    def continued(model):
+        with lightning_refusals("fit"):
+            quiet_trainer(max_steps=2).fit(model, ckpt_path=tmp_path / "sound.ckpt", weights_only=True)
+
+    continued(BoringModel())
+    with pytest.raises(KeyError, match="what I forgot"):
+        continued(Hooked())
+    # It needs the other processes, and here there are none.
+    monkeypatch.setattr(_CheckpointConnector, "restore_optimizers_and_schedulers", staticmethod(torch.distributed.barrier))
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        continued(BoringModel())
 
 
 @pytest.mark.parametrize("kind", EXPORTS)

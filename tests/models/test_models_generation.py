@@ -186,7 +186,7 @@ def test_a_tiny_temperature_is_greedy_and_a_diverged_model_is_named():
         Sampling().draw(torch.full((1, 4), float("nan")))
 
 
-def test_prompts_of_several_dtypes_are_read_as_the_widest():
+def test_prompts_may_have_several_dtypes():
     model = GPT(vocab=400, context=8, dim=8, depth=1, heads=2).eval()
     short, long = torch.tensor([1], dtype=torch.uint8), torch.tensor([300])
     mixed, same = (

@@ -12,7 +12,7 @@ from tracked_memory import check_plan
 from holotrain.models import RevGPT
 from holotrain.models.block_schedules import sequences
 from holotrain.planning import TrainingStep
-from holotrain.planning.choice import Visit, flops, stage_of, visits_of
+from holotrain.planning.choice import Visit, _leaves, flops, stage_of, visits_of
 from holotrain.planning.fake_tensors import fake_tensors
 from holotrain.planning.training_step import simulate_step
 from holotrain.reversible import make_reversible
@@ -93,3 +93,11 @@ def test_rotary_positions_get_no_gradients():
         named = Visit(visit.sequence, visit.args[:1], {"f_kwargs": visit.args[1]})
         held = [stage_of(each, {"autograd": 1.0}, half).options[0].held for each in (visit, named)]
     assert held[0] == held[1]
+
+
+def test_what_a_block_is_given_is_not_changed_by_its_measurement():
+    stream, bias = torch.zeros(2, 3), nn.Parameter(torch.ones(3))
+    (own, (copied,)), kwargs = _leaves(Visit(nn.Identity(), (stream, (bias,)), {"scale": bias}))
+    assert own.requires_grad and not stream.requires_grad
+    for each in (copied, kwargs["scale"]):
+        assert each.requires_grad and each is not bias and each.data_ptr() == bias.data_ptr()
