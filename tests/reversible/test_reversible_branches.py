@@ -354,6 +354,23 @@ def test_others_that_draw_meanwhile_do_no_harm(engine):
     assert found[1][1] == found[0][1]
 
 
+class Dropping(Branch):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x))
+
+
+@recomputing_engines
+@pytest.mark.parametrize("when", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_blocks_may_draw(engine, when):
+    found = []
+    for net in both(engine, Dropping):
+        for block in net.blocks:
+            getattr(block, when)(lambda *_: torch.rand(3) is None or None)
+        torch.manual_seed(0)
+        found.append(torch.autograd.grad(loss_of(net), list(net.parameters())))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
 class OwnGenerator(Branch):
     def forward(self, x, generator=None):
         return super().forward(x) * torch.rand((), generator=generator, dtype=F64)
