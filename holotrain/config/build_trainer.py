@@ -98,7 +98,7 @@ def check_device(config: ObjectConfig) -> None:
     """
     kind = device_kind(config.accelerator)
     if config.accelerator in ("gpu", "mps") and kind == "cpu":
-        raise UserError(f"trainer.accelerator={config.accelerator}: this machine has no such device; use trainer.accelerator=cpu")
+        raise UserError(f"trainer.accelerator={config.accelerator}: there is none here; use trainer.accelerator=cpu")
     if config.precision == "16-mixed" and kind == "cpu":
         raise UserError("trainer.precision=16-mixed: needs a GPU; on the CPU use bf16-mixed or 32-true")
     if config.precision == "64-true" and kind == "mps":

@@ -420,8 +420,8 @@ def test_a_message_that_begins_with_an_option_is_about_it(text, expected):
     ("words", "said"),
     [
         ("trainer.precision=16-mixed", "needs a GPU"),
-        ("trainer=gpu", "this machine has no such device"),
-        ("trainer.accelerator=mps", "this machine has no such device"),
+        ("trainer=gpu", "there is none here"),
+        ("trainer.accelerator=mps", "there is none here"),
         ("backward.cuda_graph=true", "needs an NVIDIA GPU; set it to false"),
         ("synthesis=bind synthesis.cuda_graph=true", "needs an NVIDIA GPU; set it to false"),
     ],
