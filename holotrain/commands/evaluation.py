@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from itertools import compress, count
+from itertools import dropwhile
 from pathlib import Path
 from traceback import walk_tb
 
@@ -92,11 +92,14 @@ READERS = {"holotrain", "lightning", "numpy", "random", "torch", "torchao", "tor
 
 def _comes_from_a_checkpoint(error: Exception) -> bool:
     """Whether an error arose while a part of a checkpoint was restored, and not in a user's code or another process."""
-    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
-    restoring = (module in RESTORING and name.lstrip("_").startswith("restore") for module, name in frames)
-    below = [module for module, _ in frames[next(compress(count(), restoring), len(frames)) :]]
-    strange = any(name.partition(".")[0] not in READERS or name == "torch.distributed.distributed_c10d" for name in below)
-    return bool(below) and not strange
+    frames = ((frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__))
+    below = [module for module, _ in dropwhile(lambda frame: not _restores(*frame), frames)]
+    others = [name for name in below if name.partition(".")[0] not in READERS or name == "torch.distributed.distributed_c10d"]
+    return bool(below) and not others
+
+
+def _restores(module: str, function: str) -> bool:
+    return module in RESTORING and function.lstrip("_").startswith("restore")
 
 
 def can_test(task: pl.LightningModule, data: pl.LightningDataModule) -> bool:
