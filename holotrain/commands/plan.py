@@ -154,6 +154,7 @@ def _show(config: PlanConfig, run: Run, plan: Plan, needed: list[str]) -> None:
         name = f"{name} *" if name == plan.backward else name
         table.add_row(name, footprint.phase, *(f"{figure / size:.3f}" for figure in figures), fits, style=style)
     plain(width=max(console.width, 120)).print(table)  # one line per row
+    console.print("*: the backward of this configuration; peak in: the phase of the step in which memory peaks")
     if plan.device == "cuda" and config.device == "auto" and not torch.cuda.is_available():
         console.print("no GPU was found here; to plan for this machine, give device=cpu")
     if plan.configured.scratch:

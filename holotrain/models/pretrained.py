@@ -86,7 +86,7 @@ def _gpt2(weights: Weights) -> Weights:
     weights = dict(weights)
     _require_tied(weights.pop("lm_head.weight", None), weights["wte.weight"], "GPT-2")
     return {
-        name: tensor.T if re.search(r"\.c_\w+\.weight$", name) else tensor  # its matrices are transposed
+        name: tensor.t() if re.search(r"\.c_\w+\.weight$", name) else tensor  # its matrices are transposed
         for name, tensor in weights.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
@@ -252,8 +252,12 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
     source = _source(weights)
     if not isinstance(model, source.model):
         raise ValueError(f"these weights are for {source.name}; the model is a {kind}")
-    renamed = _by_head(_renamed(source, weights), model)
-    own, given = dict(model.named_parameters()), _fitted(renamed, model)
+    try:
+        renamed = _by_head(_renamed(source, weights), model)
+        given = _fitted(renamed, model)
+    except (IndexError, KeyError, RuntimeError, TypeError) as error:  # tensors of fewer dimensions, or some are missing
+        raise ValueError(f"the tensors of these weights do not have the shapes of {source.name}: {error}") from error
+    own = dict(model.named_parameters())
     head = {name for name in own if name.startswith("head.")}
     if {name: own[name].shape for name in head} == {name: x.shape for name, x in given.items() if name.startswith("head.")}:
         head = set()
@@ -289,7 +293,7 @@ def load_pretrained(model: nn.Module, weights: Weights) -> Loaded:
 def _source(weights: Weights) -> Source:
     # BERT without a head has the names of RoBERTa, but two segments.
     segments = weights.get("embeddings.token_type_embeddings.weight")
-    bert = segments is not None and segments.ndim > 0 and len(segments) > 1 and not any("lm_head." in name for name in weights)
+    bert = segments is not None and segments.shape[:1] > (1,) and not any("lm_head." in name for name in weights)
     for source in SOURCES:
         names = [name.removeprefix(source.prefix) for name in weights]
         if all(any(re.search(tensor, name) for name in names) for tensor in source.tensors) and not bert:
@@ -316,7 +320,7 @@ def _by_head(weights: Weights, model: nn.Module) -> Weights:
         attention = attentions.get(name.rpartition(".qkv.")[0])
         if attention is not None:
             name = name.replace(".qkv.", ".query_key_value.")
-            if rows.ndim and len(rows) % (3 * attention.heads) == 0:  # another size is refused by its shape
+            if len(rows) % (3 * attention.heads) == 0:  # another size is refused by its shape
                 rows = rows.unflatten(0, (3, attention.heads, -1)).transpose(0, 1).flatten(0, 2)
         found[name] = rows
     return found

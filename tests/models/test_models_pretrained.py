@@ -439,9 +439,22 @@ def test_a_download_that_fails_without_a_word_says_what_kind_of_error_it_is(monk
         folder_of("some/model", download=True)
 
 
-def test_a_number_in_place_of_an_embedding_is_of_no_known_model():
-    with pytest.raises(ValueError, match="no known model"):
-        load_pretrained(GPT(**TEXT), {"embeddings.token_type_embeddings.weight": torch.tensor(1.0)})
+@pytest.mark.parametrize(
+    ("theirs", "model"),
+    [
+        (timm_vit, lambda: ViT(**IMAGE, pool="class")),
+        (timm_swin, lambda: Swin(**WINDOWS)),
+        (gpt2, lambda: GPT(**TEXT, positions="learned", gelu="tanh")),
+        (roberta, lambda: RoBERTa(norm="post", **ENCODER)),
+    ],
+)
+def test_a_number_in_place_of_a_tensor_is_refused_wherever_it_stands(theirs, model):
+    weights, model = theirs().state_dict(), model()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    for name in [name for name in weights if not name.startswith(("head.", "lm_head."))]:  # another head is left out
+        with pytest.raises(ValueError):
+            load_pretrained(model, weights | {name: torch.tensor(1.0)})
+    assert_equal(model.state_dict(), before)
 
 
 def test_norms_after_a_missing_one_move_too():
