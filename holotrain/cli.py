@@ -51,6 +51,8 @@ from holotrain.parallel.rank import ProcessRank, rank_from_environment
 from holotrain.targets import first_line
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from holotrain.commands.multiprocess import MultiprocessRunner
     from holotrain.commands.run_folder import Run
 
@@ -59,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit status."""
     if argv is None:
         argv = sys.argv[1:]
+        cast("TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")  # names of files need not be Unicode
         sys.path.append(os.getcwd())  # where a user's own package may lie; python -m does so, a console script does not
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(overview())

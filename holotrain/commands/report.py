@@ -48,14 +48,13 @@ def run(config: ReportConfig) -> int:
             raise unreadable[places[0]]
         if not any(read[place].curves for place in places if place in read):
             raise UserError(f"{word}: no scalars found; train with logger=tensorboard or logger=csv")
-    text = page(list(read.values()))
-    write_whole(target, text)
+    write_whole(target, page(list(read.values())))
     for error in unreadable.values():
         console.print(f"left out: {error}")
     for reported in read.values():
         if not reported.curves:
             console.print(f"{reported.folder} has no scalars; it appears only in the table")
-    console.print(f"{counted(len(read), 'run')} written to {target} ({len(text.encode()) / 2**10:.0f} KiB)")
+    console.print(f"{counted(len(read), 'run')} written to {target} ({target.stat().st_size / 2**10:.0f} KiB)")
     return 0
 
 

@@ -1,5 +1,6 @@
 """What runs leave to be looked at: TensorBoard's HParams and Custom Scalars, and the page of a report."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,14 @@ def test_a_sweep_in_tensorboard_and_in_a_report(holotrain):
     assert f"{sweep}/1 has no scalars" in holotrain.done("report", f"{sweep}/*")
     assert "unfinished" in Path("report.html").read_text()
     assert holotrain.refused("report", f"{sweep}/1").startswith(f"holotrain: {sweep}/1: no scalars found")
+
+
+def test_a_folder_whose_name_is_no_text_is_reported(holotrain):
+    log = Path(os.fsdecode(b"runs/caf\xe9"), "csv/version_0/metrics.csv")
+    log.parent.mkdir(parents=True)
+    log.write_text("step,train/loss\n1,2.0\n")
+    assert holotrain.done("report", "runs").startswith("1 run written")
+    assert r"caf\udce9" in Path("report.html").read_text()
 
 
 def test_a_run_shows_what_it_learns_and_every_option_and_the_report_shows_it_too(holotrain):
