@@ -40,7 +40,7 @@ from holotrain.planning import ALLOCATORS, TrainingStep, choose, seconds, stage_
 from holotrain.planning.fake_tensors import fake_parameters, fake_tensors
 from holotrain.planning.training_step import measured_peak, simulate_step
 from holotrain.reversible.backward_schedules import KEPT
-from holotrain.reversible.tape import imagining_a_side_stream
+from holotrain.reversible.tape import assuming_a_side_stream
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Auto:
             ]
 
     def peak(self, blocks: list[str]) -> int:
-        overlaps = imagining_a_side_stream() if self.options.device == "cuda" else nullcontext()
+        overlaps = assuming_a_side_stream() if self.options.device == "cuda" else nullcontext()
         with overlaps, fake_tensors():
             step = make_step(self.shape, lambda model: schedule_blocks(model, blocks), self.options, fake=True)
             return simulate_step(step, ALLOCATORS[self.options.device]).peak

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holotrain.planning.fake_tensors import assume_mask_share, fake_tensors, is_wrapper_subclass
-from holotrain.reversible.tape import imagining_a_side_stream
+from holotrain.reversible.tape import assuming_a_side_stream
 
 aten = torch.ops.aten
 _backwards = count(1)
@@ -121,7 +121,7 @@ def fake_gpu(monkeypatch) -> Iterator[FakeWork]:
     with (
         replace_cuda(monkeypatch, Machine()),
         fake_tensors(),
-        imagining_a_side_stream(),
+        assuming_a_side_stream(),
         FakeWork() as work,
         assume_mask_share(0.5),
     ):

@@ -214,8 +214,8 @@ def relative_to_cwd(path: Path) -> Path:
 
 def _fresh(parent: Path) -> Path:
     """Makes the folder, so that of two runs that start in the same second each has its own."""
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder, count = parent / stamp, 1
+    time = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder, count = parent / time, 1
     while True:
         try:
             folder.mkdir(parents=True)
@@ -224,7 +224,7 @@ def _fresh(parent: Path) -> Path:
             if not folder.exists():
                 raise UserError(f"cannot write to {error.filename or parent}: {error.strerror or error}") from error
         count += 1
-        folder = parent / f"{stamp}-{count}"
+        folder = parent / f"{time}-{count}"
 
 
 def _latest(parent: Path, evidence: str, noun: str, option: str = "resume=true") -> Path:

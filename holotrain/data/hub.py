@@ -138,15 +138,15 @@ def loaded(builder: str, paths: Iterable[Path], cache: Path, **options: Any) -> 
     from datasets import Dataset, load_dataset
     from datasets.fingerprint import Hasher
 
-    stamp = stamp_of(paths)
-    read = load_dataset(builder, cache_dir=str(cache / stamp), **options)
+    fingerprint = fingerprint_of(paths)
+    read = load_dataset(builder, cache_dir=str(cache / fingerprint), **options)
     for dataset in read.values() if isinstance(read, dict) else [read]:
         if isinstance(dataset, Dataset):
-            dataset._fingerprint = Hasher.hash([dataset._fingerprint, stamp])  # the name of its tokens
+            dataset._fingerprint = Hasher.hash([dataset._fingerprint, fingerprint])  # the name of its tokens
     return read
 
 
-def stamp_of(paths: Iterable[Path], *words: str) -> str:
+def fingerprint_of(paths: Iterable[Path], *words: str) -> str:
     """A hash of files' paths, sizes and times, and of words."""
     from datasets.fingerprint import Hasher
 

@@ -231,9 +231,9 @@ class SeededDataset(TransformedDataset):
 
     def __getitem__(self, index: Key) -> tuple[Any, Any]:
         image, label = self.dataset[index[1]]
-        ambient = torch.get_rng_state()
+        state = torch.get_rng_state()
         torch.random.default_generator.manual_seed(mixed_seed(self.seed, *index))
         try:
             return self.transform(image), label
         finally:
-            torch.set_rng_state(ambient)
+            torch.set_rng_state(state)

@@ -185,7 +185,7 @@ def _unchanged(look: Callable[[Path], Any], file: Path) -> Any:
 
 
 @lru_cache
-def _looked(look: Callable[[Path], Any], file: Path, stamp: tuple[int, ...]) -> Any:
+def _looked(look: Callable[[Path], Any], file: Path, version: tuple[int, ...]) -> Any:
     return look(file)
 
 

@@ -57,11 +57,11 @@ def send(
     if out is None:
         out = x.new_empty(ranks * rows, matrix.shape[1])
     with torch.cuda.device(x.device):
-        ambient, aside = torch.cuda.current_stream(), _stream_of(x.device)
+        current, aside = torch.cuda.current_stream(), _stream_of(x.device)
         counts = torch.zeros(len(cut), dtype=torch.int32, device=x.device)
         sizes = tuple(each.stop - each.start for each in cut)
-        tiles, finished = order_of(sizes, ranks, matrix.shape[1], x.device, ambient.cuda_stream)
-        aside.wait_stream(ambient)  # for the zeros: old counts in that memory would look like signals
+        tiles, finished = order_of(sizes, ranks, matrix.shape[1], x.device, current.cuda_stream)
+        aside.wait_stream(current)  # for the zeros: old counts in that memory would look like signals
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count - SMS_LOST
         # Launched before anything waits for it: if streams share a hardware queue, the wait would block it.
         launch(x.flatten(0, 1), matrix, bias, out, tiles, counts, programs)

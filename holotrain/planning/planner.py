@@ -14,7 +14,7 @@ from holotrain.planning.allocators import ALLOCATORS
 from holotrain.planning.fake_tensors import assume_mask_share, fake_parameters, fake_tensors, fused_dropout
 from holotrain.planning.tracker import Footprint
 from holotrain.planning.training_step import TrainingStep, Update, simulate_step, simulate_update
-from holotrain.reversible.tape import imagining_a_side_stream
+from holotrain.reversible.tape import assuming_a_side_stream
 
 MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
@@ -118,7 +118,7 @@ class Planner:
         with ExitStack() as stack:
             if self.device == "cuda":
                 stack.enter_context(fused_dropout())
-                stack.enter_context(imagining_a_side_stream())
+                stack.enter_context(assuming_a_side_stream())
             stack.enter_context(fake_tensors())
             if self.selected is not None:
                 stack.enter_context(assume_mask_share(self.selected))

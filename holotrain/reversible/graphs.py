@@ -74,13 +74,13 @@ class GraphedStep:
 
     def _aside(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """An ordinary step on a stream of its own, as a capture wants it."""
-        ambient = torch.cuda.current_stream(inputs[0].device)
+        current = torch.cuda.current_stream(inputs[0].device)
         self._stream = self._stream or torch.cuda.Stream(inputs[0].device)
         aside = self._stream
-        aside.wait_stream(ambient)
+        aside.wait_stream(current)
         with torch.cuda.stream(aside):
             loss = self._ordinary(inputs)
-        ambient.wait_stream(aside)
+        current.wait_stream(aside)
         return loss
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:

@@ -13,7 +13,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from holotrain.reversible.replay import is_imagined
+from holotrain.reversible.replay import has_no_data
 
 HEADROOM_BITS = 5
 """On a grid that is chosen from the first batch, the streams may grow by a factor of 2^5."""
@@ -129,7 +129,7 @@ class FixedPointGrid(nn.Module):
             dtype: of the streams.
             remedy: what to do about it; {bits} stands for the k of a grid that is coarse enough.
         """
-        if self._reported or is_imagined(self._largest):
+        if self._reported or has_no_data(self._largest):
             return
         if self._largest.device.type != "cuda":
             self._compare(self._largest.item(), self.step.item(), dtype, remedy)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from holotrain.reversible.replay import generators_among, is_imagined
+from holotrain.reversible.replay import generators_among, has_no_data
 
 try:
     import numpy
@@ -69,7 +69,7 @@ class _Buffer(NamedTuple):
         if self.owner._buffers.get(self.name) is not self.tensor or version_of(self.tensor) != self.version:
             return True
         # torch's normalisations and ``.data`` write without counting it as a version.
-        if isinstance(self.owner, _NormBase) or self.before is None or is_imagined(self.tensor):
+        if isinstance(self.owner, _NormBase) or self.before is None or has_no_data(self.tensor):
             return isinstance(self.owner, _NormBase) and self.owner.training
         return not torch.equal(self.tensor, self.before)
 

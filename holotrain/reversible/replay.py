@@ -46,7 +46,7 @@ def in_trace(doing: str, what: object) -> AbstractContextManager:
     return profiler.record_function(f"{doing} {what}")
 
 
-def is_imagined(tensor: torch.Tensor) -> bool:
+def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether only the tensor's shape is real: nothing can be read of its values."""
     return tensor.is_meta or _fake_mode_active()
 

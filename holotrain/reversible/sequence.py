@@ -15,7 +15,7 @@ from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shortha
 from holotrain.reversible.block import Additive, ReversibleBlock, Storing
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import buffers_unchanged, is_compiled
-from holotrain.reversible.replay import generators_among, generators_unmoved, in_trace, is_imagined
+from holotrain.reversible.replay import generators_among, generators_unmoved, has_no_data, in_trace
 from holotrain.reversible.tape import Recorder, Witness
 
 Keywords = dict | Sequence[dict] | None
@@ -98,9 +98,9 @@ class ReversibleSequence(nn.Module):
         keywords = list(zip(self._each(f_kwargs), self._each(g_kwargs), strict=True))
         grid = None
         if self.grid is not None:
-            if not (self.grid.known or is_imagined(x1)):
+            if not (self.grid.known or has_no_data(x1)):
                 self._choose_grid(self.grid, x1, x2, keywords)
-            if self.grid.known or is_imagined(x1):
+            if self.grid.known or has_no_data(x1):
                 grid = self.grid.in_call(x1.dtype)
                 x1, x2 = grid.entered(x1), grid.entered(x2)
         coupling = Additive(grid)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from holotrain.reversible.backward_schedules import SCHEDULES, Schedule, Shorthand
 from holotrain.reversible.grid import FixedPointGrid
 from holotrain.reversible.reads import version_of
-from holotrain.reversible.replay import in_trace, is_imagined
+from holotrain.reversible.replay import has_no_data, in_trace
 from holotrain.reversible.tape import Recorder, Witness, same_tensor
 from holotrain.reversible.two_step import TwoStep, stream_in, tapered, weights
 
@@ -280,7 +280,7 @@ class _Pass:
             raise ValueError("the first argument of a block must be a floating-point tensor (batch, ...)")
         stack, self._choice = self._stack, None
         grid, dtype = stack.grid, torch.promote_types(x.dtype, stack.stream_dtype or torch.float32)
-        if is_imagined(x):
+        if has_no_data(x):
             grid = FixedPointGrid(bits=0).to(x.device)
         elif not grid.known and x.numel():
             self._choice = _Choice(x)
@@ -306,7 +306,7 @@ class _Pass:
     def _end(self) -> None:
         if self._choice is not None:
             self._stack.stream_dtype = self._choice.settle(self._stack.grid)
-        elif self._stack.grid.known and not is_imagined(self._stream):
+        elif self._stack.grid.known and not has_no_data(self._stream):
             self._stack.grid.report(self._stream.dtype, "undo and make_reversible choose a new grid")
 
 

@@ -28,7 +28,7 @@ from holotrain.reversible.backward_schedules import Schedule
 from holotrain.reversible.block import Coupling, Run, Storing
 from holotrain.reversible.reads import is_sharded
 from holotrain.reversible.recomputation import Branch, Checkpointing, kept
-from holotrain.reversible.replay import Call, is_imagined
+from holotrain.reversible.replay import Call, has_no_data
 
 _no_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Branches that found no memory to run ahead, and how many elements a stream had then."""
@@ -76,23 +76,23 @@ class _SameStream:
         pass
 
 
-_imagined_side: ContextVar[bool] = ContextVar("side stream imagined", default=False)
+_assumed_side: ContextVar[bool] = ContextVar("side stream assumed", default=False)
 
 
 @contextmanager
-def imagining_a_side_stream() -> Generator[None]:
+def assuming_a_side_stream() -> Generator[None]:
     """Inside, tensors without values are recomputed as early as a CUDA device would, so that a memory plan counts them."""
-    token = _imagined_side.set(True)
+    token = _assumed_side.set(True)
     try:
         yield
     finally:
-        _imagined_side.reset(token)
+        _assumed_side.reset(token)
 
 
 def side_of(stream: Tensor) -> SideStream | _SameStream | None:
     """Where the recomputation of a stream's branches may run ahead; None: nowhere, since a CPU has no second queue of work."""
-    if is_imagined(stream):
-        return _SameStream() if _imagined_side.get() else None
+    if has_no_data(stream):
+        return _SameStream() if _assumed_side.get() else None
     return SideStream(stream.device) if stream.is_cuda else None
 
 

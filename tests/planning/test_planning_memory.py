@@ -34,7 +34,7 @@ from holotrain.planning.allocators import (
 )
 from holotrain.planning.tracker import AllocationTracker
 from holotrain.planning.training_step import peak_of
-from holotrain.reversible.tape import imagining_a_side_stream
+from holotrain.reversible.tape import assuming_a_side_stream
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -300,7 +300,7 @@ def test_nothing_is_allocated_and_parts_are_what_they_are_called():
 def test_overlap_that_is_assumed_takes_no_less():
     with fake_tensors():
         in_turn = simulate_step(training_step("RevViT", "pareprop", fake=True))
-        with imagining_a_side_stream():
+        with assuming_a_side_stream():
             ahead = simulate_step(training_step("RevViT", "pareprop", fake=True))
     assert ahead.by_phase["backward"] > in_turn.by_phase["backward"]
     assert ahead.by_phase["forward"] == in_turn.by_phase["forward"]

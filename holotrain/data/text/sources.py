@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from holotrain.data import hub
-from holotrain.data.hub import KINDS, files_read, rows_without, stamp_of
+from holotrain.data.hub import KINDS, files_read, fingerprint_of, rows_without
 from holotrain.data.loader import Loader
 from holotrain.data.text.tokenise import Batch, Reading, Rows, as_it_is, fraction_of
 from holotrain.data.tokenizers import Tokenizer
@@ -125,7 +125,7 @@ def searched(files: Sequence[TextFile], cache: Path, columns: Sequence[str] = ()
     Each file is read once for it: what is found is kept in ``cache`` until a file changes.
     """
     there = [file for file in files if os.access(file.path, os.R_OK)]
-    known = cache / f"damaged-{stamp_of((file.path for file in there), *columns)}.json"
+    known = cache / f"damaged-{fingerprint_of((file.path for file in there), *columns)}.json"
     try:
         kept = [None if rows is None else [int(row) for row in rows] for rows in read_json(known)]
         return dict.fromkeys(files) | dict(zip(there, kept, strict=True))
